@@ -13,7 +13,7 @@ MODULES := $(shell find src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage lint sanitize sanitized-core docs bench slow clean FORCE
+.PHONY: demo test browser coverage lint sanitize sanitized-core docs bench gpu slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,11 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 test: $(STAMP)
 	$(PYTEST)
 
+# HTML pages in Debian's Chromium, which playwright drives; nothing else needs either.
+browser: $(STAMP)
+	$(PIP) install --quiet --no-compile -c constraints.txt playwright
+	$(BIN)/python -m pytest -q -m slow tests/report/test_in_browser.py
+
 # The branches of the package that tests take in their own process, in build/coverage.
 coverage: $(STAMP)
 	$(PYTEST) -m 'not slow and not gloo and not mpi and not lab' --cov --cov-report term --cov-report html:build/coverage
@@ -71,6 +76,10 @@ slow: $(STAMP)
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
 docs: $(STAMP)
 	$(BIN)/python docs/site.py
+
+# Tests and benchmarks that need a CUDA device; without one it says what it leaves out.
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu/run.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/import_time.py

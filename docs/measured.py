@@ -1,14 +1,16 @@
-"""Write the table of measurements in README.md from the saved results.
+"""Write the tables of measurements in README.md and docs/guide/measured.md from the saved results.
 
-python docs/measured.py            # rewrite the table
-python docs/measured.py --check    # exit with 1 if the committed table is not what would be written
+python docs/measured.py            # rewrite the tables
+python docs/measured.py --check    # exit with 1 if a committed table is not what would be written
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "guide" / "measured.md"
+IN_README = 4
+"""Rows of the README: the first ones, where results are missing with those after them."""
 RESULTS = "benchmarks/results"
 PUBLISHED = "validation/results/published.md"
 BLOCK = re.compile(r"(<!-- measured: begin [^\n]*-->\n).*?(<!-- measured: end -->)", re.DOTALL)
@@ -145,8 +150,20 @@ def planner_speed() -> str:
     return f"{small:.1f} s on 256 chips, {large:.1f} s on 65,536"
 
 
-def table() -> str:
-    """Return the table in Markdown."""
+def steps_on_a_gpu() -> str:
+    """Return how far predictions of steps of plain PyTorch on one GPU are off, without constants of software."""
+    errors = [row["errors"] for row in load("gpu/steps")["rows"]]
+    times = sorted(error["step"] for error in errors)
+    bytes_of = sorted(abs(error["allocated"]) for error in errors)
+    return (
+        f"time {100 * statistics.median(times):+.0f} % at the median "
+        f"({100 * times[0]:+.0f} to {100 * times[-1]:+.0f} %); "
+        f"memory off by {100 * statistics.median(bytes_of):.1f} %, worst {100 * bytes_of[-1]:.0f} %"
+    )
+
+
+def table(of: Path) -> str:
+    """Return the table of a page in Markdown."""
     rows = [
         ("published training runs, predicted; nothing fitted on these models", published_runs(), PUBLISHED),
         (
@@ -154,41 +171,49 @@ def table() -> str:
             steps_beside_simulation(),
             "step_estimates",
         ),
-        (
-            "bytes received, 256 pairs of placements, beside DTensor",
-            bytes_beside_dtensor(),
-            "universal_bytes",
-        ),
-        ("speed over DTensor, 256 pairs, 2x2 lab", speed_beside_dtensor(), "universal_lab"),
         ("speed over DTensor, one host, defaults", default_beside_dtensor(), "default_transport_1024"),
+        ("speed over DTensor, 256 pairs, 2x2 lab", speed_beside_dtensor(), "universal_lab"),
         (
             "speed over ScaLAPACK in its own layouts, one host",
             speed_beside_scalapack(),
             "universal_scalapack",
         ),
+        (
+            "bytes received, 256 pairs of placements, beside DTensor",
+            bytes_beside_dtensor(),
+            "universal_bytes",
+        ),
         ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
         ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
         ("blocks in three labs, simulated beside measured", blocks_in_the_lab(), "block_lab_two_groups"),
+        (
+            f"{len(load('gpu/steps')['rows'])} steps of plain PyTorch on one H100, predicted beside measured",
+            steps_on_a_gpu(),
+            "gpu/steps",
+        ),
         ("simulator, ring all-gathers on a 16x16 torus", simulator_speed(), "simulator_speed"),
-        ("planner, GPT-3, all algorithms", planner_speed(), "planner_speed"),
+        ("planner of products, GPT-3, all algorithms", planner_speed(), "planner_speed"),
     ]
-    lines = ["| what | result | data |", "|---|---|---|"]
+    lines = []
     for what, text, data in rows:
-        path = data if "/" in data else f"{RESULTS}/{data}.json"
-        lines += [f"| {what} | {text} | [{Path(path).stem}]({path}) |"] if text else []
-    return "\n".join(lines) + "\n"
+        path = data if data == PUBLISHED else f"{RESULTS}/{data}.json"
+        link = Path(os.path.relpath(ROOT / path, of.parent)).as_posix()
+        lines += [f"| {what} | {text} | [{Path(path).stem}]({link}) |"] if text else []
+    shown = lines[:IN_README] if of == README else lines
+    return "\n".join(("| what | result | data |", "|---|---|---|", *shown)) + "\n"
 
 
-def page() -> str:
-    """Return README.md with the table as it should be."""
-    text = README.read_text(encoding="utf-8")
-    return BLOCK.sub(lambda match: match[1] + table() + match[2], text)
+def page(of: Path = README) -> str:
+    """Return a page with the table as it should be."""
+    text = of.read_text(encoding="utf-8")
+    return BLOCK.sub(lambda match: match[1] + table(of) + match[2], text)
 
 
 def main() -> int:
     if sys.argv[1:] == ["--check"]:
-        return 0 if README.read_text(encoding="utf-8") == page() else 1
-    README.write_text(page(), encoding="utf-8")
+        return int(any(of.read_text(encoding="utf-8") != page(of) for of in (README, GUIDE)))
+    for of in (README, GUIDE):
+        of.write_text(page(of), encoding="utf-8")
     return 0
 
 

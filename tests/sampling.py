@@ -1,8 +1,10 @@
-"""How many examples Hypothesis draws: a number per test, scaled by one profile.
+"""How many examples Hypothesis draws, and whether it draws anew: a number per test, scaled by one profile.
 
-`ci` (the default) draws 30 % of the numbers that the tests give, `slow` (`make slow`) three times as many,
-`sanitize` a quarter, for instrumented code takes several times as long. None has deadlines, and all draw anew in
-every run.
+`ci` (the default) draws 30 % of the numbers that the tests give, and the same examples in every run: a test that
+begins to fail does so because of the change. `random` draws as many, anew in every run, to explore:
+`pytest tests/ir --hypothesis-profile random`. `slow` (`make slow`) draws three times as many, anew. `sanitize`
+(`.ci/sanitize`) draws a quarter, the same in every run, for instrumented code takes several times as long. None
+has deadlines.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-_PERCENT = {"ci": 30, "slow": 300, "sanitize": 25}
+_PERCENT = {"ci": 30, "random": 30, "slow": 300, "sanitize": 25}
+_DRAWN_ANEW = ("random", "slow")
 
 
 def register_profiles() -> None:
     """Make the profiles known and load `ci`; `--hypothesis-profile` loads another."""
     for name, percent in _PERCENT.items():
         settings.register_profile(
-            name, max_examples=percent, deadline=None, derandomize=False, print_blob=True
+            name,
+            max_examples=percent,
+            deadline=None,
+            derandomize=name not in _DRAWN_ANEW,
+            print_blob=True,
         )
     settings.load_profile("ci")
 

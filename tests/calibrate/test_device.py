@@ -58,3 +58,33 @@ def test_the_command_measures_and_writes(
     assert run_app([*command, "--force", "--dtype", "int4"]) == 2
     with pytest.raises(UnsupportedError, match="cannot use the device 'nowhere'"):
         device.measure_products("nowhere", "float32", [(8, 8, 8)], 1)
+
+
+def test_operands_are_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU multiplies ones faster than what models multiply."""
+    torch = pytest.importorskip("torch")
+    seen = []
+
+    def loop_s(torch, a, b, loop_s):
+        seen.extend((a, b))
+        return 1e-6
+
+    monkeypatch.setattr(device, "_best_loop_s", loop_s)
+    assert device.measure_products("cpu", "bfloat16", [(64, 32, 48)], 1) == [1e-6]
+    assert [tuple(x.shape) for x in seen] == [(64, 48), (48, 32)]
+    assert all(x.dtype == torch.bfloat16 and 0.5 < x.float().std() < 1.5 for x in seen)
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_is_calibrated_without_the_time_of_its_host(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    out = tmp_path / "mine.toml"
+    command = ["calibrate", "--device", "cuda", "--products", "40", "--repeat", "1", "--out", str(out)]
+    assert run_app(command) == 0
+    constants = load_kernels("mine.toml", tmp_path).product("bfloat16")
+    assert constants is not None and constants.launch_s < 5e-6
+    shapes = [(4096, 4096, 4096), (64, 64, 64)]
+    large_s, small_s = device.measure_products("cuda", "bfloat16", shapes, 2)
+    assert small_s < 5e-6 and 2 * 4096**3 / large_s > 20 * 2 * 64**3 / small_s

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import meshweave as mw
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
 from meshweave.tune import Plan, load_plan
@@ -119,7 +121,20 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "pt=8"], "names are dp, pp"),
         ([*SMALL, "--fix", "tp=eight"], "whole number"),
         ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
-        ([*SMALL, "--fix", "tp=3"], "tensor 3"),
+        ([*SMALL, "--fix", "tp=3"], "tp 3 does not divide its 8 chips"),
+        ([*SMALL, "--fix", "tp=8,pp=16"], "tp 8 x pp 16 is 128 ranks, more than its 8 chips"),
+        ([*SMALL, "--fix", "pp=64"], "pp 64 is more than its 8 chips"),
+        ([*SMALL, "--fix", "tp=2,pp=2,cp=1,dp=1"], "is 4 ranks, fewer than its 8 chips"),
+        ([*SMALL, "--fix", "vp=40"], "leave out vp"),
+        ([*SMALL, "--fix", "micro_batch=3"], "in micro-batches of 3"),
+        ([*SMALL, "--seq", "256", "--fix", "cp=8"], "parts of 128 tokens of a sequence of 256"),
+        (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "6", "--fix", "dp=8"], "the batch of 6"),
+        (["llama-2-7b", "--cluster", "dgx-h100:40", "--batch", "80", "--fix", "pp=40"], "its 32 layers"),
+        (
+            ["llama-2-7b", "--cluster", "dgx-h100:24", "--batch", "24", "--fix", "tp=3,strategy=megatron"],
+            "its 32 heads",
+        ),
+        (["llama-2-7b", "--cluster", "dgx-h100:1", "--batch", "4"], "1 chip of dgx-h100 fits"),
         ([*SMALL, "--fix", "zero=7"], "from 0 to 3"),
         ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
         ([*SMALL, "--fix", "order=data"], "innermost first"),
@@ -136,6 +151,41 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[st
     status, out, err = called(capsys, *args)
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+FIVE = ("dgx-h100", {"num_hosts = 1": "num_hosts = 3", "chips_per_host = 8": "chips_per_host = 5"})
+SLOW = ("atp-ic1", {"link_bytes_per_s = 7.425e9": "link_bytes_per_s = 1e8"})
+CATALOG = Path(mw.__file__).parent / "catalog" / "clusters"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "fixed"),
+    [
+        (FIVE, 30, ""),
+        (SLOW, 16, ""),
+        ("dgx-h100:7", 14, ""),
+        ("dgx-h100:8", 7, ""),
+        ("dgx-h100:8", 16, "vp=5"),
+    ],
+    ids=["3 hosts of 5", "a slow tree", "7 chips", "7 sequences", "5 stages a rank"],
+)
+def test_odd_clusters_and_prime_numbers_have_a_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: Any, batch: int, fixed: str
+) -> None:
+    name = cluster
+    if isinstance(cluster, tuple):
+        text = (CATALOG / f"{cluster[0]}.toml").read_text()
+        for old, new in cluster[1].items():
+            assert old in text
+            text = text.replace(old, new)
+        name = str(tmp_path / "odd.toml")
+        Path(name).write_text(text)
+    fix = ",".join(filter(None, ("strategy=megatron_sp,micro_batch=1,recompute=none,cp=1", fixed)))
+    status, out, err = called(
+        capsys, "llama-2-7b", "--cluster", name, "--batch", str(batch), "--fix", fix, "--sensitivity"
+    )
+    assert (status, err) == (0, "") and "runner-up" in out
+    assert out.count("\nwith ") == (4 if cluster == FIVE else 2)
 
 
 def test_an_interrupted_plan_prints_the_best_so_far(

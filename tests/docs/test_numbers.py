@@ -30,14 +30,20 @@ README = (pages.ROOT / "README.md").read_text()
 COMPARISON = (pages.ROOT / "docs" / "guide" / "comparison.md").read_text()
 
 
-def test_the_table_of_the_readme_is_generated() -> None:
-    assert MEASURED["page"]() == README, "run python docs/measured.py"
+@pytest.mark.parametrize("name", ["README", "GUIDE"])
+def test_tables_of_measurements_are_generated(name: str) -> None:
+    path = MEASURED[name]
+    assert MEASURED["page"](path) == path.read_text(encoding="utf-8"), "run python docs/measured.py"
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(README.splitlines()) <= 75
 
 
 def test_the_picture_says_what_was_simulated() -> None:
     """The times in the picture's description are those in the picture."""
     picture = (pages.ROOT / "docs" / "pictures" / "five-algorithms.svg").read_text()
-    described = re.search(r"!\[Timelines of five algorithms[^\]]*\]", README)
+    described = re.search(r"!\[Timelines of five algorithms[^\]]*\]", MEASURED["GUIDE"].read_text())
     assert described is not None
     for number in re.findall(r"\d+\.\d", described[0]):
         assert number in picture, number

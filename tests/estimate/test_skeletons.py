@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.estimate import TimedSkeleton, skeleton_ps
+from meshweave.estimate.spans import task_spans
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
 from sampling import examples
@@ -65,6 +66,20 @@ def test_jumping_over_steady_turns_changes_nothing(skeleton: Skeleton) -> None:
 def test_the_longest_lane_is_a_lower_bound(skeleton: Skeleton) -> None:
     timed = TimedSkeleton(skeleton, amount)
     assert timed.lower_bound_ps() <= timed.total_ps()
+
+
+@examples(100)
+@given(skeletons())
+def test_spans_of_tasks_end_when_the_skeleton_does(skeleton: Skeleton) -> None:
+    spans = task_spans(skeleton, amount)
+    assert spans is not None
+    assert max(span.end_ps for span in spans) == skeleton_ps(skeleton, amount)
+    assert len(spans) == sum(phase.turns * len(phase.tasks) for phase in skeleton.phases)
+    free: dict[str, int] = {}
+    for span in spans:
+        assert span.end_ps - span.begin_ps == span.task.times * amount(span.task.work)
+        assert span.begin_ps >= free.get(span.task.lane, 0)
+        free[span.task.lane] = span.end_ps
 
 
 def test_a_phase_is_not_steady_because_of_the_phase_before_it() -> None:

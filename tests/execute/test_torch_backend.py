@@ -279,7 +279,7 @@ def test_waits_between_lanes_are_the_last_and_only_the_needed():
 
 def test_streams_wait_for_the_events_of_other_lanes(monkeypatch):
     """What CUDA is told to keep in order, told to a stand-in."""
-    log, current, made = [], [], []
+    log, current, made, switches = [], [], [], []
 
     class Stream:
         def __init__(self, device=None):
@@ -306,11 +306,20 @@ def test_streams_wait_for_the_events_of_other_lanes(monkeypatch):
         yield
         current.pop()
 
+    def set_stream(chosen):
+        switches.append(chosen)
+        current[:] = [chosen]
+
     def act(label):
         return lambda: log.append((current[-1].name, "runs", label))
 
     caller = Stream()
-    for name, fake in {"Stream": Stream, "Event": Event, "stream": stream}.items():
+    for name, fake in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "set_stream": set_stream,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
     labels, lane_of = ["a0", "b0", "a1", "b1"], [0, 1, 0, 1]
@@ -331,6 +340,11 @@ def test_streams_wait_for_the_events_of_other_lanes(monkeypatch):
             ("stream 0", "follows", "stream 1"),
             ("stream 0", "follows", "stream 2"),
         ]
+        assert not current  # the caller has its own stream again
+    labels, lane_of = ["a0", "a1", "b0", "b1"], [0, 0, 1, 1]
+    switches.clear()
+    Streams(torch.device("cuda"), list(map(act, labels)), labels, lane_of, [()] * 4, trace=False).run()
+    assert len(switches) == 2
 
 
 @st.composite

@@ -6,6 +6,7 @@ Each case has a context of its own: a call out of order ends that, and the defau
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -171,11 +172,13 @@ class FreshCalls:
 
 
 def attempt(call: Callable[[], object]) -> str:
-    """Return "" where a call succeeds, else its error in one line."""
+    """Return "" where a call succeeds, else its error in one line, after "late: " if it came at the deadline."""
+    begin = time.monotonic()
     try:
         call()
     except MeshweaveError as error:
-        return f"{type(error).__name__}: {error}"
+        late = "late: " if time.monotonic() - begin >= DEADLINE_S else ""
+        return f"{late}{type(error).__name__}: {error}"
     return ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.layout import Layout, Shard
@@ -143,6 +143,10 @@ def second_derivative(context: Any, payload: Mapping[str, Any]) -> str:
     shared = TorchContext(liveness=context.liveness, deadline_s=30)
     out = matmul2d(a, a, mesh=mesh, shape=(4, 4, 4), slices=1, context=shared)
     (gradient,) = torch.autograd.grad(out.square().sum(), a, create_graph=True)
+    if isinstance(vars(DeviceMesh).get("mesh"), property):  # which torch computes at each access, in 0.2 ms
+        computed, DeviceMesh.mesh = DeviceMesh.mesh, None
+        matmul2d(a, a, mesh=mesh, shape=(4, 4, 4), slices=1, context=shared)
+        DeviceMesh.mesh = computed
     try:
         gradient.sum().backward()
     except RuntimeError as error:

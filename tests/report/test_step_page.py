@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -49,18 +50,53 @@ def test_the_page_has_every_row_and_loads_nothing(folder: Path) -> None:
     rows = _Rows()
     rows.feed(text)
     assert rows.open == []
-    tables = 2
-    assert len(rows.rows) == tables * (len(steps.ranked) + 1)
-    assert len(set(rows.rows[: len(steps.ranked) + 1])) == 1
-    assert not re.search(r"(src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
-    for word in ("prefers-color-scheme: dark", "max-width: 600px", "Less memory", "Other links", "nic twice"):
+    ranked = len(steps.ranked) + 1
+    parts, configurations, memory = (
+        rows.rows[: -2 * ranked],
+        rows.rows[-2 * ranked : -ranked],
+        rows.rows[-ranked:],
+    )
+    assert len(parts) > 4 and set(parts) == {3}
+    assert len(set(configurations)) == len(set(memory)) == 1
+    script = re.search(r'id="data">(.*?)</script>', text)
+    assert script is not None
+    outside = text.replace(script[1], "")
+    assert not re.search(r"(src|href)=|url\(|@import|https?://(?!www\.w3\.org/2000/svg)", outside)
+    for word in (
+        "color-scheme: light dark",
+        "max-width: 600px",
+        "Time against memory",
+        "Other links",
+        "NICs twice",
+    ):
         assert word in text
-    assert len(text) < 2_000_000 and "NaN" not in text.split("<script>")[0]
+    assert len(text) < 2_000_000
+
+
+def test_the_page_has_what_its_script_draws(folder: Path) -> None:
+    text = (folder / "page.html").read_text()
+    steps = load_plan(folder / "plan.json").step
+    script = re.search(r'id="data">(.*?)</script>', text)
+    assert script is not None
+    data = json.loads(script[1])
+    titles = [timeline["title"] for timeline in data["timelines"]]
+    assert titles == ["best", "runner-up", "a layer of the best", "a layer of the runner-up"]
+    for timeline, record in zip(data["timelines"], steps.ranked, strict=False):
+        assert timeline["end"] == pytest.approx(record.step_s, rel=2e-3)
+    spans = [span for timeline in data["timelines"] for lane in timeline["lanes"] for span in lane["spans"]]
+    for begin, end, kind, name, *_ in spans:
+        assert begin <= end and kind < len(data["kinds"]) and name < len(data["names"])
+    assert [curve["name"] for curve in data["curves"]] == ["chips", "batch", "links"]
+    for curve in data["curves"]:
+        for line, record in zip(curve["lines"], steps.ranked, strict=False):
+            assert [point[1] for point in line if point[0] == curve["here"]] == [record.step_s]
+    front = sorted((bytes_, step) for bytes_, step, _, is_front in data["front"] if is_front)
+    assert front == sorted((record.memory_bytes, record.step_s) for record in steps.front)
 
 
 def test_values_to_sort_by_are_numbers(folder: Path) -> None:
     text = (folder / "page.html").read_text()
     steps = load_plan(folder / "plan.json").step
-    table = text[text.index("Configurations") : text.index("Memory of the fullest")]
+    table = text[text.index(">Configurations<") : text.index(">Memory of the fullest")]
     seconds = [float(value) for value in re.findall(r'data-value="([0-9.e-]+)">[0-9.]+ m?s<', table)]
     assert seconds == [record.step_s for record in steps.ranked]

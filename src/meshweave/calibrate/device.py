@@ -1,9 +1,13 @@
 """Measure products on one device, CPU or CUDA, and fit the constants of its kernels.
 
 Shapes are drawn by a seed: logarithms of m, n and k evenly, products of at most some FLOPs, so that none
-takes long. Each repetition takes all shapes in another order and times each by the best of three loops of at
-least a millisecond. A shape's time is the lower quartile of its repetitions: what else runs on a machine only
-adds, for seconds at a time, and the least of many would be a luck of addresses that no other run has.
+takes long. Operands are random numbers. Each repetition takes all shapes in another order and times each by
+the best of three loops of at least a millisecond. A shape's time is the lower quartile of its repetitions:
+what else runs on a machine only adds, for seconds at a time, and the least of many would be a luck of
+addresses that no other run has.
+
+On CUDA a loop is a graph of products of several pairs of operands, of more bytes than the device's cache:
+neither the host's time to launch a kernel nor operands that are still in the cache belong to it.
 """
 
 from __future__ import annotations
@@ -29,11 +33,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int]
 DEVICE_DTYPES = ("float32", "bfloat16", "float16")
-_SMALLEST, _LARGEST = 16, 4096
+_SMALLEST = 16
+_LARGEST = {"cpu": 4096, "cuda": 16384}
 _STEP = 8
 _MOST_FLOPS = {"cpu": 2e9, "cuda": 2e12}
 _LOOP_S = 1e-3
 _MOST_LOOPS = 1000
+_GRAPH_S = 1e-2
+_MOST_PAIRS = 8
 _BEST_OF = 3
 _QUANTILE = 0.25
 _QUICK_PRODUCTS = 96
@@ -61,19 +68,22 @@ class DeviceCalibration:
         return f"mean error {self.mean_error:.1%}, worst {self.worst_error:.1%} over {self.num_products} products"
 
 
-def draw_shapes(count: int, seed: int, most_flops: float) -> list[Shape]:
-    """Return so many different shapes (m, n, k), multiples of 8 and odd ones, of at most so many FLOPs."""
+def draw_shapes(count: int, seed: int, most_flops: float, largest: int = _LARGEST["cpu"]) -> list[Shape]:
+    """Return so many different shapes (m, n, k), multiples of 8 and odd ones, of at most so many FLOPs.
+
+    Sizes are at most about `largest`.
+    """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}
     while len(out) < count:
-        shape = tuple(_size(draw) for _ in range(3))
+        shape = tuple(_size(draw, largest) for _ in range(3))
         if 2 * shape[0] * shape[1] * shape[2] <= most_flops:
             out[shape] = None  # type: ignore[index]
     return list(out)
 
 
-def _size(draw: random.Random) -> int:
-    size = round(math.exp(draw.uniform(math.log(_SMALLEST), math.log(_LARGEST))))
+def _size(draw: random.Random, largest: int) -> int:
+    size = round(math.exp(draw.uniform(math.log(_SMALLEST), math.log(largest))))
     return size if draw.random() < 0.25 else max(round(size / _STEP) * _STEP, _STEP)
 
 
@@ -133,32 +143,63 @@ def _measure(
         say(f"products: repetition {turn + 1} of {repeat}")
         draw.shuffle(order)
         for at in order:
-            m, n, k = shapes[at]
-            a = torch.ones((m, k), device=device, dtype=getattr(torch, dtype))
-            b = torch.ones((k, n), device=device, dtype=getattr(torch, dtype))
-            times[at].append(_best_loop_s(torch, device, a, b, loop_s))
+            if device.startswith("cuda"):
+                times[at].append(_graph_s(torch, device, dtype, shapes[at]))
+            else:
+                a, b = _operands(torch, shapes[at], device, dtype)
+                times[at].append(_best_loop_s(torch, a, b, loop_s))
     return [float(np.quantile(seconds, _QUANTILE)) for seconds in times]
 
 
-def _best_loop_s(torch: Any, device: str, a: torch.Tensor, b: torch.Tensor, loop_s: float) -> float:
-    """Return the seconds of a product: the best of loops of at least `loop_s`, after one to warm up."""
+def _operands(torch: Any, shape: Shape, device: str, dtype: str) -> list[torch.Tensor]:
+    """Return A (m, k) and B (k, n) of normal random numbers: a GPU multiplies ones with less power, so faster."""
+    m, n, k = shape
+    return [torch.randn(each, device=device).to(getattr(torch, dtype)) for each in ((m, k), (k, n))]
+
+
+def _best_loop_s(torch: Any, a: torch.Tensor, b: torch.Tensor, loop_s: float) -> float:
+    """Return the seconds of a product on a CPU: the best of loops of at least `loop_s`, after one to warm up."""
     out = torch.mm(a, b)
 
     def each_s(loops: int) -> float:
-        _wait(torch, device)
         begin = time.perf_counter()
         for _ in range(loops):
             torch.mm(a, b, out=out)
-        _wait(torch, device)
         return (time.perf_counter() - begin) / loops
 
     loops = min(math.ceil(loop_s / max(each_s(2), 1e-7)), _MOST_LOOPS)
     return min(each_s(loops) for _ in range(_BEST_OF))
 
 
-def _wait(torch: Any, device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+def _graph_s(torch: Any, device: str, dtype: str, shape: Shape) -> float:
+    """Return the seconds of a product on a CUDA device: the best of replays of a graph of products."""
+    m, n, k = shape
+    num_bytes = item_bytes(dtype) * (m * k + k * n + m * n)
+    cache_bytes = 2 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 1 << 26))
+    pairs = min(max(math.ceil(cache_bytes / num_bytes), 1), _MOST_PAIRS)
+    with torch.cuda.device(device):
+        operands = [_operands(torch, shape, device, dtype) for _ in range(pairs)]
+        outs = [torch.mm(a, b) for a, b in operands]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def all_pairs(turns: int) -> None:
+            for _ in range(turns):
+                for (a, b), out in zip(operands, outs, strict=True):
+                    torch.mm(a, b, out=out)
+
+        def loop_s(work: Callable[[], None]) -> float:
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            return float(begin.elapsed_time(end)) * 1e-3
+
+        turns = min(max(math.ceil(_GRAPH_S / max(loop_s(lambda: all_pairs(1)), 1e-6)), 1), _MOST_LOOPS)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_pairs(turns)
+        loop_s(graph.replay)
+        return min(loop_s(graph.replay) for _ in range(_BEST_OF)) / (turns * pairs)
 
 
 def fit_device(
@@ -199,8 +240,8 @@ def calibrate_device(
         UnsupportedError: torch is missing, or has no such device.
     """
     is_cuda = device.startswith("cuda")
-    most_flops = _MOST_FLOPS["cuda" if is_cuda else "cpu"]
-    shapes = draw_shapes(count, seed, most_flops)
+    kind = "cuda" if is_cuda else "cpu"
+    shapes = draw_shapes(count, seed, _MOST_FLOPS[kind], _LARGEST[kind])
     seconds = measure_products(device, dtype, shapes, repeat, say)
     name, units = _identity(device)
     source = (

@@ -14,6 +14,7 @@ from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 
 if TYPE_CHECKING:
+    from meshweave.tune.plan import Plan
     from meshweave.tune.plan_records import StepsRecord
     from meshweave.tune.step import StepProblem
 
@@ -154,11 +155,7 @@ def _plan_step(
             progress=progress,
         )
     if report is not None:
-        from meshweave.report.step_page import step_page
-        from meshweave.report.timeline import write_text
-        from meshweave.tune.step_search.reasons import choice_text
-
-        write_text(report, step_page(chosen, choice_text, *_reasons(chosen.step)))
+        _write_page(report, problem, chosen)
     if out is not None:
         chosen.save(out)
     if json:
@@ -170,6 +167,25 @@ def _plan_step(
                 typer.echo(f"written to {path}")
     if not chosen.step.is_complete:
         raise typer.Exit(130)
+
+
+def _write_page(path: Path, problem: StepProblem, chosen: Plan) -> None:
+    from meshweave.report.step_page import step_page
+    from meshweave.report.timeline import write_text
+    from meshweave.tune.step import layer_timeline, step_of, step_timeline
+    from meshweave.tune.step_search.curves import step_curves
+    from meshweave.tune.step_search.planner import parallelism_of
+    from meshweave.tune.step_search.reasons import choice_text
+
+    steps = chosen.step
+    choices = [parallelism_of(record) for record in steps.ranked[:2]]
+    priced = list(zip(("best", "runner-up"), (step_of(problem, choice) for choice in choices), strict=False))
+    timelines = [(name, step_timeline(step)) for name, step in priced]
+    layers = ((f"a layer of the {name}", layer_timeline(step)) for name, step in priced)
+    timelines += [(title, timeline) for title, timeline in layers if timeline is not None]
+    with progress_bar("curves of the report", plain_lines=True) as progress:
+        curves = step_curves(problem, choices, steps.memory_limit_bytes, progress)
+    write_text(path, step_page(chosen, choice_text, *_reasons(steps), timelines, curves))
 
 
 def _reasons(steps: StepsRecord) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_table
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
-from meshweave.tune.step_search.reasons import advice, choice_text, difference_text
+from meshweave.tune.step_search.reasons import advice, choice_text, counted, difference_text
 
 _EXPOSED = ("tensor", "context", "transfers", "data")
 
@@ -19,8 +19,8 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
     """Print the plan of a step; with `table` its ranking and its time against memory."""
     steps = plan.step
     typer.echo(
-        f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: {plan.batch} sequences of {plan.sequence} "
-        f"tokens, {plan.dtype}"
+        f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
+        f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
     )
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
     typer.echo(f"           {_numbers(steps.best, steps, price)}")
@@ -29,11 +29,14 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
     else:
         typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
         typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
-    typer.echo(f"next       {advice(steps)}; {_more(table, bool(steps.sensitivity))}")
+    typer.echo(f"next       {advice(steps)}")
+    typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:
         typer.echo("\nThe search was stopped: these are the best so far.")
+    if steps.sensitivity:
+        typer.echo()
     for record in steps.sensitivity:
-        typer.echo(f"\n{_change(record.change, record.same_s, record.best_s, record.best, steps)}")
+        typer.echo(f"{_change(record.change, record.same_s, record.best_s, record.best, steps)}")
     if table or price is not None:
         _print_ranking(steps, price)
         _print_front(steps)
@@ -66,7 +69,7 @@ def _change(change: str, same_s: float, best_s: float, best: int, steps: StepsRe
     percent = 100 * (same_s / steps.best.step_s - 1)
     text = f"with {change}: {format_s(same_s)} a step ({percent:+.1f} %)"
     if best == 0:
-        return f"{text}, and the best stays the best"
+        return f"{text}, and the best stays"
     return f"{text}; {choice_text(steps.ranked[best].degrees)} would then win with {format_s(best_s)}"
 
 

@@ -27,7 +27,7 @@ from meshweave.execute.torch.call_order import call_order, require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
-from meshweave.nn.dtensor import size_text
+from meshweave.nn.dtensor import mesh_of, size_text
 from meshweave.nn.matmul import NOT_COMPILED, autocast_operands
 from meshweave.nn.products import DTYPES
 
@@ -82,7 +82,7 @@ def matmul2d(
     """
     require_process_group()
     context = context or TorchContext.default(a.device)
-    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1).tolist())
+    ranks = mesh_of(mesh).ranks  # kept, where DeviceMesh.mesh is computed at each access
     with share_refusal(context, ranks, _title(dataflow, shape)):
         return _matmul2d(a, b, mesh, ranks, shape, dataflow, algorithm, slices, block, ring_ways, context)
 
@@ -110,9 +110,9 @@ def _matmul2d(
     a, b = autocast_operands(a.device.type, a, b)
     if a.dtype != b.dtype or a.dtype not in DTYPES:
         raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}")
-    rows, columns = mesh.mesh.shape
-    problem = Matmul2dProblem(*shape, (int(rows), int(columns)), dataflow, DTYPES[a.dtype], ranks)
-    rank = int(mesh.mesh.reshape(-1)[_position(mesh)])
+    rows, columns = mesh_of(mesh).shape
+    problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
+    rank = ranks[_position(mesh)]
     _check_shard(problem, "a", a, rank)
     _check_shard(problem, "b", b, rank)
     widths = _widths(slices)
@@ -138,7 +138,7 @@ def _position(mesh: DeviceMesh) -> int:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutError("this rank is not in the mesh")
-    return int(coordinate[0]) * int(mesh.mesh.shape[1]) + int(coordinate[1])
+    return int(coordinate[0]) * mesh_of(mesh).shape[1] + int(coordinate[1])
 
 
 def _check_shard(problem: Matmul2dProblem, operand: str, shard: Tensor, rank: int) -> None:

@@ -40,7 +40,7 @@ from meshweave.execute.torch.cache import description_bytes
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.nn.dtensor import from_the_front, size_text
+from meshweave.nn.dtensor import from_the_front, mesh_of, size_text
 from meshweave.nn.products import DTYPES
 from meshweave.nn.shard_spec import ShardSpec
 
@@ -217,7 +217,7 @@ def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
     """Return the global ranks of all of these meshes, ascending."""
-    return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.mesh.reshape(-1).tolist()}))
+    return tuple(sorted({rank for mesh in meshes for rank in mesh_of(mesh).ranks}))
 
 
 def with_article(value: object) -> str:

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from html import escape
+from importlib.resources import files
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1180px;
-  margin: 32px auto; padding: 0 20px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 40px 0 8px; }
-p { margin: 6px 0 12px; max-width: 900px; } .quiet { color: #5a6673; font-size: 13.5px; }
-.lead { font-size: 16px; border-left: 4px solid #3b6fb6; padding: 4px 14px; margin: 18px 0; background: #f5f8fc; }
-.wide { overflow-x: auto; margin: 10px 0 18px; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 6px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7ec; }
-th { color: #4a5562; font-weight: 600; white-space: normal; border-bottom: 2px solid #c6ced8; }
-th { vertical-align: bottom; }
-th.l, td.l { text-align: left; } tr.best td { background: #f5f8fc; font-weight: 600; }
-tr.group td { border-top: 2px solid #c6ced8; }
-.bar { display: block; max-width: none; } details { margin: 8px 0; } summary { cursor: pointer; color: #3b6fb6; }
-.key { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 12px; }
-"""
+
+@lru_cache(maxsize=8)
+def asset(name: str) -> str:
+    """Return the text of a style sheet or script that stands beside this module."""
+    return (files("meshweave.report") / name).read_text("utf-8")
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """Return a whole page; `title` is text, `body` HTML; `style` comes after that of all pages."""
-    scripts = f"<script>{script}</script>" if script else ""
+    """Return a whole page; `title` is text, `body` HTML; `style` and `script` come after those of all pages."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}{style}</style></head>\n<body>\n{body}\n{scripts}</body></html>\n"
+        f"<style>{asset('page.css')}{style}</style></head>\n<body>\n"
+        f'<button id="theme" type="button" title="colours of the page">colours</button>\n{body}\n'
+        f"<script>{asset('page.js')}{script}</script></body></html>\n"
     )
 
 

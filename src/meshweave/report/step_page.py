@@ -1,4 +1,8 @@
-"""The plan of a training step as one HTML page: nothing is loaded; a few lines of script sort its table."""
+"""The plan of a training step as one HTML page that loads nothing: tables to sort, timelines to zoom, curves.
+
+`step_page.js` draws timelines and curves from the JSON in the page, and `step_page.css` styles them. Tables are
+complete without a script.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from meshweave.base.units import format_bytes, format_s
-from meshweave.report.chart import Series, line_chart
-from meshweave.report.page import page
+from meshweave.report.page import asset, page
+from meshweave.report.step_data import step_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from meshweave.tune.plan import Plan
     from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
+    from meshweave.tune.step.timeline import StepTimeline
+    from meshweave.tune.step_search.curves import StepCurve
 
 _PARTS = {
     "compute": ("computing", "#3b6fb6"),
@@ -27,6 +33,7 @@ _PARTS = {
     "optimizer": ("optimizer", "#4f9d69"),
     "software": ("software", "#6b7b8c"),
 }
+_PART_COLOURS = dict(_PARTS.values())
 _MEMORY = {
     "weights": "#3b6fb6",
     "gradients": "#7fa3d1",
@@ -36,75 +43,132 @@ _MEMORY = {
     "fragmentation": "#9aa5b1",
 }
 
-_STYLE = """
-th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid; }
-td.l { white-space: normal; min-width: 210px; } .stack { display: flex; height: 13px; min-width: 120px; }
-.stack span { display: block; height: 13px; }
-@media (prefers-color-scheme: dark) {
-  body { background: #14191f; color: #dfe5ec; } .quiet { color: #9fabb8; } th { color: #b6c1cd; }
-  th, td { border-color: #2b343e; } .lead, tr.best td { background: #1d2731; } .wide > svg { background: #fff; }
-}
-@media (max-width: 600px) {
-  body { margin: 12px auto; padding: 0 10px; font-size: 14px; } h1 { font-size: 20px; } h2 { margin-top: 26px; }
-}
-"""
 
-_SCRIPT = """
-for (const button of document.querySelectorAll("th button")) button.onclick = () => {
-  const head = button.parentElement, column = [...head.parentElement.children].indexOf(head);
-  const body = head.closest("table").tBodies[0], up = head.getAttribute("aria-sort") !== "ascending";
-  for (const other of head.parentElement.children) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const key = row => row.children[column].dataset.value ?? row.children[column].textContent;
-  const order = (a, b) => isNaN(key(a)) || isNaN(key(b)) ? key(a).localeCompare(key(b)) : key(a) - key(b);
-  body.append(...[...body.rows].sort((a, b) => up ? order(a, b) : order(b, a)));
-};
-"""
-
-
-def step_page(plan: Plan, choice_text: Callable[[DegreesRecord], str], difference: str, advice: str) -> str:
+def step_page(
+    plan: Plan,
+    choice_text: Callable[[DegreesRecord], str],
+    difference: str,
+    advice: str,
+    timelines: Sequence[tuple[str, StepTimeline]] = (),
+    curves: Sequence[StepCurve] = (),
+) -> str:
     """Return the page of the plan of a step.
 
     Args:
         choice_text: writes a configuration in words.
         difference: what the runner-up costs; "" without one.
         advice: what to do next.
+        timelines: titles and timelines, of which the first is shown when the page opens.
+        curves: of the first configurations of the ranking.
     """
     steps = plan.step
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
+    data = step_data(steps, choice_text, timelines, curves)
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
-            f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}; at most '
-            f"{format_bytes(steps.memory_limit_bytes)} a chip. A plan of a training step by meshweave.</p>",
+            f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}. '
+            "A plan of a training step by meshweave.</p>",
             _lead(steps, choice_text, difference, advice),
+            _versus(steps, choice_text),
+            _section("Timeline", "timelines", _TIMELINE_HELP) if timelines else "",
             _ranking(steps, choice_text),
+            _section("With other chips, batches and links", "curves", _CURVES_HELP) if curves else "",
+            _section("Time against memory", "front", _FRONT_HELP),
             _memory(steps, choice_text),
-            _front(steps),
             _sensitivity(steps, choice_text),
             f"<h2>What this leaves out</h2><p>{escape(plan.note)}</p>",
+            "<noscript><p>Timelines, curves and sorting need scripts.</p></noscript>",
+            f'<script type="application/json" id="data">{data}</script>',
         ]
     )
-    return page(title, body, style=_STYLE, script=_SCRIPT)
+    return page(title, body, style=asset("step_page.css"), script=asset("step_page.js"))
+
+
+_TIMELINE_HELP = (
+    "Numbers are micro-batches. Point at an op, or press it, for its name, start and duration. The wheel, two "
+    "fingers or + and - zoom; drag to move; with the keyboard, arrows go from op to op and 0 shows all."
+)
+_CURVES_HELP = (
+    "The best configuration and the runner-up as they are, with more or fewer replicas, micro-batches, or rate of "
+    "the outer links; nothing is searched again. Hollow points do not fit in memory. The dashed line is this plan."
+)
+_FRONT_HELP = (
+    "Filled and joined: configurations of which none priced is both faster and smaller. Hollow: the others of the "
+    "table."
+)
+
+
+def _section(title: str, name: str, text: str) -> str:
+    return f'<h2>{title}</h2><p class="quiet">{text}</p><div id="{name}"></div>'
 
 
 def _lead(
     steps: StepsRecord, choice_text: Callable[[DegreesRecord], str], difference: str, advice: str
 ) -> str:
-    best = steps.best
-    text = (
-        f"<b>{escape(choice_text(best.degrees))}</b>: {format_s(best.step_s)} a step, {100 * best.mfu:.1f} % MFU, "
-        f"{best.tokens_per_s_per_chip:.0f} tokens/s per chip, {format_bytes(best.memory_bytes)}."
+    best, other = steps.best, steps.runner_up
+    tiles = (
+        (format_s(best.step_s), "a step"),
+        (f"{100 * best.mfu:.1f} %", "model FLOPs utilization"),
+        (f"{best.tokens_per_s_per_chip:.0f}", "tokens/s per chip"),
+        (format_bytes(best.memory_bytes), f"of {format_bytes(steps.memory_limit_bytes)} on the fullest chip"),
     )
-    if steps.runner_up is not None:
-        text += f" Next: {escape(choice_text(steps.runner_up.degrees))}, {escape(difference)}."
+    runner_up = "there is no other that fits"
+    if other is not None:
+        runner_up = f"{escape(choice_text(other.degrees))}<span class=quiet>{escape(difference)}</span>"
     stopped = "" if steps.is_complete else " The search was stopped: these are the best so far."
-    return f'<p class="lead">{text} {escape(advice)}.{stopped}</p>'
+    answers = (
+        ("best", f"<b>{escape(choice_text(best.degrees))}</b>"),
+        ("runner-up", runner_up),
+        ("next", f"{escape(advice)}.{stopped}"),
+    )
+    tiled = "".join(f"<div><b>{value}</b><span>{text}</span></div>" for value, text in tiles)
+    answered = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in answers)
+    return f'<div class="tiles">{tiled}</div><dl class="answer">{answered}</dl>'
+
+
+def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:
+    """Return the parts of the time of the best and of the runner-up, as bars on one scale."""
+    rows = [("best", steps.best), *([("runner-up", steps.runner_up)] if steps.runner_up else [])]
+    whole = max(record.step_s for _, record in rows)
+    bars = "".join(
+        f"<div><span>{name}</span>{_stack(_named_parts(record), _PART_COLOURS, whole)}"
+        f"<span>{format_s(record.step_s)}</span></div>"
+        for name, record in rows
+    )
+    used = [name for name in _PART_COLOURS if any(_named_parts(record)[name] > 0 for _, record in rows)]
+    table = _table(
+        ["part", *(name for name, _ in rows)],
+        [
+            [
+                (f'<span class="key" style="background:{_PART_COLOURS[part]}"></span>{part}', part),
+                *(
+                    (
+                        f"{format_s(seconds)} ({100 * seconds / record.step_s:.1f} %)" if seconds else "0",
+                        seconds,
+                    )
+                    for _, record in rows
+                    for seconds in (_named_parts(record)[part],)
+                ),
+            ]
+            for part in used
+        ],
+        marks_first=False,
+    )
+    return (
+        f'<h2>Where the time goes</h2><div class="versus">{bars}</div>'
+        f'<div class="keys">{_keys({name: _PART_COLOURS[name] for name in used})}</div>'
+        f"<details><summary>In numbers</summary>{table}</details>"
+    )
+
+
+def _named_parts(record: StepRecord) -> dict[str, float]:
+    return {name: record.parts_s.get(part, 0.0) for part, (name, _) in _PARTS.items()}
 
 
 def _stack(amounts: Mapping[str, float], colours: Mapping[str, str], whole: float) -> str:
     parts = "".join(
-        f'<span title="{escape(name)}" '
+        f'<span title="{escape(name)}: {100 * amount / whole:.1f} %" '
         f'style="width:{100 * amount / whole:.2f}%;background:{colours[name]}"></span>'
         for name, amount in amounts.items()
         if name in colours and amount > 0
@@ -114,12 +178,14 @@ def _stack(amounts: Mapping[str, float], colours: Mapping[str, str], whole: floa
 
 def _keys(colours: Mapping[str, str]) -> str:
     return "".join(
-        f'<span class="key" style="background:{colour}"></span>{escape(name)}'
+        f'<span><span class="key" style="background:{colour}"></span>{escape(name)}</span>'
         for name, colour in colours.items()
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[tuple[str, float | str]]]) -> str:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[tuple[str, float | str]]], *, marks_first: bool = True
+) -> str:
     """Return a table that its heads sort; a cell is HTML and the value to sort by."""
     top = "".join(
         f'<th class="{"l" if i == 0 else ""}">'
@@ -128,7 +194,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[tuple[str, float | str]]
         for i, name in enumerate(head)
     )
     lines = "".join(
-        f'<tr class="{"best" if number == 0 else ""}">'
+        f'<tr class="{"best" if number == 0 and marks_first else ""}">'
         + "".join(
             f'<td class="{"l" if i == 0 else ""}" data-value="{escape(str(value))}">{cell}</td>'
             for i, (cell, value) in enumerate(cells)
@@ -142,17 +208,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[tuple[str, float | str]]
 def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:
     head = ["configuration", "step", "", "tokens/s/chip", "MFU", "HFU", "memory", "exposed", "bubble"]
     slowest = steps.ranked[-1].step_s
-    colours = dict(_PARTS.values())
     rows: list[Sequence[tuple[str, float | str]]] = []
     for record in steps.ranked:
-        parts = {name: record.parts_s.get(part, 0.0) for part, (name, _) in _PARTS.items()}
         exposed = sum(record.parts_s.get(part, 0.0) for part in ("tensor", "context", "transfers", "data"))
         text = choice_text(record.degrees)
         rows.append(
             [
                 (escape(text), text),
                 (format_s(record.step_s), record.step_s),
-                (_stack(parts, colours, slowest), record.step_s),
+                (_stack(_named_parts(record), _PART_COLOURS, slowest), record.step_s),
                 (f"{record.tokens_per_s_per_chip:.0f}", record.tokens_per_s_per_chip),
                 (f"{100 * record.mfu:.1f} %", record.mfu),
                 (f"{100 * record.hfu:.1f} %", record.hfu),
@@ -164,8 +228,8 @@ def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) ->
     return (
         "<h2>Configurations</h2>"
         + _table(head, rows)
-        + f'<p class="quiet">{_keys(colours)}. The best configuration of each set of degrees and strategy. '
-        "Exposed: communication that nothing hides. A click on a head sorts.</p>"
+        + f'<div class="keys">{_keys(_PART_COLOURS)}</div><p class="quiet">The best configuration of each set of '
+        "degrees and strategy. Exposed: communication that nothing hides. A click on a head sorts.</p>"
     )
 
 
@@ -186,23 +250,8 @@ def _memory(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
     return (
         "<h2>Memory of the fullest chip</h2>"
         + _table(["configuration", "", *_MEMORY], rows)
-        + f'<p class="quiet">{_keys(_MEMORY)}; the width is {format_bytes(whole)}.</p>'
+        + f'<div class="keys">{_keys(_MEMORY)}</div><p class="quiet">The width is {format_bytes(whole)}.</p>'
     )
-
-
-def _front(steps: StepsRecord) -> str:
-    if len(steps.front) < 2:
-        return ""
-    points = tuple((record.memory_bytes / 1e9, record.step_s) for record in reversed(steps.front))
-    chart = line_chart(
-        "Time against memory",
-        [Series("none of those priced is both faster and smaller", points)],
-        "memory of the fullest chip (GB)",
-        "step (s)",
-        x_ticks=[(x, f"{x:.0f}") for x, _ in points],
-        y_text=format_s,
-    )
-    return f'<h2>Less memory for more time</h2><div class="wide">{chart}</div>'
 
 
 def _sensitivity(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:

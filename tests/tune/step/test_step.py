@@ -107,6 +107,24 @@ def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batc
     assert whole.parts.ends == pytest.approx(count * (with_ends_s - layer_s))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("zero", "sharding"), [(2, "zero"), (3, "zero"), (3, "fsdp")])
+def test_sharded_tables_move_in_each_micro_batch(zero: int, sharding: str, tied: bool) -> None:
+    """Where nothing overlaps, a step has all gathers and reductions of layers and tables, one after the other."""
+    stack = mw.SoftwareStack(overlap=0.0, sharding=sharding)  # type: ignore[arg-type]
+    model = replace(GPT, tied_embeddings=tied)
+    step = mw.step(model, HOSTS, batch=4 * HOSTS.num_chips, seq=512, zero=zero, stack=stack)
+    one, tables, layers = step.stages.data_parallel, 1 if tied else 2, model.num_layers
+    gathers_s = layers * one.gather_s + tables * one.table_gather_s
+    each_s = layers * one.reduce_s + tables * one.table_s
+    if zero == 3:
+        expected_s = 4 * (gathers_s + layers * one.gather_s + each_s)
+    else:
+        expected_s = 4 * each_s + gathers_s
+    assert one.table_gather_s > 0
+    assert step.parts.data == pytest.approx(expected_s)
+
+
 @examples(12)
 @given(configurations(), st.sampled_from(["chips", "nic", "intra"]))
 def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelism], faster: str) -> None:

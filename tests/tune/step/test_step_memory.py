@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.describe.model.memory import activation_bytes
-from meshweave.tune.step import memory_of
-from meshweave.tune.step.memory import layer_activations
+from meshweave.describe.model.memory import Recompute, activation_bytes
+from meshweave.tune.step import memory_of, peak_memory
+from meshweave.tune.step.memory import ActivationRule, layer_activations
+from meshweave.tune.step.stacks import load_stack
+from meshweave.tune.step.stages import layer_costs, stage_layers
 from sampling import examples
 
 CLUSTER = mw.load_cluster("dgx-a100:64")
@@ -33,7 +35,7 @@ def test_activations_are_those_of_korthikanti(size: int, heads: int, width: int,
     h, a = model.hidden, heads
     problem = mw.StepProblem(model, CLUSTER, 64, s, attention="plain", dropout=True)
 
-    def bytes_of(strategy: str, recompute: str) -> int:
+    def bytes_of(strategy: str, recompute: ActivationRule) -> int:
         p = mw.Parallelism(tensor=t, strategy=strategy, micro_batch=b)
         return layer_activations(problem, p, recompute)
 
@@ -50,10 +52,10 @@ def test_activations_are_those_of_korthikanti(size: int, heads: int, width: int,
 
 @examples(20)
 @given(st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["none", "selective", "full"]))
-def test_one_chip_keeps_what_the_model_does(gated: bool, groups: int, recompute: str) -> None:
+def test_one_chip_keeps_what_the_model_does(gated: bool, groups: int, recompute: Recompute) -> None:
     model = replace(gpt(8, 64), num_kv_heads=groups, gated_ffn=gated)
     problem = mw.StepProblem(model, CLUSTER, 64, 512, attention="plain", dropout=True)
-    whole = activation_bytes(model, mw.Workload(2, 512), recompute)  # type: ignore[arg-type]
+    whole = activation_bytes(model, mw.Workload(2, 512), recompute)
     assert layer_activations(problem, mw.Parallelism(micro_batch=2), recompute) == whole
 
 
@@ -97,6 +99,41 @@ def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int
         assert memory.ranks[rank].activations == kept * 16 // (pipeline * virtual) * layer
 
 
+@examples(60)
+@given(st.data())
+def test_parts_add_up_and_the_peak_is_the_fullest_rank(data: st.DataObject) -> None:
+    """Of every rank, under any stack: no part is negative, and more sharding or recomputation keeps no more."""
+    draw = data.draw
+    pipeline, tensor, zero = draw(SIZES), draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 3))
+    flags = (
+        "layers_by_cost",
+        "keeps_joint_qkv",
+        "adds_gradients_late",
+        "buckets_gradients",
+        "recomputes_gate",
+    )
+    stack = mw.SoftwareStack(
+        fragmentation=draw(st.sampled_from([0.0, 0.2])),
+        sharding=draw(st.sampled_from(["zero", "fsdp", "fsdp2"])),
+        **{name: draw(st.booleans()) for name in flags},
+    )
+    gated, tied = draw(st.booleans()), draw(st.booleans())
+    model = replace(gpt(16, 64), gated_ffn=gated, tied_embeddings=tied)
+    loss = draw(st.sampled_from(["fused", "eager", "sharded"]))
+    problem = mw.StepProblem(model, CLUSTER, 512, draw(st.sampled_from([64, 1024])), loss=loss, stack=stack)
+    p = mw.Parallelism(64 // (pipeline * tensor), pipeline, tensor=tensor, zero=zero)
+    p = replace(p, recompute=draw(st.sampled_from(["none", "selective", "full"])))
+    memory = memory_of(problem, p)
+    for rank in memory.ranks:
+        assert rank.total == sum(vars(rank).values()) and min(vars(rank).values()) >= 0
+    assert memory.total == max(rank.total for rank in memory.ranks) == peak_memory(problem, p).total
+    if zero < 3:
+        more = memory_of(problem, replace(p, zero=zero + 1))
+        states = [[x.weights + x.gradients + x.optimizer for x in each.ranks] for each in (memory, more)]
+        assert all(a >= b - 2 for a, b in zip(*states, strict=True))
+    assert memory_of(problem, replace(p, recompute="none")).total >= memory.total - memory.peak.buffers
+
+
 def test_a_rank_with_both_ends_has_both_tables() -> None:
     """In a V the first rank has the last stage too; a table that both ends share is there once."""
     tied = gpt(16, 64)
@@ -116,9 +153,93 @@ def test_fragmentation_is_a_named_share() -> None:
     assert peak.fragmentation == pytest.approx(0.1 * (peak.activations + peak.buffers), abs=1)
 
 
-def test_zero_3_has_whole_layers_in_buffers() -> None:
-    problem = mw.StepProblem(gpt(16, 64), CLUSTER, 64, 512)
-    plain, sharded = (memory_of(problem, mw.Parallelism(64, zero=zero)).peak for zero in (0, 3))
-    layer = sum(x.in_features * x.out_features for x in problem.model.fc_layers())
-    assert sharded.buffers - plain.buffers == layer * (4 + 2 * 2)
-    assert sharded.total < plain.total
+@pytest.mark.parametrize(("zero", "sharding"), [(2, "zero"), (3, "zero"), (3, "fsdp"), (3, "fsdp2")])
+@pytest.mark.parametrize("seq", [16, 512, 8192])
+def test_sharded_units_are_whole_one_after_the_other(zero: int, sharding: str, seq: int) -> None:
+    """Layers, embedding and head are units; FSDP has one unit of both tables, which stays gathered."""
+    stack = mw.SoftwareStack(sharding=sharding)  # type: ignore[arg-type]
+    model = replace(gpt(16, 64), tied_embeddings=False)
+    problem = mw.StepProblem(model, CLUSTER, 64, seq, stack=stack)
+    plain, sharded = (memory_of(problem, mw.Parallelism(64, zero=level)).peak for level in (0, zero))
+    layer = sum(x.in_features * x.out_features for x in model.fc_layers())
+    table = 51200 * model.hidden
+    gathered = 2 * 2 * layer if zero == 3 else 0
+    if sharding == "zero":
+        of_table = 4 + (2 if zero == 3 else 0)
+        loss, back, end = gathered + of_table * table, gathered + 4 * layer, gathered + of_table * table
+    else:
+        root = 2 * 2 * table + (max(2 * 2 * table, gathered) if sharding == "fsdp2" else 0)
+        loss, back = gathered + root + 2 * table, gathered + root + 2 * table + (4 + 2) * layer
+        end = gathered + root + 2 * (4 + 2) * table
+    kept = layer_activations(problem, mw.Parallelism(64), "none") * model.num_layers
+    kept_after = plain.activations - 4 * 51200 * seq - kept
+    working = 2 * seq * 2 * model.ffn_hidden
+    last = kept + kept_after
+    moments = {"loss": last + 4 * 51200 * seq + loss, "layer": last + working + back}
+    moments["end"] = kept_after - 2 * 2 * seq * model.hidden + end
+    assert sharded.activations + sharded.buffers == max(moments.values())
+    sizes = (4, 8) if sharding != "zero" else (2, 12)
+    count = model.num_layers * layer + 2 * table
+    assert sharded.weights == sizes[0] * count // (64 if zero == 3 else 1)
+    assert sharded.optimizer == sizes[1] * count // 64
+
+
+@examples(40)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 50), st.integers(0, 100))
+def test_layers_by_cost_end_a_stage_above_its_share(layers: int, stages: int, layer: int, head: int) -> None:
+    counts = stage_layers(layers, stages, (layer, head))
+    assert sum(counts) == layers and len(counts) == stages
+    done, total = 0, layers * layer + head
+    for stage, count in enumerate(counts):
+        done += count * layer
+        if done < layers * layer:
+            assert done * stages > total * (stage + 1) or count == 0
+            assert count <= 1 or (done - layer) * stages <= total * (stage + 1)
+
+
+def test_nanotron_divides_by_cost() -> None:
+    """80 layers and a head as dear as 1.1 of them, over 16 stages: `build_model` gives the first stage six."""
+    model = mw.Transformer("80B", 80, 8192, 64, 64, 128, 28672, 131072, True, "-", False)
+    problem = mw.StepProblem(model, CLUSTER, 64, 512, stack=load_stack("nanotron"))
+    assert stage_layers(80, 16, layer_costs(problem)) == (6, *[5] * 13, 6, 3)
+    assert layer_costs(replace(problem, stack=mw.SoftwareStack())) is None
+
+
+def test_every_second_product_is_kept_under_selective_checkpointing() -> None:
+    model = replace(gpt(16, 64), gated_ffn=True, num_kv_heads=4)
+    problem = mw.StepProblem(model, CLUSTER, 64, 512)
+    h, g, f = model.hidden, 4 * 64, model.ffn_hidden
+    for rule, products in (("operators", h + g + f + h), ("compiled-operators", h + g + f)):
+        kept = layer_activations(problem, mw.Parallelism(), rule)  # type: ignore[arg-type]
+        assert kept == 512 * (2 * (h + h + products) + 4 * 16)
+        peak = memory_of(problem, mw.Parallelism(64), rule).peak  # type: ignore[arg-type]
+        assert kept * model.num_layers < peak.activations < memory_of(problem, mw.Parallelism(64)).total
+
+
+def test_gradients_that_wait_and_buckets_are_counted() -> None:
+    model = gpt(16, 64)
+    problem = mw.StepProblem(model, CLUSTER, 64, 1)
+    late, buckets = (
+        replace(problem, stack=mw.SoftwareStack(**{name: True}))
+        for name in ("adds_gradients_late", "buckets_gradients")
+    )
+    plain = memory_of(problem, mw.Parallelism(64)).peak
+    assert memory_of(late, mw.Parallelism(64)).peak.buffers == plain.weights
+    assert memory_of(buckets, mw.Parallelism(64)).peak.gradients == plain.gradients + plain.weights
+    assert memory_of(buckets, mw.Parallelism(64, zero=1)).peak.gradients == plain.gradients
+    late_loss = replace(problem, seq=512, loss="eager")
+    logits = 512 * 51200
+    eager, fused = (
+        memory_of(each, mw.Parallelism(64)).peak for each in (late_loss, replace(late_loss, loss="fused"))
+    )
+    assert eager.buffers - fused.buffers == 8 * logits and eager.fragmentation == 2 * logits
+    copies = replace(problem, stack=mw.SoftwareStack(copies_norm_inputs=True))
+    more = layer_activations(copies, mw.Parallelism(), "none") - layer_activations(
+        problem, mw.Parallelism(), "none"
+    )
+    assert more == 2 * 4 * model.hidden
+    joint = replace(problem, stack=mw.SoftwareStack(keeps_joint_qkv=True))
+    more = layer_activations(joint, mw.Parallelism(), "none") - layer_activations(
+        problem, mw.Parallelism(), "none"
+    )
+    assert more == 2 * 2 * model.hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -192,6 +193,34 @@ def test_what_does_not_fit_says_what_is_least() -> None:
         mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, memory_bytes=10**6)
 
 
+NARROW = {
+    "strategy": "megatron_sp", "schedule": "1f1b", "vp": 1, "cp": 1, "micro_batch": 1,
+    "order": ("tensor", "context", "data", "pipeline"), "num_exact": 1,
+}  # fmt: skip
+
+
+def test_memory_of_a_plan_is_the_sum_of_its_parts() -> None:
+    """What tables, files and reports print of each row: bytes by kind, and in all."""
+    plan = mw.plan(SMALL, hosts(1, 4), batch=16, seq=1024, **NARROW)
+    for row in (plan.step.best, *plan.step.ranked):
+        assert row.memory_bytes == sum(row.memory_parts.values()) <= plan.step.memory_limit_bytes
+        assert min(row.memory_parts.values()) >= 0
+
+
+@pytest.mark.parametrize(("limit", "has_shorter"), [(180e6, False), (400e6, True), (500e6, True)])
+def test_what_is_said_to_fit_does(limit: float, has_shorter: bool) -> None:
+    """A plan that does not fit names chips, sequences and memory a chip; with each of them there is a plan."""
+    with pytest.raises(UnsupportedError, match=r"of which [0-9.]+ MB are .*what would fit") as refused:
+        mw.plan(SMALL, hosts(1, 4), batch=64, seq=4096, memory_bytes=int(limit), **NARROW)
+    text = str(refused.value)
+    chips, shorter = (re.search(words, text) for words in (r"(\d+) chips \(", r"sequences of (\d+) tokens"))
+    assert chips and bool(shorter) == has_shorter
+    of = {"memory_bytes": int(limit), "recompute": "full", **NARROW}
+    assert mw.plan(SMALL, hosts(int(chips[1]) // 4, 4), batch=64, seq=4096, **of)
+    if shorter:
+        assert mw.plan(SMALL, hosts(1, 4), batch=64, seq=int(shorter[1]), **of)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -200,7 +229,7 @@ def test_what_does_not_fit_says_what_is_least() -> None:
         ({"tp": 0}, DescriptionError, "at least 1"),
         ({"zero": 4}, DescriptionError, "from 0 to 3"),
         ({"order": ("data",)}, DescriptionError, "each of"),
-        ({"tp": 3}, UnsupportedError, "tensor 3"),
+        ({"tp": 3}, UnsupportedError, "tp 3 does not divide its 4 chips"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -233,9 +262,19 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 
 def test_faster_links_are_never_slower() -> None:
     plan = mw.plan(SMALL, hosts(2, 2), batch=8, seq=1024, sensitivity=True, strategy="megatron_sp", cp=1)
+    nics, inside = plan.step.sensitivity[:2], plan.step.sensitivity[2:]
+    for faster, slower in (nics, inside):
+        assert faster.same_s <= plan.step.best.step_s <= slower.same_s
+        assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
+
+
+def test_measured_collectives_inside_a_host_change_with_its_links() -> None:
+    plan = mw.plan(
+        "llama-2-7b", "dgx-h100:8", batch=8, seq=1024, sensitivity=True, tp=8, strategy="megatron_sp"
+    )
     faster, slower = plan.step.sensitivity
-    assert faster.same_s <= plan.step.best.step_s <= slower.same_s
-    assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
+    assert "inside hosts" in faster.change
+    assert faster.same_s < 0.95 * plan.step.best.step_s and slower.same_s > 1.05 * plan.step.best.step_s
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("zb-h1", 1), ("zbv", 2), ("1f1b", 1), ("1f1b", 3)])

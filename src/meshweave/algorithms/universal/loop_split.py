@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshweave.algorithms.universal.owners import ClassPair, CommonRun
 
@@ -42,7 +42,10 @@ class LoopPart:
                 head, tail = run.split(taken)
                 first.append(head)
                 rest.append(tail)
-        return replace(self, runs=tuple(first)), replace(self, runs=tuple(rest))
+        return (
+            LoopPart(self.classes, self.terms, tuple(first)),
+            LoopPart(self.classes, self.terms, tuple(rest)),
+        )
 
 
 def split_loop(

@@ -58,7 +58,7 @@ class Slicing:
         """For each rank its group, of those that compute a replica of C each."""
         return replica_groups(self.problem, self.config.redundant_axes)
 
-    @property
+    @cached_property
     def is_recomputed(self) -> bool:
         """Whether several groups each compute C, so that copies of an element come from different ranks."""
         return len(set(self.group_of.values())) > 1
@@ -158,13 +158,17 @@ class Slicing:
                 alike.setdefault((box, len(team)), []).append(team)
         work: dict[int, tuple[LoopPart, ...]] = {}
         for (_, num_members), teams in alike.items():
-            missing = [
+            missing = (
                 [
-                    sum(self._num_missing(part, rank, OPERANDS) for rank in twins)
-                    for twins in zip(*teams, strict=True)
+                    [
+                        sum(self._num_missing(part, rank, OPERANDS) for rank in twins)
+                        for twins in zip(*teams, strict=True)
+                    ]
+                    for part in self.loop_parts
                 ]
-                for part in self.loop_parts
-            ]
+                if num_members > 1
+                else []
+            )
             shares = split_loop(self.loop_parts, num_members, missing, even=self.config.split == "even")
             for team in teams:
                 work.update(zip(team, shares, strict=True))
@@ -181,12 +185,23 @@ class Slicing:
             dim = DIMS[operand].index(self._shared_dim(operand))
             block = table.block_of[rank]
             has_class = block[1 - dim] == index_class and (operand == "c" or block[2] == term)
-            count += sum(
-                segment.size
-                for segment in self.shared_dim_segments(operand, rank)
-                if not (has_class and segment.index_class == block[dim])
-            )
+            count += self._needed_sizes(operand, rank, block[dim])[has_class]
         return count
+
+    def _needed_sizes(self, operand: Operand, rank: int, own_class: int) -> tuple[int, int]:
+        """Return how long a rank's box is along the dim that it shares with a matrix: all of it, and what is not
+        of the rank's own class."""
+        key = operand, rank
+        sizes = self._known_sizes.get(key)
+        if sizes is None:
+            segments = self.shared_dim_segments(operand, rank)
+            others = [segment.size for segment in segments if segment.index_class != own_class]
+            sizes = self._known_sizes[key] = sum(segment.size for segment in segments), sum(others)
+        return sizes
+
+    @cached_property
+    def _known_sizes(self) -> dict[tuple[Operand, int], tuple[int, int]]:
+        return {}
 
     def _shared_dim(self, operand: Operand) -> int:
         """Return the dim of (m, n, k) that a moving matrix shares with the stationary one."""
@@ -213,7 +228,7 @@ class Slicing:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def runs(self, rank: int) -> list[tuple[LoopPart, CommonRun]]:
+    def runs(self, rank: int) -> Sequence[tuple[LoopPart, CommonRun]]:
         """Return what a rank runs over, in the order of direct execution (section 4.2).
 
         Ranks begin at different places, so that they do not all ask one holder at a time. Each begins with the run
@@ -221,6 +236,16 @@ class Slicing:
         away ranks that have a whole step in their own memory. Where several groups compute C, all of them run over
         a box in the same order, whatever they have, so that copies of C are the same sums.
         """
+        runs = self._known_runs.get(rank)
+        if runs is None:
+            runs = self._known_runs[rank] = self._ordered_runs(rank)
+        return runs
+
+    @cached_property
+    def _known_runs(self) -> dict[int, list[tuple[LoopPart, CommonRun]]]:
+        return {}
+
+    def _ordered_runs(self, rank: int) -> list[tuple[LoopPart, CommonRun]]:
         if 0 in self.matrices[self.config.stationary].shape(rank):
             return []
         runs = [(part, run) for part in self._rotated(self.work[rank], rank) for run in part.runs]
@@ -279,8 +304,9 @@ class Slicing:
         ):
             span = start, start + run.size
             panel = self._panel(rank, index, part.classes[index], part.terms[index], span)
-            is_copied = (self.product_key(rank, part, whole), operand) in self._copied_panels
-            panels[operand] = replace(panel, is_copied=True) if is_copied else panel
+            if self.is_recomputed and (self.product_key(rank, part, whole), operand) in self._copied_panels:
+                panel = replace(panel, is_copied=True)
+            panels[operand] = panel
         return ProductStep((sizes[0], sizes[1], sizes[2]), panels)
 
     def product_key(self, rank: int, part: LoopPart, run: CommonRun) -> ProductKey:
@@ -312,6 +338,17 @@ class Slicing:
 
     def _panel(self, rank: int, index: int, loop_class: int, term: int, span: Span) -> OperandPanel:
         """Return the panel of moving matrix `index` over `span` of a class of the loop dim, block by block."""
+        key = rank, index, loop_class, term, span
+        panel = self._known_panels.get(key)
+        if panel is None:
+            panel = self._known_panels[key] = self._new_panel(rank, index, loop_class, term, span)
+        return panel
+
+    @cached_property
+    def _known_panels(self) -> dict[tuple[int, int, int, int, Span], OperandPanel]:
+        return {}
+
+    def _new_panel(self, rank: int, index: int, loop_class: int, term: int, span: Span) -> OperandPanel:
         operand = self.moving[index]
         dim = DIMS[operand].index(self._shared_dim(operand))
         blocks = []

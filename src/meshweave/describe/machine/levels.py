@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.kernels import CollectiveConstants
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -42,11 +45,7 @@ def with_outer_links(network: Network, factor: float) -> Network:
     """
 
     def faster(axis: NetworkAxis) -> NetworkAxis:
-        constants = tuple(
-            (kind, replace(constants, bytes_per_s=constants.bytes_per_s * factor))
-            for kind, constants in axis.constants
-        )
-        return replace(axis, link_bytes_per_s=axis.link_bytes_per_s * factor, constants=constants)
+        return _faster(axis, factor)
 
     match network:
         case HostsNetwork() if network.num_hosts > 1:
@@ -61,10 +60,43 @@ def with_outer_links(network: Network, factor: float) -> Network:
     return with_axes(network, faster)
 
 
-def outer_link_names(network: Network) -> str:
-    """Return the names of the links that `with_outer_links` makes faster."""
+def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
+    """Return the names of the links of a cluster, the outermost first, and what makes them so many times as fast.
+
+    Collectives inside a host have constants of their own where they were measured; their rates change too.
+    """
+    network = cluster.network
+
+    def outer(factor: float) -> Cluster:
+        return replace(cluster, network=with_outer_links(network, factor))
+
+    def inner(factor: float) -> Cluster:
+        assert isinstance(network, HostsNetwork)
+        chip, intra = cluster.chip, _faster(network.intra, factor)
+        if chip.kernels is not None:
+            rates = tuple((kind, _faster_collective(of, factor)) for kind, of in chip.kernels.collectives)
+            chip = replace(chip, kernels=replace(chip.kernels, collectives=rates))
+        return replace(cluster, chip=chip, network=replace(network, intra=intra))
+
+    levels: list[tuple[str, Callable[[float], Cluster]]] = []
+    if isinstance(network, HostsNetwork):
+        if network.num_hosts > 1:
+            levels.append(("NICs", outer))
+        if network.chips_per_host > 1 or not levels:
+            levels.append((f"{network.intra.name} inside hosts", inner))
+        return tuple(levels)
     pairs = zip(_axes(network), _axes(with_outer_links(network, 2.0)), strict=True)
-    return ", ".join(dict.fromkeys(old.name for old, new in pairs if old != new))
+    return ((f"links of {', '.join(dict.fromkeys(a.name for a, b in pairs if a != b))}", outer),)
+
+
+def _faster(axis: NetworkAxis, factor: float) -> NetworkAxis:
+    constants = tuple((kind, replace(of, bytes_per_s=of.bytes_per_s * factor)) for kind, of in axis.constants)
+    return replace(axis, link_bytes_per_s=axis.link_bytes_per_s * factor, constants=constants)
+
+
+def _faster_collective(of: CollectiveConstants, factor: float) -> CollectiveConstants:
+    low, high = of.low_latency_bytes_per_s * factor, of.bytes_per_s * factor
+    return replace(of, low_latency_bytes_per_s=low, bytes_per_s=high)
 
 
 def _axes(network: Network) -> list[NetworkAxis]:

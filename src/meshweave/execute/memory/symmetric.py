@@ -1,6 +1,6 @@
 """CUDA symmetric memory: a remote view is a tensor on this device, a get is one copy by this device's kernels.
 
-Has not been run on a GPU: this project's own runs had none. What runs without one is that it says so.
+Has run with ranks that share one GPU, and not between GPUs.
 
 Ranks are processes of one host. Fences, flags and the locks of updates are those of `shared` memory, on the host,
 each after the stream that it stands in has been waited for: so every wait has its deadline and names the rank it

@@ -169,8 +169,7 @@ def bind(
     time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
     ops from the calling thread in `order`, with a stream and a communicator per lane on CUDA. NCCL needs an
     order that all ranks share and in which no op waits for a later one: by default that of `lower.linearise`.
-    The CUDA path follows NCCL's rules but its tests need several GPUs, and none of this project's own runs
-    has exercised it.
+    The CUDA path has run with ranks that share one GPU, over NCCL, and not on several GPUs.
 
     Args:
         rank: the global rank, that of this process.

@@ -300,13 +300,15 @@ class WatchedCalls:
         if context is None:
             return
         for ranks, group in context.groups():
-            peer = next((rank for rank in ranks if rank != self._order.rank), None)
-            if peer is None or self._order.rank not in ranks:
+            if self._order.rank not in ranks:
                 continue
-            with self._abort_lock, contextlib.suppress(RuntimeError, ValueError):
-                if not self._is_closed and dist.get_backend(group) == "gloo":
-                    work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
-                    work.wait(timedelta(milliseconds=1))
+            for peer in ranks:  # of whom the first that is still connected serves for all of the group
+                if peer == self._order.rank:
+                    continue
+                with self._abort_lock, contextlib.suppress(RuntimeError, ValueError):
+                    if not self._is_closed and dist.get_backend(group) == "gloo":
+                        work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
+                        work.wait(timedelta(milliseconds=1))
 
 
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:

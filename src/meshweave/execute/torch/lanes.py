@@ -325,25 +325,18 @@ class Streams:
 
     def _run_cuda(self) -> list[tuple[int, int]]:
         caller = torch.cuda.current_stream(self._device)
+        zero, zero_ns = None, 0
         if self._trace:
             torch.cuda.synchronize(self._device)
             zero, zero_ns = torch.cuda.Event(enable_timing=True), time.monotonic_ns()
             zero.record(caller)
         for stream in self._streams:
             stream.wait_stream(caller)
-        for place, action in enumerate(self._actions):
-            stream = self._stream_of[place]
-            with torch.cuda.stream(stream):
-                for event in self._awaited[place]:
-                    stream.wait_event(event)
-                if self._trace:
-                    self._begin[place].record(stream)
-                self._act(place, action)
-                if place in self._end:
-                    self._end[place].record(stream)
+        with torch.cuda.stream(caller):  # at the end the caller has its device and stream again
+            self._issue()
         for stream in self._streams:
             caller.wait_stream(stream)
-        if not self._trace:
+        if zero is None:
             return []
         torch.cuda.synchronize(self._device)
 
@@ -351,3 +344,19 @@ class Streams:
             return zero_ns + int(zero.elapsed_time(event) * 1e6)
 
         return [(at(begin), at(self._end[place])) for place, begin in enumerate(self._begin)]
+
+    def _issue(self) -> None:
+        """Queue all actions, each on the stream of its lane. Streams are switched only where lanes change."""
+        current = None
+        for place, action in enumerate(self._actions):
+            stream = self._stream_of[place]
+            if stream is not current:
+                torch.cuda.set_stream(stream)
+                current = stream
+            for event in self._awaited[place]:
+                stream.wait_event(event)
+            if self._trace:
+                self._begin[place].record(stream)
+            self._act(place, action)
+            if place in self._end:
+                self._end[place].record(stream)

@@ -19,6 +19,7 @@ from meshweave.reproduce.training_runs.models import NoPredictionError, model_of
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
 from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step.memory import ActivationRule
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_MICRO_BATCHES = 2**14
@@ -36,6 +37,7 @@ class RunCase:
         choices: the parallelism; several where the source leaves something open.
         recomputed_share: the share of layers that compute their forward part again; selective recomputation of
             operations is read as half.
+        kept: what the forward part keeps, where it is not what the parallelism says.
     """
 
     run: PublishedRun
@@ -43,6 +45,7 @@ class RunCase:
     problem: StepProblem
     choices: tuple[Parallelism, ...]
     recomputed_share: float = 1.0
+    kept: ActivationRule | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -100,15 +103,16 @@ def case_of(
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
     software = software_of(stack) if constants is None else constants
     if words.is_compiled:
-        software = replace(software, extra_passes=0.0)
+        software = replace(software, extra_passes=0.0, recomputes_gate=True, copies_norm_inputs=False)
+    loss = stack.compiled_loss if words.is_compiled else stack.loss
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, stack.gradient_dtype, attention=stack.attention,
-            attention_share=attention, loss="fused" if words.is_compiled else stack.loss, stack=software,
+            attention_share=attention, loss=loss, stack=software,
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None
-    return RunCase(run, stack, problem, choices, words.recomputed_share)
+    return RunCase(run, stack, problem, choices, words.recomputed_share, words.kept_operators)
 
 
 class _Words:
@@ -149,6 +153,13 @@ class _Words:
     def recomputed_share(self) -> float:
         """Return the share of layers that are recomputed: half where every other product is kept (torchtitan)."""
         return 0.5 if re.search(r"\bsac\b", self.text) else 1.0
+
+    @property
+    def kept_operators(self) -> ActivationRule | None:
+        """Return which results of operators are kept under selective activation checkpointing; None without it."""
+        if not re.search(r"\bsac\b", self.text):
+            return None
+        return "compiled-operators" if self.is_compiled else "operators"
 
     @property
     def is_compiled(self) -> bool:

@@ -14,7 +14,7 @@ from meshweave.reproduce.training_runs.figures import published_bytes, published
 from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.split import is_fitted
-from meshweave.tune.step import SoftwareStack, Step, step_of
+from meshweave.tune.step import Parallelism, SoftwareStack, Step, memory_of, step_of
 
 TIME_GOAL, ROW_GOAL, ROWS_GOAL, MEMORY_GOAL = 0.08, 0.20, 0.90, 0.08
 """Goals: the median over sources of each one's median error; a row's error, and the share of rows within it."""
@@ -124,7 +124,7 @@ class Prediction:
 
     step: Step
     seconds: float
-    num_bytes: float
+    num_bytes: int
 
 
 def predict(case: RunCase) -> Prediction:
@@ -147,12 +147,17 @@ def predict(case: RunCase) -> Prediction:
 
 def prediction_of(case: RunCase, step: Step) -> Prediction:
     """Return the prediction of a run by one of its steps, with the run's share of recomputed layers."""
-    share, seconds, num_bytes = case.recomputed_share, step.time_s, float(step.memory.total)
+    share, seconds = case.recomputed_share, step.time_s
     if share < 1:
         kept = step_of(case.problem, replace(step.parallelism, recompute="none"))
         seconds = share * seconds + (1 - share) * kept.time_s
-        num_bytes = share * num_bytes + (1 - share) * kept.memory.total
-    return Prediction(step, seconds, num_bytes)
+    return Prediction(step, seconds, run_bytes(case, step.parallelism))
+
+
+def run_bytes(case: RunCase, parallelism: Parallelism) -> int:
+    """Return the memory of a chip at one of a run's choices, of the rank whose memory its source prints."""
+    memory = memory_of(case.problem, parallelism, case.kept)
+    return memory.ranks[0].total if case.stack.memory_of_first_rank else memory.total
 
 
 def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tuple[ScoredRun, RunCase | None]:

@@ -26,6 +26,8 @@ class RunStack:
         gradient_dtype: of gradients that are accumulated and reduced.
         attention_kernel: which fused kernel computes attention; "" for scores in memory.
         loss: as of `StepProblem`.
+        compiled_loss: the same, where the row says that the model was compiled.
+        memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
@@ -36,7 +38,9 @@ class RunStack:
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     attention_kernel: str = "flash-2"
-    loss: Literal["fused", "eager"] = "eager"
+    loss: Literal["fused", "eager", "sharded"] = "eager"
+    compiled_loss: Literal["fused", "eager"] = "fused"
+    memory_of_first_rank: bool = False
     recompute: Recompute = "none"
     is_sequence_parallel: bool = True
     interleaves: bool = False
@@ -66,8 +70,9 @@ _STACKS = (
         gradient_dtype="bfloat16",
         attention_kernel="triton-1",
     ),
+    RunStack(("torchtitan benchmarks/llama3_h100_202412",), "torchtitan", compiled_loss="eager"),
     RunStack(("torchtitan",), "torchtitan"),
-    RunStack(("nanotron",), "nanotron"),
+    RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
     RunStack(
         ("Megatron-Bridge", "Megatron-Core"),
         loss="fused",

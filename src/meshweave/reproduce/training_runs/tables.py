@@ -63,6 +63,22 @@ def worst_table(rows: Sequence[ScoredRun], number: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def worst_memory_table(rows: Sequence[ScoredRun], number: int) -> str:
+    """Return the rows with the largest errors of memory as a Markdown table, the worst first; "" without any."""
+    judged = [row for row in rows if row.memory_error is not None]
+    if not judged:
+        return ""
+    lines = [
+        "| line | source | model | chips | published | predicted | error | laid out as |",
+        "|---:|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in sorted(judged, key=lambda row: -abs(row.memory_error or 0.0))[:number]:
+        words = str(row.line), _short(row.source), _cell(row.model), _cell(row.chips)
+        figures = f"{row.published_gb:.1f} GB", f"{row.predicted_gb:.1f} GB", f"{row.memory_error:+.1%}"
+        lines.append("| " + " | ".join([*words, *figures, row.choice]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def reasons_table(rows: Sequence[ScoredRun]) -> str:
     """Return why rows were not predicted, and how many, as a Markdown table."""
     reasons = Counter((_short(row.source), row.reason) for row in rows if row.reason)
@@ -123,6 +139,9 @@ def runs_page(rows: Sequence[ScoredRun], sweeps: str = "") -> str:
         "## Rows with the largest errors",
         "",
         worst_table(rows, 30),
+        "## Rows with the largest errors of memory",
+        "",
+        worst_memory_table(rows, 15),
         "## Not predicted",
         "",
         reasons_table(rows),

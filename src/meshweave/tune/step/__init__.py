@@ -13,6 +13,7 @@ from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
 from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
 from meshweave.tune.step.stacks import load_stack, stack_names
+from meshweave.tune.step.timeline import StepTimeline, layer_timeline, step_timeline
 
 __all__ = [
     "LayerTime",
@@ -24,8 +25,10 @@ __all__ = [
     "StepParts",
     "StepProblem",
     "StepSimulation",
+    "StepTimeline",
     "check_step",
     "layer_time",
+    "layer_timeline",
     "least_step_s",
     "load_stack",
     "memory_of",
@@ -35,4 +38,5 @@ __all__ = [
     "step",
     "step_of",
     "step_program",
+    "step_timeline",
 ]

@@ -22,12 +22,19 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import Memory, RankMemory, pipeline_memory, rank_of_head, rank_parameters
+from meshweave.tune.step.memory import (
+    ActivationRule,
+    Memory,
+    RankMemory,
+    pipeline_memory,
+    rank_of_head,
+    rank_parameters,
+)
 from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import Stages, rank_layers, stages_of
+from meshweave.tune.step.stages import Stages, layer_costs, rank_layers, stages_of
 
 ADAM_STEP_BYTES = 34
 """Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
@@ -46,7 +53,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     memory = memory_of(problem, parallelism)
     stages = stages_of(problem, parallelism)
     pipeline = stages.pipeline()
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism, stages)
     ends = [
         (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
         for rank, end in enumerate(pipeline.ends_ps)
@@ -73,20 +80,25 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism, stages)
     after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
 
 
-def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
+def memory_of(
+    problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule | None = None
+) -> Memory:
     """Return the memory of a step, without pricing its time.
+
+    Args:
+        recompute: what the forward part keeps; None for what the parallelism says.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_step(problem, parallelism)
-    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism))
+    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism), recompute=recompute)
 
 
 def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
@@ -117,7 +129,8 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int
     """Return for each pipeline rank its layers, and the most micro-batches whose activations it keeps."""
     p = parallelism
     count = problem.batch // (p.data * p.micro_batch)
-    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
+    numbers = p.schedule, p.pipeline, p.virtual_stages
+    layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
     return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
@@ -160,7 +173,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
     return step_of(problem, Parallelism(**degrees))
 
 
-def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
+def update_times_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
     layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
     known, out = problem.cache("optimizer"), []

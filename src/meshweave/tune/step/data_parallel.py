@@ -12,9 +12,12 @@ et al., VLDB '20; Rajbhandari et al., SC '20; Zhao et al., PyTorch FSDP, VLDB '2
 Where only a group of them shards, the shards of gradients are then summed over the groups. An embedding table that
 is the head's as well has its gradient summed over the first and the last pipeline rank besides.
 
+Tables are reduced and gathered as layers are: the head's before all layers in the lane of the backward part and
+after them in that of the forward part; the embedding's the other way round, with nothing to hide it. PyTorch's
+FSDP gathers both before the first layer, and reduces both after the last one.
+
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
-after c + n r: the recurrence that a skeleton of these tasks has. The gradient of the head is before all layers in
-its lane, that of the embedding after them.
+after c + n r: the recurrence that a skeleton of these tasks has.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ class DataParallelTime:
         reduce_s: the reduction of a layer's gradients.
         gather_s: the all-gather of its weights; 0 without ZeRO.
         table_s: the reduction of the gradient of an embedding table.
+        table_gather_s: the all-gather of such a table; 0 without ZeRO.
         tied_s: the sum of that gradient over the first and the last pipeline rank, where they share the table.
     """
 
     reduce_s: float
     gather_s: float
     table_s: float
+    table_gather_s: float
     tied_s: float
 
 
@@ -47,16 +52,17 @@ def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataPa
     """Return the seconds of the collectives of a layer and of an embedding table."""
     weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
-    tied_s = gather_s = 0.0
+    tied_s = gather_s = table_gather_s = 0.0
     if problem.model.tied_embeddings and rank_of_head(parallelism) and table:
         axis = parallelism.pipeline, parallelism.stride("pipeline")
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
         gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
-    return DataParallelTime(
-        _reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s, tied_s
-    )
+        if table:
+            table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
+    reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
+    return DataParallelTime(reduce_s, gather_s, table_s, table_gather_s, tied_s)
 
 
 def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
@@ -87,6 +93,12 @@ def exposed_after(
     return max(tail, 0.0) + waits_s
 
 
-def exposed_before(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
-    """Return the seconds that communication before each layer's computing adds: `exposed_after` in reverse."""
-    return exposed_after(layers, compute_s, communication_s, overlap)
+def exposed_before(
+    layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
+) -> float:
+    """Return the seconds that communication before each layer's computing adds: `exposed_after` in reverse.
+
+    Args:
+        queued_s: communication that comes after it in the same lane.
+    """
+    return exposed_after(layers, compute_s, communication_s, overlap, queued_s)

@@ -24,6 +24,7 @@ from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import Estimate, estimate_skeleton
+from meshweave.estimate.spans import TaskSpan, task_spans
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work
 from meshweave.tune.step.placement import block_axes, machine_of
@@ -186,6 +187,15 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float,
     """Return `least_layer_s` of the forward part, and of forward and backward. Raises as that does."""
     forward, whole, _ = _split_time(problem, parallelism, 0, problem.product_dtype)
     return forward.total_s, whole.total_s
+
+
+def layer_spans(problem: StepProblem, parallelism: Parallelism) -> tuple[TaskSpan, ...] | None:
+    """Return when the tasks of `least_layer_s` run, or None where broadcasts are chains. Raises as that does."""
+    _, _, config = _training_time(problem, parallelism, 0, problem.product_dtype)
+    block = _block(problem, parallelism, True)
+    skeleton = _skeleton(problem, parallelism, block, config, problem.product_dtype)
+    machine = machine_of(problem, block_axes(parallelism))
+    return task_spans(skeleton, lambda work: price(work, machine).total_ps)
 
 
 def least_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:

@@ -5,15 +5,21 @@ keeps for its backward part follows equation 1 and table 2 of Korthikanti et al.
 divided by the mesh axes along which the roles of the strategy split it (`algorithms.block.roles`). Per token, of
 e bytes an element, h hidden, q and g features of queries and of keys, f inner features, a heads and s tokens:
 
-    inputs of two norms              2 e h            as the residual lies
+    inputs of two norms              2 e h            as the residual lies (8 h more where kept in fp32)
     operands of QKV and first FFN    2 e h            as the residual lies, or as they are multiplied if kept so
     masks of dropout                 2 h              as the residual lies, where there is dropout
     Q, K, V, result of attention     e (2 q + 2 g)    as attention lies
     scores and their dropout         a s (2 e + 1)    as attention lies; flash keeps 4 a of sums instead
-    inner features                   2 e f, gated 4 e f
+    inner features                   2 e f, gated 4 e f (compiled 3 e f)
 
-A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of a schedule). Memory peaks
-when the backward part of a micro-batch begins; buffers are the tensors besides activations that live then.
+A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of a schedule). Besides, it
+holds what one of three moments needs, the largest: the loss and its gradient; the backward part of a layer, where
+it is computed again; the gradient of the embedding, once the micro-batch is freed. Buffers are the tensors besides
+activations that live then.
+
+Where ZeRO shards gradients or weights, units are gathered and reduced one after the other: each layer, and each
+table of embeddings or logits. PyTorch's FSDP (Zhao et al., VLDB '23) has one unit of all that is in no layer: it
+stays gathered from the begin of the step to its end, and its gradients stay with it.
 """
 
 from __future__ import annotations
@@ -21,18 +27,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
-LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 6)}
-"""Bytes of a logit that are kept, and that its gradient takes besides. Fused: in fp32 (Korthikanti et al., section
-4.3: 4 s b v), overwritten by the gradient. Eager: 2 of the product, 4 of its copy in fp32 and 4 of log-softmax; a
-gradient in fp32, and its copy in 16 bits."""
+LOGIT_BYTES = {"fused": (4, 0, 0), "eager": (4, 8, 2), "sharded": (4, 6, 0)}
+"""Bytes of a logit that are kept, that the loss and its gradient take besides, and that nothing fits into then.
+Fused: in fp32 (Korthikanti et al., section 4.3: 4 s b v), overwritten by the gradient. Eager: log-softmax in fp32,
+its gradient and that of its input; the place of the 16-bit product is free and too small for these. Sharded:
+softmax, which becomes its own gradient; at the end of the forward part its input in fp32, and in 16 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
+ActivationRule = Literal["none", "selective", "full", "operators", "compiled-operators"]
+"""What the forward part keeps: as `Parallelism.recompute` says, or the results of some operators. "operators" is
+selective activation checkpointing of torchtitan (`selective_ac_option = "op"`): the input of a layer, the result
+of attention, and every second product of Q, K, V, output, gate, up and down. A compiler drops the last of these,
+which nothing needs."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,7 @@ def _num_parts(problem: StepProblem, parallelism: Parallelism) -> Callable[[str]
     return num_parts
 
 
-def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: str) -> int:
+def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
     """Return the bytes that one micro-batch keeps of a layer on each rank."""
     model, e = problem.model, problem.item_bytes
     tokens = parallelism.micro_batch * problem.seq
@@ -133,14 +146,24 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
     if recompute == "full":
         return -(-e * tokens * h // num_parts("residual"))
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    sums = 4 * model.num_heads
+    if recompute in ("operators", "compiled-operators"):
+        down = 1 if model.gated_ffn and recompute == "operators" else 0
+        total = -(-e * tokens * h * (1 + down) // num_parts("residual"))
+        total += -(-tokens * (e * (2 * queries + keys) + sums) // num_parts("attention"))
+        return total - (-e * tokens * f // num_parts("feed_forward"))
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
     masks = 2 if problem.has_dropout else 0
-    total = -(-tokens * h * (2 * e + masks) // num_parts("residual"))
+    copies = 2 * 4 if problem.stack.copies_norm_inputs and e < 4 else 0
+    total = -(-tokens * h * (2 * e + copies + masks) // num_parts("residual"))
     total += -(-tokens * h * 2 * e // num_parts("operand_in" if keeps else "residual"))
     total += -(-tokens * e * (2 * queries + 2 * keys) // num_parts("attention"))
-    total += -(-tokens * e * f * (4 if model.gated_ffn else 2) // num_parts("feed_forward"))
+    inner = 2 if not model.gated_ffn else 3 if problem.stack.recomputes_gate else 4
+    total += -(-tokens * e * f * inner // num_parts("feed_forward"))
+    if problem.stack.keeps_joint_qkv and keys == queries:
+        total += -(-tokens * e * 2 * keys // num_parts("attention"))
     if problem.attention == "flash":
-        return total - (-4 * tokens * model.num_heads // num_parts("attention"))
+        return total - (-tokens * sums // num_parts("attention"))
     if recompute == "none":
         scores = 2 * e + (1 if problem.has_dropout else 0) if problem.has_dropout else e
         total += -(-tokens * model.num_heads * problem.seq * scores // num_parts("attention"))
@@ -170,6 +193,7 @@ def pipeline_memory(
     layers: Sequence[int],
     stashes: tuple[int, ...],
     ranks: Sequence[int] | None = None,
+    recompute: ActivationRule | None = None,
 ) -> Memory:
     """Return the bytes on a chip of each pipeline rank; `memory_of` computes the layers and stashes.
 
@@ -177,9 +201,10 @@ def pipeline_memory(
         layers: the layers of each pipeline rank.
         stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
         ranks: the ranks to count; None for all.
+        recompute: what the forward part keeps; None for what the parallelism says.
     """
     counts = rank_parameters(problem, parallelism, layers)
-    sizes = _micro_batch_bytes(problem, parallelism)
+    sizes = _micro_batch_bytes(problem, parallelism, recompute or parallelism.recompute)
     counted = range(len(layers)) if ranks is None else ranks
     return Memory(
         tuple(
@@ -198,7 +223,8 @@ class _MicroBatchBytes:
         again: kept besides while a layer is computed again.
         residual: of the residual.
         logits: of the logits that are kept.
-        logit_gradients: of their gradient.
+        logit_gradients: of the loss and its gradient besides.
+        logit_holes: that the allocator cannot use then.
         working: of gradients and gathered operands inside the backward part of a layer.
     """
 
@@ -207,20 +233,23 @@ class _MicroBatchBytes:
     residual: int
     logits: int
     logit_gradients: int
+    logit_holes: int
     working: int
 
 
-def _micro_batch_bytes(problem: StepProblem, parallelism: Parallelism) -> _MicroBatchBytes:
+def _micro_batch_bytes(
+    problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule
+) -> _MicroBatchBytes:
     known = problem.cache("bytes")
     p = parallelism
-    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, p.recompute
+    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, recompute
     if key not in known:
-        layer = layer_activations(problem, p, p.recompute)
+        layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
-        again = {"none": 0, "selective": whole - layer, "full": whole}[p.recompute]
-        logits, gradients = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
+        kept, gradients, holes = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
         known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), logits, gradients, _working_bytes(problem, p)
+            layer, again, boundary_bytes(problem, p), kept, gradients, holes, _working_bytes(problem, p)
         )
     sizes: _MicroBatchBytes = known[key]
     return sizes
@@ -246,30 +275,93 @@ def _on_rank(
     layers: int,
     stashes: int,
 ) -> RankMemory:
-    p, zero, shards = parallelism, parallelism.zero, parallelism.shards
+    p = parallelism
+    has_head = rank == rank_of_head(p) and bool(problem.model.vocab_size)
+    micro_batch = -(-layers * sizes.layer // p.virtual_stages)
+    kept = -(-stashes * layers * sizes.layer // p.virtual_stages)
+    if rank == 0 and problem.has_dropout:
+        kept += stashes * sizes.residual // (problem.item_bytes * p.virtual_stages)
+    units = _unit_bytes(problem, p, rank)
+    at_end = units.at_end
+    if problem.stack.adds_gradients_late:
+        at_end = max(at_end, parameters * problem.item_bytes)
+    moments = [(kept - micro_batch, at_end, 0)] if at_end else []
+    if has_head:
+        in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
+        kept += in_flight * 2 * sizes.residual + (in_flight - 1) * sizes.logits
+        moments.append((kept + sizes.logits, sizes.logit_gradients + units.at_loss, sizes.logit_holes))
+    moments.append((kept + sizes.again, sizes.working + units.at_layer, 0))
+    activations, buffers, holes = max(moments, key=sum)
+    buffers += 2 * sizes.residual if p.pipeline > 1 else 0
+    weights, gradients, optimizer = _state_bytes(problem, p, parameters)
+    fragments = holes + round(problem.stack.fragmentation * (activations + buffers))
+    return RankMemory(weights, gradients, optimizer, activations, buffers, fragments)
+
+
+def _state_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer states of so many parameters."""
 
     def states(num_bytes: int, from_level: int) -> int:
-        return -(-parameters * num_bytes // (shards if zero >= from_level else 1))
+        return -(-parameters * num_bytes // (parallelism.shards if parallelism.zero >= from_level else 1))
 
-    activations = -(-stashes * layers * sizes.layer // p.virtual_stages) + sizes.again
-    buffers = sizes.working
-    if rank == 0 and problem.has_dropout:
-        activations += stashes * sizes.residual // (problem.item_bytes * p.virtual_stages)
-    if rank == rank_of_head(p) and problem.model.vocab_size:
-        in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
-        activations += in_flight * (2 * sizes.residual + sizes.logits)
-        buffers = max(buffers, sizes.logit_gradients)
-    if p.pipeline > 1:
-        buffers += 2 * sizes.residual
-    if shards > 1 and zero >= 2:
-        whole = layer_parameters(problem, p)
-        buffers += whole * problem.gradient_bytes
-        buffers += GATHERED_LAYERS * whole * problem.item_bytes if zero == 3 else 0
-    return RankMemory(
-        states(problem.item_bytes, 3),
-        states(problem.gradient_bytes, 2),
-        states(problem.optimizer_bytes, 1),
-        activations,
-        buffers,
-        round(problem.stack.fragmentation * (activations + buffers)),
-    )
+    weight, optimizer = problem.item_bytes, problem.optimizer_bytes
+    if parallelism.zero == 3 and problem.stack.sharding != "zero" and weight < 4:
+        weight, optimizer = 4, optimizer - 4
+    gradient = problem.gradient_bytes
+    if problem.stack.buckets_gradients and parallelism.replicas > 1 and not parallelism.zero:
+        gradient += problem.item_bytes
+    return states(weight, 3), states(gradient, 2), states(optimizer, 1)
+
+
+@dataclass(frozen=True)
+class _UnitBytes:
+    """Bytes of weights and gradients that are whole while ZeRO-2 or 3 gathers and reduces them unit by unit.
+
+    Attributes:
+        at_loss: when the gradient of the logits is computed.
+        at_layer: in the backward part of a layer.
+        at_end: when the gradient of the embedding is reduced.
+    """
+
+    at_loss: int = 0
+    at_layer: int = 0
+    at_end: int = 0
+
+
+_NO_UNITS = _UnitBytes()
+
+
+def _unit_bytes(problem: StepProblem, parallelism: Parallelism, rank: int) -> _UnitBytes:
+    """Return what is whole of sharded units on a pipeline rank at each moment."""
+    p = parallelism
+    if p.zero < 2 or p.shards == 1:
+        return _NO_UNITS
+    known = problem.cache("units")
+    head = rank_of_head(p)
+    key = p.tensor_size, p.zero, rank == 0, rank == head
+    if key not in known:
+        layer, table = layer_parameters(problem, p), table_parameters(problem, p)
+        tables = table * (rank == 0), table * (rank == head)
+        is_shared = all(tables) and problem.model.tied_embeddings
+        known[key] = _units(problem, p.zero == 3, layer, *tables, table if is_shared else sum(tables))
+    units: _UnitBytes = known[key]
+    return units
+
+
+def _units(
+    problem: StepProblem, gathers: bool, layer: int, embedding: int, head: int, tables: int
+) -> _UnitBytes:
+    """Return what is whole at each moment, by the parameters of a layer, of each table on the rank, of both."""
+    e, g, sharding = problem.item_bytes, problem.gradient_bytes, problem.stack.sharding
+    weights = GATHERED_LAYERS * layer * e if gathers else 0
+    if sharding == "zero":
+        of_table = g + (e if gathers else 0)
+        return _UnitBytes(
+            weights + head * of_table, weights + layer * g, weights + embedding * of_table if embedding else 0
+        )
+    if gathers:
+        weights += tables * e
+        weights += max(tables, GATHERED_LAYERS * layer) * e if sharding == "fsdp2" else 0
+    copies = layer * (g + (e if e < g else 0))
+    at_end = weights + tables * (g + (e if e < g else 0)) if tables else 0
+    return _UnitBytes(weights + head * e, weights + head * e + copies, at_end)

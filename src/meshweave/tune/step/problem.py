@@ -20,6 +20,8 @@ SHORT_NAMES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", 
 """What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
 _ATTENTIONS = ("flash", "plain")
+_LOSSES = ("fused", "eager", "sharded")
+_SHARDINGS = ("zero", "fsdp", "fsdp2")
 _OPTIMIZER_BYTES = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
 
@@ -134,13 +136,29 @@ class SoftwareStack:
             does not count: kernels that are not fused, casts, dropout. Backward adds as many again.
         launch_s: seconds that pass between two kernels of a layer.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
-        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.
+        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
+            that the loss leaves (`memory.LOGIT_BYTES`).
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
         accumulates: whether a pass of its own adds the gradients of each micro-batch to those of the ones before,
             rather than the products that make them. It is no constant either.
+        sharding: how weights are kept where ZeRO-3 shards them, no constant either. "zero": in 16 bits, beside a
+            sharded copy in fp32 (Rajbhandari et al.); "fsdp": in fp32, cast as they are gathered (PyTorch's mixed
+            precision); "fsdp2": gathered besides in a buffer of its own, and copied out of that.
+        adds_gradients_late: whether 16-bit gradients of all weights live until the backward part of a micro-batch
+            ends, and are then added to those of the ones before.
+        buckets_gradients: whether replicas without ZeRO copy 16-bit gradients into buckets that hold all of them,
+            as PyTorch's DistributedDataParallel does.
+        recomputes_gate: whether the product of the gated activation is computed again for the gradient of the one
+            that follows, as compilers do, and not kept.
+        copies_norm_inputs: whether norms keep their input in fp32, and what they multiply by the gain, as norms
+            that are written out in PyTorch do.
+        layers_by_cost: whether layers are divided among stages by their multiplications and the head's, as in
+            nanotron, and not evenly.
+        keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
+            kept for them; where there are as many key/value heads as heads.
     """
 
     name: str = "none"
@@ -152,12 +170,23 @@ class SoftwareStack:
     regathers: bool = False
     blocks_transfers: bool = False
     accumulates: bool = False
+    sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
+    adds_gradients_late: bool = False
+    buckets_gradients: bool = False
+    recomputes_gate: bool = False
+    copies_norm_inputs: bool = False
+    layers_by_cost: bool = False
+    keeps_joint_qkv: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
             raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
         if min(self.extra_passes, self.launch_s, self.step_s, self.fragmentation) < 0:
             raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
+        if self.sharding not in _SHARDINGS:
+            raise DescriptionError(
+                f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -175,7 +204,8 @@ class StepProblem:
         attention_share: the FLOP rate of the attention kernel over that of the chip's constants; below 1 for an
             older kernel.
         loss: "fused": logits are kept in fp32 and become their own gradient; "eager": as PyTorch's cross entropy
-            of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back.
+            of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back;
+            "sharded": in as many passes, with softmax over a sharded vocabulary that becomes its own gradient.
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: what the software adds, in constants.
@@ -194,7 +224,7 @@ class StepProblem:
     product_dtype: str | None = None
     attention: Literal["flash", "plain"] = "flash"
     attention_share: float = 1.0
-    loss: Literal["fused", "eager"] = "fused"
+    loss: Literal["fused", "eager", "sharded"] = "fused"
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
 
@@ -205,7 +235,7 @@ class StepProblem:
             ("product_dtype", (None, "fp8", *DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
-            ("loss", ("fused", "eager")),
+            ("loss", _LOSSES),
         ):
             word = getattr(self, name)
             if word not in known:

@@ -120,7 +120,7 @@ class Stages:
         """Return the layers of a pipeline rank."""
         p = self.parallelism
         numbers = p.schedule, p.pipeline, p.virtual_stages
-        return rank_layers(self.problem.model.num_layers, *numbers)[rank]
+        return rank_layers(self.problem.model.num_layers, *numbers, layer_costs(self.problem))[rank]
 
     def gathers_s(self) -> float:
         """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
@@ -129,8 +129,11 @@ class Stages:
         if not once:
             return 0.0
         first, others = self.layers[0], self.layers_of_rank(0) - self.layers[0]
-        ahead_s = exposed_before(first, self.layer.forward.total_s, self.data_parallel.gather_s, overlap)
-        return ahead_s + others * self.data_parallel.gather_s * (1 - overlap)
+        of = self.data_parallel
+        has_head = self.stage_ranks[-1] == 0 and not self.problem.model.tied_embeddings
+        head_s = of.table_gather_s if has_head else 0.0
+        ahead_s = exposed_before(first, self.layer.forward.total_s, of.gather_s, overlap, head_s)
+        return of.table_gather_s + ahead_s + others * of.gather_s * (1 - overlap)
 
     def reductions_s(self, rank: int) -> float:
         """Return the seconds that reductions add after the last backward part of a pipeline rank."""
@@ -138,10 +141,10 @@ class Stages:
         head = self.stage_ranks[-1]
         has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
         head_s = self.data_parallel.table_s if has_head else 0.0
-        after_all_s = self.data_parallel.table_s if rank == 0 else 0.0
-        after_all_s += self.data_parallel.tied_s if rank in (0, head) else 0.0
+        after_all_s = self.data_parallel.tied_s if rank in (0, head) else 0.0
         if p.zero >= 2:
-            return head_s + after_all_s
+            return after_all_s  # each micro-batch has its own
+        after_all_s += self.data_parallel.table_s if rank == 0 else 0.0
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
         last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
         after_s = exposed_after(last, back_s, self.data_parallel.reduce_s, overlap, head_s)
@@ -149,21 +152,50 @@ class Stages:
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Return the layers of each stage: equal but for layers left over, which go to the middle.
 
     So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
+
+    Args:
+        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the layer
+            that takes the sum above its share of all, as in nanotron (`build_model`).
     """
+    if costs is not None:
+        return _layers_by_cost(num_layers, num_stages, *costs)
     each, more = divmod(num_layers, num_stages)
     begin = (num_stages - more) // 2
     return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
 
 
+def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> tuple[int, ...]:
+    counts, stage, total = [0] * num_stages, 0, num_layers * layer + head
+    for number in range(1, num_layers + 1):
+        counts[stage] += 1
+        stage += number * layer * num_stages > total * (stage + 1)
+    return tuple(counts)
+
+
+def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
+    """Return the multiplications a token of a layer and of the head, by which layers are divided; None: evenly."""
+    model = problem.model
+    if not problem.stack.layers_by_cost:
+        return None
+    products = 4 * model.num_heads * model.head_dim + (3 if model.gated_ffn else 2) * model.ffn_hidden
+    return products * model.hidden, (model.vocab_size or 0) * model.hidden
+
+
 @lru_cache(maxsize=4096)
-def rank_layers(num_layers: int, schedule: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline rank of a schedule."""
+def rank_layers(
+    num_layers: int,
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    costs: tuple[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Return the layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
     counts = [0] * num_ranks
-    layers = stage_layers(num_layers, num_ranks * virtual_stages)
+    layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
     for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):
         counts[rank] += count
     return tuple(counts)
@@ -171,7 +203,7 @@ def rank_layers(num_layers: int, schedule: str, num_ranks: int, virtual_stages: 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
-    layers = stage_layers(problem.model.num_layers, parallelism.num_stages)
+    layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
     known: dict[tuple[int, bool, bool], StageTime] = {}
@@ -180,7 +212,8 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         key = count, stage == 0, stage == len(layers) - 1
         if key not in known:
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            known[key] = _stage_time(problem, parallelism, count, layer, at_ends, data_parallel)
+            gathers_s, reduces_s = _sharded_s(problem, parallelism, count, layer, data_parallel, *key[1:])
+            known[key] = _stage_time(count, layer, at_ends, gathers_s, reduces_s)
         times.append(known[key])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
@@ -190,25 +223,41 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, transfer_s, sends_parts)
 
 
-def _stage_time(
+def _sharded_s(
     problem: StepProblem,
     parallelism: Parallelism,
     count: int,
     layer: LayerTime,
-    ends: list[LayerTime],
     data_parallel: DataParallelTime,
-) -> StageTime:
-    overlap, forward_s = problem.stack.overlap, layer.forward.total_s
-    back_s = layer.backward.total_s + layer.recompute.total_s
+    is_first: bool,
+    is_last: bool,
+) -> tuple[float, float]:
+    """Return the seconds that gathers and reductions of each micro-batch add to the forward and backward parts."""
+    zero, stack = parallelism.zero, problem.stack
     gathers_s = reduces_s = 0.0
+    has_both = is_first and is_last
+    head = int(is_last and not (has_both and problem.model.tied_embeddings))
+    before, queued = (is_first + head, 0) if stack.sharding != "zero" else (int(is_first), head)
+    if zero == 3 or (zero == 2 and stack.regathers):
+        of_table_s = data_parallel.table_gather_s
+        numbers = count, layer.forward.total_s, data_parallel.gather_s, stack.overlap
+        gathers_s = before * of_table_s + exposed_before(*numbers, queued * of_table_s)
+    if zero >= 2:
+        back_s = layer.backward.total_s + layer.recompute.total_s
+        again_s = data_parallel.gather_s if zero == 3 else 0.0
+        of_table_s = data_parallel.table_s
+        numbers = count, back_s, data_parallel.reduce_s + again_s, stack.overlap
+        reduces_s = before * of_table_s + exposed_after(*numbers, queued * of_table_s)
+    return gathers_s, reduces_s
+
+
+def _stage_time(
+    count: int, layer: LayerTime, ends: list[LayerTime], gathers_s: float, reduces_s: float
+) -> StageTime:
+    back_s = layer.backward.total_s + layer.recompute.total_s
     ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
-    if parallelism.zero == 3 or (parallelism.zero == 2 and problem.stack.regathers):
-        gathers_s = exposed_before(count, forward_s, data_parallel.gather_s, overlap)
-    if parallelism.zero >= 2:
-        again_s = data_parallel.gather_s if parallelism.zero == 3 else 0.0
-        reduces_s = exposed_after(count, back_s, data_parallel.reduce_s + again_s, overlap)
     return StageTime(
-        count * forward_s + ends_s[0] + gathers_s,
+        count * layer.forward.total_s + ends_s[0] + gathers_s,
         count * back_s + ends_s[1] + reduces_s,
         count * (layer.forward + layer.backward),
         count * layer.recompute.total_s,

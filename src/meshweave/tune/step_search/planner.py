@@ -9,7 +9,7 @@ from typing import Any
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.levels import outer_link_names, with_outer_links
+from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
@@ -170,15 +170,15 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of a ranking with outer links (NICs, the top of a tree) of twice and of half the rate."""
+    """Return the times of a ranking with the links of each level of twice and of half the rate."""
     problem = ranking.space.problem
-    network = problem.cluster.network
     records = []
-    for factor, words in ((2.0, "twice as fast"), (0.5, "half as fast")):
-        cluster = replace(problem.cluster, network=with_outer_links(network, factor))
-        changed = replace(problem, cluster=cluster)
-        times = [step_of(changed, row.parallelism).time_s for row in ranking.rows]
-        best = min(range(len(times)), key=times.__getitem__)
-        change = f"{outer_link_names(network)} {words}"
-        records.append(SensitivityRecord(change=change, same_s=times[0], best_s=times[best], best=best))
+    for name, with_rate in link_levels(problem.cluster):
+        for factor, words in ((2.0, "twice as fast"), (0.5, "half as fast")):
+            changed = replace(problem, cluster=with_rate(factor))
+            times = [step_of(changed, row.parallelism).time_s for row in ranking.rows]
+            best = min(range(len(times)), key=times.__getitem__)
+            records.append(
+                SensitivityRecord(change=f"{name} {words}", same_s=times[0], best_s=times[best], best=best)
+            )
     return tuple(records)

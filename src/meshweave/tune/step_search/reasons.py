@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import product
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
+from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import ranks_of
+from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, ONE_DIMENSIONAL, StepSpace, ranks_of
 
 PART_NAMES = {
     "compute": "computing",
@@ -28,6 +31,9 @@ _REMEDIES = {
     "context": "fewer context ranks exchange less, where memory allows",
     "data": "a larger batch reduces gradients less often per token",
     "transfers": "fewer stages send less",
+    "ends": "tensor ranks would share them",
+    "optimizer": "more replicas would share it under ZeRO",
+    "software": "its constants are those of the stack",
     "recompute": "more memory a chip, or more chips, would save recomputation",
 }
 _LEAST_SHARE = 0.02
@@ -37,17 +43,16 @@ def refusal_text(ranking: StepRanking) -> str:
     """Return one line: why no configuration is ranked, and what would be right."""
     problem, options = ranking.space.problem, ranking.space.options
     chips = problem.cluster.num_chips
-    start = f"no configuration of {problem.model.name} on {chips} chips of {problem.cluster.name}"
+    start = f"no configuration of {problem.model.name} on {counted(chips, 'chip')} of {problem.cluster.name}"
     if ranking.smallest is not None:
         choice, size = ranking.smallest
         return (
             f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip: the smallest takes "
-            f"{format_bytes(size)} ({choice_text(choice)}); give more chips, a smaller batch or sequence"
-            f"{_or_fewer_fixed(options)}"
+            f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}{_or_fewer_fixed(options)}"
         )
     if ranking.count.reason:
         return f"{start} can be laid out: {ranking.count.reason}"
-    return f"{start} divides evenly: {_division_text(ranking)}"
+    return f"{start}: {_division_text(ranking)}"
 
 
 def _or_fewer_fixed(options: object) -> str:
@@ -59,27 +64,64 @@ def _division_text(ranking: StepRanking) -> str:
     space = ranking.space
     problem, options = space.problem, space.options
     chips = problem.cluster.num_chips
-    given = {
-        name: values
-        for name, values in (
-            ("data", options.data),
-            ("pipeline", options.pipeline),
-            ("context", options.context),
-            ("tensor", options.tensor),
-        )
-        if values is not None
+    fixed = {
+        "tp": None if options.tensor is None else tuple(map(ranks_of, options.tensor)),
+        "pp": options.pipeline,
+        "cp": options.context,
+        "dp": options.data,
     }
-    if given:
-        sizes = ", ".join(f"{name} {' or '.join(map(str, values))}" for name, values in given.items())
+    given = {name: values for name, values in fixed.items() if values is not None}
+    least = math.prod(min(values) for values in given.values())
+    sizes = " x ".join(f"{name} {' or '.join(map(str, values))}" for name, values in given.items())
+    if least > chips:
+        ranks = f" is {least} ranks," if len(given) > 1 else " is"
+        return f"{sizes}{ranks} more than its {counted(chips, 'chip')}"
+    for name, values in given.items():
+        if reason := _degree_reason(name, values, space):
+            return f"{name} {' or '.join(map(str, values))} {reason}"
+    if given and all(chips % math.prod(each) for each in product(*given.values())):
+        return f"{sizes} does not divide its {counted(chips, 'chip')}"
+    if len(given) == len(fixed) and all(chips != math.prod(each) for each in product(*given.values())):
+        return f"{sizes} is {least} ranks, fewer than its {counted(chips, 'chip')}; leave out dp"
+    if options.virtual_stages is not None and 1 not in options.virtual_stages:
         return (
-            f"{sizes} leave no whole number of replicas that divides the batch of {problem.batch}, or more stages "
-            f"than the {problem.model.num_layers} layers, or do not divide its {problem.model.num_heads} heads"
+            f"vp {' or '.join(map(str, options.virtual_stages))} needs pp of at least 2 with at most "
+            f"{problem.model.num_layers} stages, and micro-batches in whole groups of pp; leave out vp"
         )
+    micro_batches = options.micro_batches or ()
+    size = f" in micro-batches of {' or '.join(map(str, micro_batches))}" if micro_batches else ""
+    model = problem.model
+    most = f"{counted(model.num_layers, 'stage')} and tensor ranks that divide {model.num_heads} heads"
     return (
-        f"{chips} chips have no replicas that divide the batch of {problem.batch} with at most "
-        f"{problem.model.num_layers} stages and tensor ranks that divide {problem.model.num_heads} heads; give a "
-        f"batch that is a multiple of {chips}, or another number of chips"
+        f"no number of replicas{f' with {sizes}' if given else ''} divides both {counted(chips, 'chip')} and the "
+        f"batch of {problem.batch}{size}, with at most {most}; give a batch that is a multiple of "
+        f"{math.prod((chips, *micro_batches[:1]))}, or another number of chips"
     )
+
+
+def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
+    """Return why none of the values of a degree can be laid out on its own; "" where one of them can."""
+    problem = space.problem
+    model, chips = problem.model, problem.cluster.num_chips
+    if all(chips % value for value in values):
+        return f"does not divide its {counted(chips, 'chip')}"
+    if name == "dp" and all(problem.batch % value for value in values):
+        return f"does not divide the batch of {problem.batch}"
+    if name == "pp" and min(values) > model.num_layers:
+        return f"is more than its {counted(model.num_layers, 'layer')}"
+    if name == "cp" and all(
+        problem.seq % value or problem.seq < value * MIN_CONTEXT_TOKENS for value in values
+    ):
+        return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.seq}"
+    is_1d = set(space.options.strategies) <= set(ONE_DIMENSIONAL)
+    if name == "tp" and is_1d and all(model.num_heads % value for value in values):
+        return f"does not divide its {model.num_heads} heads"
+    return ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which ends in s where there are several."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def choice_text(choice: object) -> str:
@@ -141,7 +183,11 @@ def advice(steps: StepsRecord) -> str:
     """Return one sentence: what takes most besides computing, and what would lessen it."""
     name, share = next(iter(losses(steps.best)), ("", 0.0))
     if share < _LEAST_SHARE:
-        return "nearly all of the step is computing: only faster products would shorten it"
+        rate = steps.best.mfu * steps.best.step_s / max(steps.best.parts_s.get("compute", 0.0), 1e-12)
+        return (
+            f"nearly all of the step is computing, at {100 * rate:.0f} % of the chips' peak: only faster kernels "
+            "would shorten it"
+        )
     remedy = _REMEDIES.get(name)
     text = f"{PART_NAMES.get(name, name)} takes {100 * share:.0f} % of the step"
     return f"{text}: {remedy}" if remedy else text

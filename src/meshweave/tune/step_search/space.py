@@ -242,13 +242,13 @@ class StepSpace:
         """
         options = self.options
         if pipeline == 1:
+            if options.virtual_stages is not None and 1 not in options.virtual_stages:
+                return ()  # a pipeline is wanted
             first = "1f1b" if "1f1b" in options.schedules else options.schedules[0]
             return ((first, 1),)
         pairs = []
         for name in options.schedules:
-            for virtual in _stages_per_rank(name):
-                if options.virtual_stages is not None and virtual not in options.virtual_stages:
-                    continue
+            for virtual in _stages_per_rank(name, options.virtual_stages):
                 if pipeline * virtual > self.problem.model.num_layers:
                     continue
                 if name == "1f1b" and virtual > 1 and num_micro_batches % pipeline:
@@ -273,10 +273,12 @@ class StepSpace:
         return levels[:1] if data * context == 1 else levels
 
 
-def _stages_per_rank(schedule: str) -> tuple[int, ...]:
+def _stages_per_rank(schedule: str, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the stages that a rank may have under a schedule, of those `given`."""
     if schedule == "1f1b":
-        return VIRTUAL_STAGES
-    return (2,) if schedule == "zbv" else (1,)
+        return VIRTUAL_STAGES if given is None else given
+    usual = 2 if schedule == "zbv" else 1
+    return (usual,) if given is None or usual in given else ()
 
 
 def divisors_of(number: int) -> tuple[int, ...]:

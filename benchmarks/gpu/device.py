@@ -1,0 +1,48 @@
+"""What was measured on which device: results of one GPU, saved beside its name, versions and the date."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshweave.report.provenance import describe_environment
+
+FOLDER = Path(__file__).parents[1] / "results" / "gpu"
+
+
+def describe_device() -> dict[str, Any]:
+    """Return the name, memory and driver of the CUDA device, versions of torch and its libraries, and the date."""
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        asked = ""
+    driver, power, clock = [*asked.split(", "), "", "", ""][:3]
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver,
+        "power_limit": power,
+        "most_clock": clock,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def save_rows(folder: Path, name: str, rows: Any) -> Path:
+    """Write `NAME.json` with the device and the machine beside the rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    whole = {"device": describe_device(), "machine": describe_environment(), "rows": rows}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    return path

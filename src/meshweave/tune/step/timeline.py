@@ -1,0 +1,297 @@
+"""When the parts of a step run, for pictures: actions of pipeline ranks, and tasks of a layer.
+
+The times are those of `step_of`: what it adds up is laid out here one after the other. Gathers of weights come
+first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts, then the
+optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
+from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_schedule
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.base.units import format_bytes, to_s
+from meshweave.ir.work import Compute, Work
+from meshweave.tune.step.compose import update_times_s
+from meshweave.tune.step.layers import layer_spans
+from meshweave.tune.step.result import Step
+
+MAX_ACTIONS = 40_000
+"""Actions of a pipeline that are timed; of a longer one the first micro-batches are."""
+MAX_SPANS = 8_000
+"""Spans of a timeline; where there are more, fewer pipeline ranks are shown."""
+MAX_RANKS = 16
+
+_KINDS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.INPUT_GRAD: "input gradient",
+    ActionKind.WEIGHT_GRAD: "weight gradient",
+    ActionKind.BACKWARD: "backward",
+}
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """An op of a timeline.
+
+    Attributes:
+        kind: "forward", "backward", "input gradient", "weight gradient", "optimizer", "software", "products",
+            "element-wise", "hidden" or "exposed"; the last two are communication.
+        name: what it is, if the kind does not say it.
+        micro_batch, stage: numbers from 0, or None.
+    """
+
+    begin_s: float
+    end_s: float
+    kind: str
+    name: str = ""
+    micro_batch: int | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class TimelineLane:
+    """Spans in a row of a picture; lanes of one group follow each other."""
+
+    group: str
+    name: str
+    spans: tuple[StepSpan, ...]
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """Lanes with what runs in them.
+
+    Attributes:
+        duration_s: the end of the last span.
+        remark: what is left out; "" where nothing is.
+    """
+
+    lanes: tuple[TimelineLane, ...]
+    duration_s: float
+    remark: str = ""
+
+
+def step_timeline(step: Step) -> StepTimeline:
+    """Return when the actions of a step run, of at most `MAX_RANKS` pipeline ranks."""
+    timed, count = _timed(step)
+    p = step.parallelism
+    shift_s = step.stages.gathers_s()
+    updates_s = update_times_s(step.problem, p, step.stages)
+    software_s = step.problem.stack.step_s
+    per_rank = max(len(order) for order in timed.schedule.actions)
+    ranks = _spread(p.pipeline, max(1, min(MAX_RANKS, MAX_SPANS // (3 * per_rank))))
+    ends_s = [shift_s + to_s(max(ends)) + step.stages.reductions_s(i) for i, ends in enumerate(timed.ends)]
+    done_s = max(end + update for end, update in zip(ends_s, updates_s, strict=True))
+    lanes: list[TimelineLane] = []
+    for rank in ranks:
+        group = f"pipeline rank {rank}"
+        spans = [*_actions(timed, rank, shift_s)]
+        if updates_s[rank]:
+            spans.append(StepSpan(ends_s[rank], ends_s[rank] + updates_s[rank], "optimizer"))
+        if software_s:
+            spans.append(StepSpan(done_s, done_s + software_s, "software"))
+        lanes.append(TimelineLane(group, "computing", tuple(spans)))
+        if messages := _messages(step, timed, rank, shift_s):
+            lanes.append(TimelineLane(group, "messages", tuple(messages)))
+        if data := _replica_spans(step, timed, rank, shift_s):
+            lanes.append(TimelineLane(group, "replicas", tuple(data)))
+    remarks = []
+    if count < step.num_micro_batches:
+        remarks.append(f"the first {count} of {step.num_micro_batches} micro-batches")
+    if len(ranks) < p.pipeline:
+        remarks.append(f"{len(ranks)} of {p.pipeline} pipeline ranks")
+    remark = f"Shown: {' on '.join(remarks)}." if remarks else ""
+    return StepTimeline(tuple(lanes), done_s + software_s, remark)
+
+
+def _timed(step: Step) -> tuple[TimedSchedule, int]:
+    """Return when actions run, and of how many micro-batches; of all, unless these are very many."""
+    p, stages = step.parallelism, step.stages
+    times = stages.action_times()
+    few = max(2 * p.pipeline, MAX_ACTIONS // (3 * p.num_stages))
+    count = min(step.num_micro_batches, few - few % p.pipeline)
+    if p.pipeline == 1:
+        both = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        actions = tuple(Action(kind, 0, number) for number in range(count) for kind in both)
+        schedule = Schedule((0,), count, (actions,))
+    else:
+        name = "interleaved-1f1b" if p.schedule == "1f1b" and p.virtual_stages > 1 else p.schedule
+        schedule = schedule_by_name(name, ScheduleRequest(p.num_stages, count, p.virtual_stages), times)
+    return time_schedule(schedule, times, TransferRuntime.BUFFERED), count
+
+
+def _spread(count: int, shown: int) -> tuple[int, ...]:
+    """Return so many of `count` numbers, evenly, with the first and the last."""
+    if shown >= count:
+        return tuple(range(count))
+    if shown == 1:
+        return (0,)
+    return tuple(round(place * (count - 1) / (shown - 1)) for place in range(shown))
+
+
+def _actions(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+    spans = []
+    ticks = zip(timed.schedule.actions[rank], timed.begins[rank], timed.ends[rank], strict=True)
+    for action, begin, end in ticks:
+        kind, name = _KINDS.get(action.leaves[-1].kind, "backward"), str(action) if action.parts else ""
+        times_s = shift_s + to_s(begin), shift_s + to_s(end)
+        spans.append(StepSpan(*times_s, kind, name, action.leaves[0].micro_batch, action.leaves[0].stage))
+    return spans
+
+
+def _messages(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+    """Return the messages that a pipeline rank receives; the parts of them that it waits for are exposed."""
+    ranks = timed.schedule.stage_ranks
+    hop = timed.times.transfer[0] if timed.times.transfer else 0
+    if not hop:
+        return []
+    wanted: dict[tuple[str, int], int] = {}
+    for stage, own in enumerate(ranks):
+        if own == rank and stage and ranks[stage - 1] != rank:
+            wanted["forward", stage - 1] = stage
+        if own == rank and stage + 1 < len(ranks) and ranks[stage + 1] != rank:
+            wanted["backward", stage + 1] = stage
+    spans = []
+    for other, order in enumerate(timed.schedule.actions):
+        for action, end in zip(order, timed.ends[other], strict=True):
+            for leaf in action.leaves:
+                forth = "forward" if leaf.kind is ActionKind.FORWARD else "backward"
+                if leaf.kind is ActionKind.WEIGHT_GRAD or (forth, leaf.stage) not in wanted:
+                    continue
+                what = "activations" if forth == "forward" else "gradients"
+                name = f"{what} of stage {leaf.stage} from rank {other}"
+                times_s = shift_s + to_s(end), shift_s + to_s(end + hop)
+                spans.append(StepSpan(*times_s, "hidden", name, leaf.micro_batch, wanted[forth, leaf.stage]))
+    for each in timed.exposed:
+        if each.rank == rank:
+            name = f"waits for {each.transfer}"
+            spans.append(
+                StepSpan(shift_s + to_s(each.begin), shift_s + to_s(each.begin + each.ticks), "exposed", name)
+            )
+    return sorted(spans, key=lambda span: span.begin_s)
+
+
+def _replica_spans(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+    """Return the gathers of weights and reductions of gradients of a pipeline rank.
+
+    Layers of one stage are done one after the other at the end of its last backward part. Where each micro-batch
+    has its own collectives, they stand beside its actions, whose times have what they expose.
+    """
+    p, stages, stack = step.parallelism, step.stages, step.problem.stack
+    costs = stages.data_parallel
+    own = [stage for stage, owner in enumerate(stages.stage_ranks) if owner == rank]
+    order = list(zip(timed.schedule.actions[rank], timed.begins[rank], timed.ends[rank], strict=True))
+    spans: list[StepSpan] = []
+    each_time = p.zero == 3 or (p.zero == 2 and stack.regathers)
+    if p.zero and costs.gather_s and not each_time:
+        layers = stages.layers_of_rank(rank)
+        spans += _split(0.0, layers * costs.gather_s, shift_s, f"gather the weights of {layers} layers")
+    if p.zero >= 2:
+        for action, begin, end in order:
+            spans += _beside(step, action, shift_s + to_s(begin), shift_s + to_s(end), each_time)
+    elif costs.reduce_s:
+        last = {leaf.stage: shift_s + to_s(end) for action, _, end in order for leaf in action.leaves}
+        layer_s = stages.layer.backward.total_s + stages.layer.recompute.total_s
+        rank_end_s, free_s = max(last.values()), 0.0
+        for stage in sorted(own, key=lambda stage: last[stage]):
+            for left in reversed(range(stages.layers[stage])):
+                name = f"reduce the gradients of a layer of stage {stage}"
+                ready_s = last[stage] - left * layer_s if stack.overlap else rank_end_s
+                begin_s = max(ready_s, free_s)
+                free_s = begin_s + costs.reduce_s
+                spans += _split(begin_s, free_s, rank_end_s, name, exposed_after=True)
+        end_s = rank_end_s + stages.reductions_s(rank)
+        if end_s > max(free_s, rank_end_s) * (1 + 1e-9):  # tables, and what the stack does not overlap
+            begin_s = max(free_s, rank_end_s)
+            spans.append(StepSpan(begin_s, end_s, "exposed", "reduce other gradients"))
+    return spans
+
+
+def _split(
+    begin_s: float, end_s: float, at_s: float, name: str, exposed_after: bool = False
+) -> list[StepSpan]:
+    """Return a span in two at a time, exposed before it or after it."""
+    kinds = ("hidden", "exposed") if exposed_after else ("exposed", "hidden")
+    middle_s = min(max(at_s, begin_s), end_s)
+    parts = ((begin_s, middle_s, kinds[0]), (middle_s, end_s, kinds[1]))
+    return [StepSpan(start, stop, kind, name) for start, stop, kind in parts if stop > start]
+
+
+def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: bool) -> list[StepSpan]:
+    """Return the collectives of replicas beside an action, as one span that ends with it at the latest."""
+    costs, stage = step.stages.data_parallel, action.leaves[0].stage
+    layers = step.stages.layers[stage]
+    forward = action.leaves[-1].kind is ActionKind.FORWARD
+    if forward or action.leaves[-1].kind is ActionKind.INPUT_GRAD:
+        name, seconds = "gather weights", costs.gather_s if gathers else 0.0
+    else:
+        again_s = costs.gather_s if step.parallelism.zero == 3 and not action.parts else 0.0
+        name = "gather weights and reduce gradients" if again_s else "reduce gradients"
+        seconds = costs.reduce_s + again_s
+    taken_s = min(layers * seconds, end_s - begin_s)
+    if not taken_s > 0:
+        return []
+    start_s = begin_s if forward else end_s - taken_s
+    return [StepSpan(start_s, start_s + taken_s, "hidden", name, action.leaves[0].micro_batch, stage)]
+
+
+def layer_timeline(step: Step) -> StepTimeline | None:
+    """Return when the tasks of one layer run, forward and backward without recomputation, or None.
+
+    There is none where broadcasts are chains (`estimate.spans.task_spans`).
+    """
+    spans = layer_spans(step.problem, step.parallelism)
+    if not spans:
+        return None
+    busy = [(to_s(each.begin_ps), to_s(each.end_ps)) for each in spans if isinstance(each.task.work, Compute)]
+    lanes: dict[str, list[StepSpan]] = {}
+    for each in spans:
+        begin_s, end_s, work = to_s(each.begin_ps), to_s(each.end_ps), each.task.work
+        lane = lanes.setdefault(each.task.lane, [])
+        if end_s <= begin_s:
+            continue
+        name = _work_text(work, each.task.times)
+        if isinstance(work, Compute):
+            kind = "products" if work.kind == "matmul" or work.call == "attention" else "element-wise"
+            lane.append(StepSpan(begin_s, end_s, kind, name))
+        else:
+            lane += _hidden_and_exposed(begin_s, end_s, busy, name)
+    ordered = sorted(lanes, key=lambda name: name != "compute")
+    drawn = tuple(
+        TimelineLane("one layer", "computing" if name == "compute" else f"lane {name}", tuple(lanes[name]))
+        for name in ordered
+    )
+    return StepTimeline(drawn, max(to_s(each.end_ps) for each in spans))
+
+
+def _hidden_and_exposed(
+    begin_s: float, end_s: float, busy: list[tuple[float, float]], name: str
+) -> list[StepSpan]:
+    """Return a transfer cut where computing (`busy`, in order) begins and ends: what it runs beside is hidden."""
+    spans, at_s = [], begin_s
+    for start_s, stop_s in busy:
+        if stop_s <= at_s or start_s >= end_s:
+            continue
+        if start_s > at_s:
+            spans.append(StepSpan(at_s, start_s, "exposed", name))
+        spans.append(StepSpan(max(start_s, at_s), min(stop_s, end_s), "hidden", name))
+        at_s = min(stop_s, end_s)
+    if at_s < end_s:
+        spans.append(StepSpan(at_s, end_s, "exposed", name))
+    return spans
+
+
+def _work_text(work: Work, times: int) -> str:
+    """Return what an op does, in words."""
+    if isinstance(work, Compute):
+        if work.kind == "matmul":
+            return f"product {' x '.join(map(str, work.dims))}"
+        return work.call or work.kind
+    text = (
+        f"{work.kind.replace('_', '-')} of {format_bytes(work.part_bytes)} a rank over {work.num_ranks} ranks"
+    )
+    return text if times == 1 else f"{times} times {text}"
