@@ -174,6 +174,7 @@ def _model_name(tensor: str, layer: int) -> str:
 
 
 def rank_of(context: TorchContext) -> int:
+    """Return the rank of this process."""
     assert context.rank is not None
     return context.rank
 
