@@ -32,6 +32,7 @@ from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
 from meshweave.algorithms.pipeline.program import COMPUTE, pipeline_program
 from meshweave.algorithms.pipeline.stage_ops import MARKER
 from meshweave.base.errors import UnsupportedError
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import FULL, Buffer, Call, On, Program, Statement, Tensor, View
@@ -253,10 +254,7 @@ class StepRun:
 
     def _update(self, w: Values, m: Values, v: Values, dw: Values) -> tuple[Values, Values, Values]:
         of, w, m, v = self._optimizer, w.clone(), m.clone(), v.clone()
-        torch._fused_adam_(
-            [w], [dw], [m], [v], [], [torch.tensor(float(self._count))], lr=of.lr, beta1=of.betas[0],
-            beta2=of.betas[1], weight_decay=0.0, eps=of.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        compat.adam_step(w, m, v, dw, self._count, lr=of.lr, betas=of.betas, eps=of.eps)
         return w, m, v
 
     def _forward_of(self, number: int) -> Callable[..., Any]:
