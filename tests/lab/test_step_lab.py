@@ -35,7 +35,9 @@ def test_calibration_gives_back_the_constants_of_a_simulated_lab():
         medians[f"{kind} {link} {num_bytes}"] = max(ends) / 1e12 / loops
     again = ranks.constants_of(medians, cluster.network)
     for link, of in constants.items():
-        assert again[link] == pytest.approx(of, rel=0.06), link  # the memory of both ends takes part of a message
+        assert again[link] == pytest.approx(of, rel=0.06), (
+            link
+        )  # the memory of both ends takes part of a message
 
 
 def test_verdicts_count_pairs_that_differ_and_are_in_another_order():
@@ -54,3 +56,27 @@ def test_verdicts_count_pairs_that_differ_and_are_in_another_order():
     assert said["estimated_s"]["pairs_missed"] == [("a", "c")]
     assert said["estimated_s"]["within"] == 1
     assert said["simulated_s"]["pairs_missed"] == []
+
+
+def test_the_page_has_a_row_for_each_configuration_and_what_was_missed():
+    from step_lab import verdicts
+    from step_lab_tables import table
+
+    of = {"bytes_per_s": 1e6, "step_s": 1e-3, "reduce_step_s": 1e-3, "message_s": 1e-3}
+    rows = [
+        {"name": "slow", "median_s": 2.0, "estimated_s": 1.0, "simulated_s": 2.1, "runs_s": [2.0]},
+        {"name": "fast", "median_s": 1.0, "estimated_s": 1.1, "simulated_s": 1.0, "runs_s": [1.0]},
+    ]
+    result = {
+        "model": {"num_layers": 4, "hidden": 128, "vocab_size": 512},
+        "batch": 32,
+        "seq": 128,
+        "constants": {"intra": of, "nic": of},
+        "rows": rows,
+        "verdicts": verdicts(rows),
+    }
+    machine = {"date": "today", "versions": {}, "cpu": "one", "cores": 2, "system": "Linux"}
+    text = "\n".join(table({"machine": machine, "rows": result}))
+    assert text.index("| fast | 1.100 | 1.000 | 1.000 | +10.0 % | +0.0 %") < text.index("| slow |")
+    assert "By estimate: mean error 30.0 %, worst -50.0 %; 0 of 2 within 8 %; 0 of the 1 pairs" in text
+    assert "Missed: fast was faster than slow." in text
