@@ -1,10 +1,11 @@
-"""How far the estimate of a training step is from its simulation with contention.
+"""How far the estimate of a training step is from its simulation: programs of all layers, with contention.
 
     python benchmarks/step_estimates.py [--save] [--seconds 150]
 
 Random configurations of four models on four clusters: degrees, strategy, ZeRO-0 or 1, schedule, recomputation,
-and whether reductions overlap. "error" is estimate over simulation, less one. With --save, rows of an unfinished
-run are kept and the next run goes on behind them; each row depends on its number alone.
+and whether reductions overlap. Replicas that are alike are folded. "error" is estimate over simulation, less one.
+With --save, rows of an unfinished run are kept and the next run goes on behind them; each row depends on its number
+alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def row_of(number: int) -> dict[str, Any]:
     """Return a row: what was laid out, estimate, simulation and error."""
     step = draw(number)
     p, begin = step.parallelism, time.perf_counter()
-    simulated_s = mw.simulate_step(step).time_s
+    simulated = mw.simulate_step(step)
     degrees = {"dp": p.data, "pp": p.pipeline, "cp": p.context, "tp": p.tensor_size, "vp": p.virtual_stages}
     return {
         "model": step.problem.model.name,
@@ -75,8 +76,10 @@ def row_of(number: int) -> dict[str, Any]:
         "overlap": step.problem.stack.overlap,
         "micro_batches": step.num_micro_batches,
         "estimate_s": step.time_s,
-        "simulated_s": simulated_s,
-        "error": step.time_s / simulated_s - 1,
+        "simulated_s": simulated.time_s,
+        "error": step.time_s / simulated.time_s - 1,
+        "fold": simulated.fold,
+        "calls_because": simulated.calls_because,
         "took_s": round(time.perf_counter() - begin, 2),
     }
 

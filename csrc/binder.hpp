@@ -153,10 +153,13 @@ class Binder {
     return name;
   }
 
+  // The members of an op's group, with the images of a folded one.
   i64 group_size(const OpRow& row) const {
     const i64 group = code_.group(row.axis, rank_);
     if (group < 0) throw ProgramFault("runs over ranks without being one of them");
-    return code_.group_size(group);
+    const bool is_ring = row.kind == Kind::ALL_GATHER || row.kind == Kind::REDUCE_SCATTER || row.kind == Kind::ALL_REDUCE;
+    if (code_.is_folded(group) && !is_ring) throw ProgramFault("runs over ranks that are folded, and is no ring");
+    return code_.full_size(group);
   }
 
   // Sets the rows of each member's part along `dim` of a view, and the bytes of one row.

@@ -14,7 +14,7 @@ Comm comm_of(const OpRow& row) {
 
 Collective::Collective(const Expanded& program, const Machine& machine, i64 group, i64 rank, const ClassOp& of)
     : program_(program), machine_(machine), group_start_(program.code.groups[static_cast<size_t>(group)]), kind_(program.code.ops[static_cast<size_t>(of.row)].kind),
-      count_(program.code.group_size(group)),
+      count_(program.code.group_size(group)), full_count_(program.code.full_size(group)),
       ranks_(program.code.members.data() + group_start_), of_(of),
       in_(program.of(rank)), ops_(static_cast<size_t>(count_), NOBODY) {
   const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
@@ -40,12 +40,14 @@ Collective::Collective(const Expanded& program, const Machine& machine, i64 grou
   }
   if (kind_ == Kind::ALL_REDUCE || (!widens && of.num_sizes == 1))
     for (i64 direction = 0; direction < num_directions_; ++direction) direction_bytes_[direction] = part_bytes(of, in_, 0, direction);
-  ring_ = std::make_unique<RingSteps>(count_, kind_ == Kind::ALL_REDUCE ? 2 * (count_ - 1) : count_ - 1, num_directions_, widens);
+  if (program.code.is_folded(group) && direction_bytes_[0] < 0) throw ProgramFault("runs over ranks that are folded, in unequal parts");
+  const i64 around = full_count_ - 1;  // the images of a folded group send what its members send
+  ring_ = std::make_unique<RingSteps>(count_, kind_ == Kind::ALL_REDUCE ? 2 * around : around, num_directions_, widens);
 }
 
 i64 Collective::part_bytes(const ClassOp& of, const Class& in, i64 part, i64 direction) const {
   const bool is_flat = kind_ == Kind::ALL_REDUCE;  // cut by the byte, in equal parts
-  i64 rows = is_flat ? of.a / count_ + (of.a % count_ != 0)
+  i64 rows = is_flat ? of.a / full_count_ + (of.a % full_count_ != 0)
                      : in.sizes[static_cast<size_t>(of.sizes + (of.num_sizes == 1 ? 0 : part))];
   if (num_directions_ == 2) rows = direction == 0 ? rows / 2 + rows % 2 : rows / 2;
   return is_flat ? rows : checked_mul(rows, of.a);
@@ -60,7 +62,7 @@ Message Collective::step_message(i64 direction, i64 step, i64 member) const {
   out.target = ranks_[target];
   out.route = kind_ == Kind::ALL_TO_ALL ? machine_.route(out.source, out.target, 0)
                                         : machine_.to_next(group_start_ + member, constants_.route < 0 ? direction : constants_.route);
-  out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < count_ - 1);
+  out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < full_count_ - 1);
   if (direction_bytes_[direction] >= 0) {
     out.bytes = direction_bytes_[direction];
   } else if (kind_ == Kind::ALL_TO_ALL) {

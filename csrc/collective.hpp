@@ -71,7 +71,7 @@ class Collective {
   i64 group_start_;  // in Template::members
   Kind kind_;
   Constants constants_;
-  i64 count_, num_directions_ = 1, first_ = 0, ended_ = 0;
+  i64 count_, full_count_, num_directions_ = 1, first_ = 0, ended_ = 0;
   const i64* ranks_;  // of the members
   const ClassOp& of_;
   const Class& in_;

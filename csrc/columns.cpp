@@ -73,6 +73,7 @@ Template::Template(const Columns& c)
       axis_group(column(c, "axis_group")),
       groups(offsets(c, "groups", column(c, "members").size())),
       group_price(column(c, "group_price")),
+      group_copies(column(c, "group_copies")),
       members(column(c, "members")),
       statements(rows<StatementRow>(c, "statements")),
       selectors(rows<SelectorRow>(c, "selectors")),
@@ -94,6 +95,8 @@ Template::Template(const Columns& c)
   check(axis_group.size() == static_cast<size_t>(num_axes) * num_ranks_, "axis_group does not fit");
   for (const i64 group_ : axis_group) check(none_or_below(group_, num_groups), "an unknown group");
   check(group_price.size() == num_groups, "group_price does not fit");
+  check(group_copies.size() == num_groups, "group_copies does not fit");
+  for (const i64 copies : group_copies) check(copies >= 1 && copies <= static_cast<i64>(MAX_RANKS), "a bad number of copies");
   axis_place.assign(axis_group.size(), -1);
   std::vector<i64> placed(num_groups, -1);  // the last axis for which the members of a group were placed
   for (i64 axis = 0; axis < num_axes; ++axis)

@@ -84,6 +84,9 @@ struct Template {
   i64 group_size(i64 group) const {
     return groups[static_cast<size_t>(group) + 1] - groups[static_cast<size_t>(group)];
   }
+  // The members of a folded group with all its images.
+  i64 full_size(i64 group) const { return group_size(group) * group_copies[static_cast<size_t>(group)]; }
+  bool is_folded(i64 group) const { return group_copies[static_cast<size_t>(group)] > 1; }
   i64 member(i64 group, i64 place) const { return members[static_cast<size_t>(groups[static_cast<size_t>(group)] + place)]; }
   bool in_set(i64 set, i64 rank) const {
     return set < 0 || in_sets[static_cast<size_t>(set * num_ranks() + rank)] != 0;
@@ -93,7 +96,7 @@ struct Template {
   i64 num_coords, num_vars, num_sets, num_axes, max_ops;
   Column coords, shapes, shape_exprs, lists, list_offsets, args;
   Expressions expressions;
-  Column axis_group, axis_place, groups, group_price, members;
+  Column axis_group, axis_place, groups, group_price, group_copies, members;
   std::vector<char> in_sets;
   std::vector<StatementRow> statements;
   std::vector<SelectorRow> selectors;

@@ -219,7 +219,7 @@ class Engine {
   const std::vector<Use>& path(i64 source, i64 target, Machine::Span route, bool adds) {
     uses_.clear();
     uses_.push_back({machine_.memory(source), 1});
-    uses_.push_back({machine_.memory(target), source != target && adds ? 2u : 1u});
+    uses_.push_back({machine_.memory(target), (source != target || route.count > 0) && adds ? 2u : 1u});
     machine_.links(route, uses_);
     return uses_;
   }
@@ -240,7 +240,7 @@ class Engine {
       if (is_issued(sender) && is_issued(receiver)) message(sender, receiver);
       return;
     }
-    const i64 rank = ops_[op].rank, count = code_.group_size(joint.group), place = code_.place(row.axis, rank);
+    const i64 rank = ops_[op].rank, count = code_.full_size(joint.group), place = code_.place(row.axis, rank);
     if (row.kind == Kind::PERMUTE && of.b == 0) {
       ops_[op].pending = 1;
       begin(0, of.a, machine_.memory_per_s, memory_only(rank), {SINGLE, op, 0, 0});

@@ -72,7 +72,7 @@ class Keys {
   void add_groups(i64 rank, std::vector<i64>& key) const {
     for (const i64 axis : axes_) {
       const i64 group = code_.group(axis, rank);
-      key.push_back(group < 0 ? 0 : code_.group_size(group));
+      key.push_back(group < 0 ? 0 : code_.full_size(group));
     }
   }
 

@@ -63,7 +63,7 @@ u32 Ledger::came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, u32
 i64 Ledger::num_steps(const OpRow& row, const ClassOp& of, i64 rank) const {
   if (row.kind == Kind::PERMUTE) return machine_.has_rings ? of.c : 1;
   if (!is_collective(row.kind)) return 1;
-  const i64 count = program_.code.group_size(program_.code.group(row.axis, rank));
+  const i64 count = program_.code.full_size(program_.code.group(row.axis, rank));
   if (count == 1) return 0;
   if (row.kind == Kind::ALL_REDUCE) return 2 * (count - 1);
   if (row.kind == Kind::BROADCAST || row.kind == Kind::REDUCE) return count + of.c - 2;

@@ -24,6 +24,12 @@ i64 ceil_div(i64 a, i64 b) { return a / b + (a % b != 0); }
 
 }  // namespace
 
+// Whether the neighbour of a member on a route is an image of a member: of a folded group the last one's next, and
+// backwards the first one's.
+static bool goes_to_image(const Template& code, i64 group, i64 place, i64 number) {
+  return code.is_folded(group) && (number == 1 ? place == 0 : place + 1 == code.group_size(group));
+}
+
 u64 route_key(i64 source, i64 target, i64 number, i64 num_ranks) {
   return (static_cast<u64>(source) * static_cast<u64>(num_ranks) + static_cast<u64>(target)) * NUM_ROUTES +
          static_cast<u64>(number);
@@ -38,7 +44,7 @@ SizedKey sized_key(const Expanded& program, const Class& in, const ClassOp& of, 
     bytes = checked_mul(rows, of.a);
   }
   return {program.code.group_price[static_cast<size_t>(group)], static_cast<i64>(comm_of(row)),
-          program.code.group_size(group), bytes};
+          program.code.full_size(group), bytes};
 }
 
 Column sized_keys(const Expanded& program) {
@@ -114,7 +120,7 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   const Column& sized = column(c, "sized");
   require(sized.size() % 8 == 0, "machine: sized does not fit");
   for (size_t at = 0; at < sized.size(); at += 8) {
-    const i64 number = in_range(sized[at + 7], 0, NUM_ROUTES - 1, "route");
+    const i64 number = in_range(sized[at + 7], 0, IMAGE_ROUTES - 1, "route");
     require(number < 2 || (has_constants(sized[at]) && rails[static_cast<size_t>(sized[at])]), "machine: a route without rails");
     sized_[{sized[at], sized[at + 1], sized[at + 2], sized[at + 3]}] = {
         in_range(sized[at + 4], 0, LARGEST_FIXED_PS, "launch time"),
@@ -139,12 +145,13 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
     in_range(one_sided_[at + 2], 0, i64{1} << 20, "share of the products");
   }
   const Template& code = program.code;
-  for (i64 number = 0; number < NUM_ROUTES; ++number)
+  for (i64 number = 0; number < IMAGE_ROUTES; ++number)
     for (size_t group = 0; group + 1 < code.groups.size(); ++group)
       for (i64 place = 0, count = code.group_size(static_cast<i64>(group)); place < count; ++place) {
         const i64 next = (place + (number == 1 ? count - 1 : 1)) % count;
+        const i64 named = number + (goes_to_image(code, static_cast<i64>(group), place, number) ? IMAGE_ROUTES : 0);
         const auto found = routes_.find(route_key(code.member(static_cast<i64>(group), place),
-                                                  code.member(static_cast<i64>(group), next), number, num_ranks_));
+                                                  code.member(static_cast<i64>(group), next), named, num_ranks_));
         to_next_[number].push_back(found == routes_.end() ? Span{0, 0} : found->second);  // not asked for: not used
       }
 }
@@ -209,7 +216,7 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
   std::vector<Route> out;
   std::unordered_set<u64> known;
   const auto add = [&](i64 source, i64 target, i64 number) {
-    if (source == target || !known.insert(route_key(source, target, number, code.num_ranks())).second) return;
+    if ((source == target && number < IMAGE_ROUTES) || !known.insert(route_key(source, target, number, code.num_ranks())).second) return;
     if (out.size() == MAX_ROUTES) throw ProgramFault("its messages take more than 2**25 different routes");
     out.push_back({source, target, number});
   };
@@ -238,13 +245,14 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
         for (i64 other = 0; other < count; ++other) add(rank, code.member(group, other), 0);
         continue;
       }
-      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), 0);
+      const auto named = [&](i64 number) { return number + (goes_to_image(code, group, place, number) ? IMAGE_ROUTES : 0); };
+      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), named(0));
       const i64 price = code.group_price[static_cast<size_t>(group)];
       require(price >= 0 && price < static_cast<i64>(num_directions.size()), "machine: a group without constants");
       if (shift == RING && rails[static_cast<size_t>(price)])
-        for (const i64 number : {2, 3, 4}) add(rank, code.member(group, (place + 1) % count), number);
+        for (const i64 number : {2, 3, 4}) add(rank, code.member(group, (place + 1) % count), named(number));
       if (shift == RING && num_directions[static_cast<size_t>(price)] == 2)
-        add(rank, code.member(group, (place + count - 1) % count), 1);
+        add(rank, code.member(group, (place + count - 1) % count), named(1));
     }
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     i64 at = program.peer_start[static_cast<size_t>(rank)];

@@ -36,7 +36,8 @@ struct Works {
   std::vector<std::vector<i64>> number;  // of each op of each class, -1 for other kinds of op
 };
 
-constexpr i64 NUM_ROUTES = 5;
+constexpr i64 IMAGE_ROUTES = 5;  // added to a route that goes to the image of a member of a folded group
+constexpr i64 NUM_ROUTES = 2 * IMAGE_ROUTES;
 constexpr i64 LINK_WEIGHTS = 8;  // an entry of `route_links` is a link times this plus its weight
 
 class Machine {
@@ -108,7 +109,7 @@ class Machine {
   std::vector<std::vector<i64>> work_number_;
   std::unordered_map<u64, Span> routes_;
   std::map<SizedKey, Constants> sized_;
-  std::vector<Span> to_next_[NUM_ROUTES];
+  std::vector<Span> to_next_[IMAGE_ROUTES];
 };
 
 // A route that a program may take: positions of the source and of the target, and which one: 0; 1 backwards, where both

@@ -28,6 +28,7 @@ from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collecti
 from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
+from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.measured_file import (
     ATTENTION,
     COLLECTIVES,
@@ -185,6 +186,7 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
         tuple(entry for known in fits for entry in known.collectives),
         (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
         switch_reduces=not device.startswith("A100"),  # NVLink SHARP came with the switch of H100
+        sustained_share=load_kernels(device.lower()).sustained_share,  # of validation/fit_stacks.py
     )
 
 

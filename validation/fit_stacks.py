@@ -2,60 +2,70 @@
 
 python validation/fit_stacks.py
 
-writes src/meshweave/catalog/stacks.toml. Which families are fitted, a hash of the model's shape
+writes src/meshweave/catalog/stacks.toml, and in catalog/kernels the share of the rate of products that chips
+sustain, which all stacks share. Which families are fitted, a hash of the model's shape
 decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
 mean over rows of the absolute logarithm of predicted over published seconds. Each row is priced without constants
 and with one of each at a time; between these its seconds are taken to be linear in a constant, and in the inverse
-rate of the kernel of attention. The least loss is searched one constant after the other with ever smaller steps.
+rates of products and of the kernel of attention. The least loss is searched one or two constants at a time with
+ever smaller steps, from several points.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.reproduce.training_runs.cases import RunCase, case_of
+from meshweave.calibrate.kernels_toml import kernels_toml
+from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.reproduce.training_runs.cases import case_of
 from meshweave.reproduce.training_runs.figures import published_bytes, published_seconds
 from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun, shipped_runs
 from meshweave.reproduce.training_runs.score import predict, prediction_of
 from meshweave.reproduce.training_runs.split import is_fitted
-from meshweave.reproduce.training_runs.stacks import software_of, stack_of
-from meshweave.tune.step import step_of
+from meshweave.reproduce.training_runs.stacks import run_stacks, software_of, stack_of
+from meshweave.tune.step import StepProblem, step_of
 
 Array = NDArray[np.float64]
 
-FILE = Path(__file__).parents[1] / "src/meshweave/catalog/stacks.toml"
-NEUTRAL: dict[str, Any] = {
-    "overlap": 1.0,
-    "extra_passes": 0.0,
-    "launch_s": 0.0,
-    "step_s": 0.0,
-    "fragmentation": 0.0,
-}
-UNITS = {"overlap": 0.0, "extra_passes": 10.0, "launch_s": 1e-5}
+CATALOG = Path(__file__).parents[1] / "src/meshweave/catalog"
+NEUTRAL: dict[str, float] = {"overlap": 1.0, "launch_s": 0.0, "step_s": 0.0, "fragmentation": 0.0}
+UNITS = {"overlap": 0.0, "launch_s": 1e-5}
 """At which value of a constant each row is priced besides the neutral one."""
-BOUNDS = {"overlap": (0.0, 1.0), "extra_passes": (0.0, 30.0), "launch_s": (0.0, 1e-5)}
+BOUNDS = {"overlap": (0.0, 1.0), "launch_s": (0.0, 1e-5)}
 FREE = {
-    "megatron-2021": ("extra_passes", "launch_s"),
-    "llm-foundry": ("overlap", "extra_passes", "launch_s"),
-    "torchtitan": ("overlap", "extra_passes"),
-    "nanotron": ("overlap", "extra_passes", "launch_s"),
+    "megatron-2021": ("launch_s",),
+    "llm-foundry": ("overlap", "launch_s"),
+    "torchtitan": ("overlap", "launch_s"),
+    "nanotron": ("overlap", "launch_s"),
 }
-"""What is fitted of each stack. Megatron of 2021 waits for its reductions: overlap is 0."""
+"""What is fitted of each stack. Megatron of 2021 waits for its reductions: overlap is 0. Others run collectives
+beside the backward part, and have one overlap: it is a matter of the machine more than of the stack."""
+_SHARED = ("overlap",)
 FIXED = {"megatron-2021": {"overlap": 0.0}}
 FITTED_RATES = {"llm-foundry": ("A100", "H100")}
 """Stacks whose kernel of attention has a fitted rate, by chip."""
 KNOWN_RATES = {"flash-2": {"H100": 0.57}}
 """FlashAttention-3 is 1.5 to 2 times as fast as FlashAttention-2 (Shah et al., 2024, abstract): 1 / 1.75."""
+SUSTAINED = {"A100": ("a100-sxm4-80gb", "a100-sxm4-40gb"), "H100": ("h100-sxm5-80gb",)}
+"""Kernels of the catalog whose sustained share of the rate of products is fitted, on all stacks together."""
+_FITTED_KERNELS = {kernels: chip for chip, names in SUSTAINED.items() for kernels in names}
+_STARTS = 12
+"""From so many points, drawn with a seed, the search begins."""
 _INVERSE_RATE = (1.0, 6.0)
+_INVERSE_SHARE = (1.0, 1.6)
 _PRICED_RATE = 0.5
+_PRICED_SHARE = 0.8
 _KEPT = ("blocks", "ends", "machines", "collectives", "messages", "cluster")
 """Prices that do not depend on the constants of a stack."""
 
@@ -65,47 +75,73 @@ class PricedRow:
     """A fitted row: published seconds, and predicted ones without constants and with one of each.
 
     Attributes:
-        added: seconds that one unit of each constant adds; "attention": those of a kernel at half the rate.
+        stack: the name of its stack.
+        added: seconds that one unit of each constant adds; "attention": those of a kernel at half the rate, by the
+            inverse rate; "products" likewise.
         bytes_error: predicted over published memory, None where none is published.
     """
 
+    stack: str
     chip: str
+    kernels: str
     published_s: float
     bare_s: float
     added: dict[str, float]
     bytes_error: float | None
 
+    def predicted_s(self, values: dict[str, float]) -> float:
+        """Return the seconds by constants: `_name`, "CHIP" of products, "STACK CHIP" of attention."""
+        seconds = self.bare_s
+        for name, added in self.added.items():
+            if name == "products":
+                seconds += (values.get(_FITTED_KERNELS.get(self.kernels, ""), 1.0) - 1) * added
+            elif name == "attention":
+                seconds += (values[f"{self.stack} {self.chip[:4]}"] - 1) * added
+            else:
+                value = values.get(
+                    _name(self.stack, name), FIXED.get(self.stack, {}).get(name, NEUTRAL[name])
+                )
+                seconds += (value - NEUTRAL[name]) / (UNITS[name] - NEUTRAL[name]) * added
+        return seconds
 
-def priced_row(run: PublishedRun, free: Sequence[str], fit_attention: bool) -> PricedRow | None:
+
+def priced_row(run: PublishedRun) -> PricedRow | None:
     """Return a row that is fitted; None for those that judge or cannot be predicted."""
-    neutral = replace(software_of(stack_of(run)), **NEUTRAL)
+    stack = stack_of(run)
+    neutral = replace(software_of(stack), **NEUTRAL)
+    fit_attention = bool(FITTED_RATES.get(stack.name))
     try:
         case = case_of(run, neutral, 1.0 if fit_attention else None)
-        if not is_fitted(case.problem.model):
+        if case.problem.product_dtype is not None or not is_fitted(case.problem.model):
             return None
+        case = replace(case, problem=_at_share(case.problem, 1.0))
         prediction = predict(case)
         published_s = published_seconds(case, prediction.step)
     except NoPredictionError:
         return None
 
-    def seconds(other: RunCase) -> float:
-        return prediction_of(other, step_of(other.problem, prediction.step.parallelism)).seconds
+    def seconds(problem: StepProblem, kept: Sequence[str] = ()) -> float:
+        for kind in kept:
+            problem.cache(kind).update(case.problem.cache(kind))
+        other = replace(case, problem=problem)
+        return prediction_of(other, step_of(problem, prediction.step.parallelism)).seconds
 
     added = {}
-    for name in {*free, *FIXED.get(stack_of(run).name, {})}:
-        if name == "extra_passes" and case.problem.loss != stack_of(run).loss:
-            added[name] = 0.0  # compiled: no pass is left
-            continue
-        problem = replace(case.problem, stack=replace(neutral, **dict[str, Any]({name: UNITS[name]})))
-        for kind in _KEPT:
-            problem.cache(kind).update(case.problem.cache(kind))
-        added[name] = seconds(replace(case, problem=problem)) - prediction.seconds
+    software = case.problem.stack
+    for name in {*FREE[stack.name], *FIXED.get(stack.name, {})}:
+        constants = replace(software, **dict[str, Any]({name: UNITS[name]}))
+        added[name] = seconds(replace(case.problem, stack=constants), _KEPT) - prediction.seconds
+    slower = seconds(_at_share(case.problem, _PRICED_SHARE))
+    added["products"] = (slower - prediction.seconds) / (1 / _PRICED_SHARE - 1)
     if fit_attention:
-        slower = replace(case, problem=replace(case.problem, attention_share=_PRICED_RATE))
-        added["attention"] = (seconds(slower) - prediction.seconds) / (1 / _PRICED_RATE - 1)
+        slower = seconds(replace(case.problem, attention_share=_PRICED_RATE))
+        added["attention"] = (slower - prediction.seconds) / (1 / _PRICED_RATE - 1)
     num_bytes = published_bytes(case)
+    chip = case.problem.cluster.chip
     return PricedRow(
-        case.problem.cluster.chip.name,
+        stack.name,
+        chip.name,
+        chip.kernels.reference if chip.kernels else "",
         published_s,
         prediction.seconds,
         added,
@@ -113,81 +149,105 @@ def priced_row(run: PublishedRun, free: Sequence[str], fit_attention: bool) -> P
     )
 
 
+def _name(stack: str, constant: str) -> str:
+    """Return the name of a stack's constant among all that are fitted; stacks share some."""
+    return constant if constant in _SHARED and constant not in FIXED.get(stack, {}) else f"{stack} {constant}"
+
+
+def _at_share(problem: StepProblem, share: float) -> StepProblem:
+    """Return a problem whose chips sustain a share of the rate of products, where that share is fitted."""
+    chip = problem.cluster.chip
+    if chip.kernels is None or chip.kernels.reference not in _FITTED_KERNELS:
+        return problem
+    chip = replace(chip, kernels=replace(chip.kernels, sustained_share=share))
+    return replace(problem, cluster=replace(problem.cluster, chip=chip))
+
+
 def search(
-    loss: Callable[[dict[str, float]], float], start: dict[str, float], bounds: dict[str, tuple[float, float]]
-) -> dict[str, float]:
-    """Return the constants with the least loss, one after the other with ever smaller steps."""
-    best, least, share = dict(start), loss(start), 0.25
+    loss: Callable[[Array], float], start: Array, bounds: Sequence[tuple[float, float]]
+) -> tuple[float, Array]:
+    """Return the least loss and its constants: one or two of them move at a time, with ever smaller steps."""
+    low, high = np.array(bounds).T
+    units = np.eye(len(bounds)) * (high - low)
+    moves = [sign * unit for unit in units for sign in (1, -1)]
+    moves += [
+        first + sign * second for first, second in permutations([*units, *-units], 2) for sign in (0.3, 1)
+    ]
+    best, least, share = start, loss(start), 0.25
     while share > 0.002:
-        moved = False
-        for name, (low, high) in bounds.items():
-            for sign in (1, -1):
-                trial = {**best, name: min(max(best[name] + sign * share * (high - low), low), high)}
-                if (of_trial := loss(trial)) < least - 1e-7:
-                    best, least, moved = trial, of_trial, True
-                    break
-        share = share if moved else share / 2
+        before = least
+        for move in moves:
+            trial = np.clip(best + share * move, low, high)
+            if (of_trial := loss(trial)) < least - 1e-7:
+                best, least = trial, of_trial
+        share = share if least < before else share / 2
+    return least, best
+
+
+def fit(rows: Sequence[PricedRow]) -> dict[str, float]:
+    """Return the constants of all stacks and chips, by the names of `PricedRow.predicted_s`."""
+    stacks = list(dict.fromkeys(row.stack for row in rows))
+    bounds = {_name(name, key): BOUNDS[key] for name in stacks for key in FREE[name]}
+    bounds |= {f"{name} {chip}": _INVERSE_RATE for name in stacks for chip in FITTED_RATES.get(name, ())}
+    bounds |= dict.fromkeys(SUSTAINED, _INVERSE_SHARE)
+    names, limits = list(bounds), list(bounds.values())
+    lowest = {name: low for name, (low, _) in bounds.items()}
+    published = np.array([row.published_s for row in rows])
+    least = np.array([row.predicted_s(lowest) for row in rows])
+    columns = [[row.predicted_s({**lowest, name: lowest[name] + 1}) for row in rows] for name in names]
+    added = np.array(columns).T - least[:, None]
+
+    def loss(values: Array) -> float:
+        seconds = least + added @ (values - np.array(list(lowest.values())))
+        return float(np.abs(np.log(seconds / published)).mean())
+
+    random = Random(0)
+    starts = [
+        np.array([low + random.random() * (high - low) for low, high in limits]) for _ in range(_STARTS)
+    ]
+    _, nearest = min((search(loss, start, limits) for start in starts), key=lambda pair: pair[0])
+    best = dict(zip(names, map(float, nearest), strict=True))
+    for name in stacks:
+        own = [row for row in rows if row.stack == name]
+        errors = [abs(math.log(row.predicted_s(best) / row.published_s)) for row in own]
+        print(name, len(own), "rows: mean", round(mean(errors), 4), "median", round(median(errors), 4))
+        memory = [row.bytes_error for row in own if row.bytes_error is not None]
+        print("  memory: median of predicted over published", median(memory) if memory else None, flush=True)
     return best
 
 
-def fit_stack(name: str, runs: Sequence[PublishedRun]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the constants of a stack, and the rates of its kernel of attention by chip."""
-    chips = FITTED_RATES.get(name, ())
-    own = [run for run in runs if stack_of(run).name == name]
-    rows = [row for run in own if (row := priced_row(run, FREE[name], bool(chips))) is not None]
-    columns = {key: np.array([row.added[key] for row in rows]) for key in rows[0].added}
-    bare, published = (np.array([getattr(row, key) for row in rows]) for key in ("bare_s", "published_s"))
-    of_chip = {chip: np.array([row.chip.startswith(chip) for row in rows]) for chip in chips}
-    fixed = {**NEUTRAL, **FIXED.get(name, {})}
-
-    def predicted(values: dict[str, float]) -> Array:
-        seconds: Array = bare.copy()
-        for key in set(columns) - {"attention"}:
-            share = (values[key] - NEUTRAL[key]) / (UNITS[key] - NEUTRAL[key])
-            seconds += share * columns[key]
-        for chip, is_there in of_chip.items():
-            seconds += np.where(is_there, (values[chip] - 1) * columns["attention"], 0.0)
-        return seconds
-
-    def loss(values: dict[str, float]) -> float:
-        return float(np.abs(np.log(predicted(values) / published)).mean())
-
-    bounds = {key: BOUNDS[key] for key in FREE[name]} | dict.fromkeys(chips, _INVERSE_RATE)
-    starts = [
-        {**fixed, **{key: low + share * (high - low) for key, (low, high) in bounds.items()}}
-        for share in (0.0, 0.3, 0.6, 1.0)
-    ]
-    best = min((search(loss, start, bounds) for start in starts), key=loss)
-    errors = np.abs(np.log(predicted(best) / published))
-    print(name, len(rows), "rows: mean", round(loss(best), 4), "median", round(float(np.median(errors)), 4))
-    memory = [row.bytes_error for row in rows if row.bytes_error is not None]
-    print("  memory: median of predicted over published", median(memory) if memory else None, flush=True)
-    return {key: best[key] for key in NEUTRAL}, {chip: 1 / best[chip] for chip in chips}
-
-
-def toml_of(stacks: dict[str, dict[str, float]], attention: dict[str, dict[str, float]]) -> str:
+def stacks_toml(values: dict[str, float]) -> str:
     """Return the text of `stacks.toml`."""
+    attention = {kernel: dict(rates) for kernel, rates in KNOWN_RATES.items()}
+    for name, chips in FITTED_RATES.items():
+        kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
+        attention[kernel] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
     lines = [
         "# Constants of software stacks (tune.step.SoftwareStack), and rates of kernels of attention over the one",
         "# whose constants the chip has. Written by validation/fit_stacks.py.",
     ]
     for kernel, rates in attention.items():
         lines += ["", f"[attention.{kernel}]", *(f"{chip} = {rate:.3g}" for chip, rate in rates.items())]
-    for name, constants in stacks.items():
+    for name in FREE:
+        constants = {
+            **NEUTRAL, **FIXED.get(name, {}), **{key: values[_name(name, key)] for key in FREE[name]}
+        }  # fmt: skip
         lines += ["", f"[stacks.{name}]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Fit all stacks and write their constants."""
-    stacks, attention = {}, {kernel: dict(rates) for kernel, rates in KNOWN_RATES.items()}
-    runs = shipped_runs()
-    for name in FREE:
-        stacks[name], rates = fit_stack(name, runs)
-        if rates:
-            kernel = next(stack_of(run).attention_kernel for run in runs if stack_of(run).name == name)
-            attention[kernel] = rates
-    FILE.write_text(toml_of(stacks, attention), "utf-8")
+    """Fit all stacks and chips and write their constants."""
+    rows = [
+        row for run in shipped_runs() if stack_of(run).name in FREE and (row := priced_row(run)) is not None
+    ]
+    values = fit(rows)
+    (CATALOG / "stacks.toml").write_text(stacks_toml(values), "utf-8")
+    for name, chip in _FITTED_KERNELS.items():
+        share = round(1 / values[chip], 3)
+        print(name, "sustains", share)
+        kernels = replace(load_kernels(name), sustained_share=share)
+        (CATALOG / "kernels" / f"{name}.toml").write_text(kernels_toml(kernels), "utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {json.dumps(kernels.name)}", f"source = {json.dumps(kernels.source)}"]
     if kernels.switch_reduces:
         lines.append("switch_reduces = true")
+    if kernels.sustained_share != 1:
+        lines.append(f"sustained_share = {kernels.sustained_share!r}")
     for section, entries in (("products", kernels.products), ("attention", kernels.attention)):
         dtypes: dict[Any, list[str]] = {}
         for dtype, constants in entries:

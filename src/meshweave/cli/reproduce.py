@@ -303,6 +303,7 @@ def published(
 
     Example: meshweave reproduce published --cases runs.csv
     """
+    from meshweave.reproduce.training_runs.best_of_sweeps import cells_line, cells_table, sweep_cells
     from meshweave.reproduce.training_runs.rows import read_runs, shipped_runs
     from meshweave.reproduce.training_runs.score import score_runs, source_scores, summary_of
     from meshweave.reproduce.training_runs.sweeps import sweep_table, sweeps_of
@@ -313,8 +314,11 @@ def published(
     with progress_bar("runs") as progress:
         rows = score_runs(runs, progress=progress)
     sweeps = sweeps_of(runs, rows)
+    with progress_bar("sweeps") as progress:
+        cells = sweep_cells(runs, progress)
+    cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}" if cells else ""
     if report is not None:
-        report.write_text(runs_page(rows, sweep_table(sweeps)), "utf-8")
+        report.write_text(runs_page(rows, sweep_table(sweeps), cells_text), "utf-8")
     if json:
         scores = [score.to_json() for score in source_scores(rows)]
         print_json(
@@ -322,11 +326,12 @@ def published(
                 "summary": summary_of(rows).to_json(),
                 "sources": scores,
                 "sweeps": [sweep.to_json() for sweep in sweeps],
+                "cells": [cell.to_json() for cell in cells],
                 "rows": [row.to_json() for row in rows],
             }
         )
         return
-    typer.echo(runs_table(rows, worst))
+    typer.echo(runs_table(rows, worst) + (f"\n\n{cells_text}" if cells_text else ""))
 
 
 @reproduce.command(name="zero-bubble")

@@ -79,6 +79,13 @@ MeshOption = Annotated[
 PlaceOption = Annotated[
     int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
 ]
+CallsOption = Annotated[
+    bool,
+    typer.Option(
+        "--calls",
+        help="Of a plan of a step: layers are calls of their estimated time, in place of their programs.",
+    ),
+]
 LowerOption = Annotated[
     Lowering,
     typer.Option(
@@ -116,6 +123,7 @@ def simulate(
     algorithms: AlgorithmsOption = "best",
     mesh: MeshOption = None,
     place: PlaceOption = 1,
+    calls: CallsOption = False,
     lower: LowerOption = Lowering.none,
     against: AgainstOption = None,
     ranks: RanksOption = "",
@@ -148,7 +156,9 @@ def simulate(
     shown = read_ranks(ranks)
     if what.endswith(".json"):
         limits = False  # sizes of a plan agree with each other
-        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh, place)
+        cases = _plan_cases(
+            what, cluster, logical, lower, layer, passes, algorithms, mesh, place, calls=calls
+        )
     else:
         cases = [_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
     for case in cases:
@@ -180,6 +190,8 @@ def _plan_cases(
     algorithms: str,
     mesh: str | None,
     place: int,
+    *,
+    calls: bool,
 ) -> list[SimulationCase]:
     """Return the products of a plan, each on its machine, or the step of a plan."""
     from meshweave.tune.cases import plan_cases
@@ -187,7 +199,7 @@ def _plan_cases(
 
     plan = load_plan(Path(what))
     if plan.kind == "step":
-        return [step_case(plan, cluster, place)]
+        return [step_case(plan, cluster, place, calls=calls or None)]
     best = [plan.best.algorithm]
     return plan_cases(
         plan,

@@ -8,7 +8,7 @@ a placement says otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,6 +110,16 @@ class Machine:
     def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
         """Return the machine of a program: its meshes, and those of what it includes, on `cluster`."""
         return cls(cluster, program.expanded.meshes, logical)
+
+    @property
+    def copies(self) -> Mapping[str, int]:
+        """Return by mesh axis how many times more members its groups have, where images of them are left out."""
+        return {}
+
+    @property
+    def priced(self) -> Machine:
+        """Return the machine whose groups are those that are priced: this one."""
+        return self
 
     @cached_property
     def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
@@ -303,23 +313,28 @@ class Machine:
             case SwitchNetwork():
                 return ("out", src, 0, 0), ("in", dst, 0, 0)
             case HostsNetwork():
-                (host, chip), (to_host, to_chip) = (divmod(x, network.chips_per_host) for x in (src, dst))
-                if host == to_host:
+                if src // network.chips_per_host == dst // network.chips_per_host:
                     return ("out", src, 0, 0), ("in", dst, 0, 0)
-                nics = network.nics_per_host
-                own: tuple[Link, ...] = (
-                    ("nic-out", host, chip % nics, 0),
-                    ("nic-in", to_host, to_chip % nics, 0),
-                )
-                if not self.has_rails:
-                    return own
-                shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)
-                return shared if route >= RING_ROUTE else own + shared
+                return self._nic_path(network, src, dst, route)
             case FullMeshNetwork():
                 return tuple(_mesh_hops(network, src, dst))
             case TreeNetwork():
                 return tuple(_tree_hops(network, src, dst))
         return tuple(self._torus_hops(src, dst, route == 1))
+
+    def _nic_path(self, network: HostsNetwork, src: int, dst: int, route: int) -> tuple[Link, ...]:
+        """Return the links between hosts that a message from one chip to another takes."""
+        (host, chip), (to_host, to_chip) = (divmod(x, network.chips_per_host) for x in (src, dst))
+        nics = network.nics_per_host
+        own: tuple[Link, ...] = ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
+        if not self.has_rails:
+            return own
+        shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)
+        return shared if route >= RING_ROUTE else own + shared
+
+    def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
+        """Return the links to an image of a rank; a machine that is not folded has none (`cost.folded`)."""
+        raise UnsupportedError(f"rank {dst} has no image: the machine is not folded")
 
     def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:
         shape = self._torus_shape

@@ -30,7 +30,8 @@ from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Tensor, View
 from meshweave.ir.program.ops import AllReduce
 from meshweave.lower import lower_rings
 from meshweave.tune.step import Step
-from meshweave.tune.step.layers import best_config, strategy_of
+from meshweave.tune.step.layers import best_config
+from meshweave.tune.step.strategies import strategy_of
 
 _NO_WEIGHTS = ("X", "Z", TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 

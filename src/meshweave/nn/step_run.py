@@ -39,8 +39,8 @@ from meshweave.ir.program import FULL, Buffer, Call, On, Program, Statement, Ten
 from meshweave.lower import lower_rings
 from meshweave.nn.step_pieces import BoundPiece, local_size, pieces_of, rank_of
 from meshweave.tune.step import Step
+from meshweave.tune.step.call_program import step_pipeline
 from meshweave.tune.step.compose import ADAM_STEP_BYTES
-from meshweave.tune.step.program import step_pipeline
 
 ADAM = "adam"
 """The name of the call that updates weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -52,13 +52,13 @@ class Columns(TemplateColumns):
             messages that are no step of a collective.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:
         self.priced_axes: list[str] = []
         self.rated_work: list[tuple[str, str]] = []
         self.has_pair_costs = False
         self._op_messages: list[int] = []
         self._ops: list[Op] = []
-        super().__init__(program)
+        super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
         """Return about how many messages ops take, at most, given their numbers in the template."""

@@ -34,6 +34,8 @@ from meshweave.ir.program import Program
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.result import Simulation
 
+IMAGE_ROUTES = 5
+"""What the core adds to the number of a route that leads to an image of a rank (`cost.folded`)."""
 _IDLE = "too many statements"
 """In the core's words for loops that turn and turn and do nothing."""
 
@@ -50,7 +52,7 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
     """
     program = program.expanded
     try:
-        columns = Columns(program)
+        columns = Columns(program, machine.copies)
         if limited:
             columns.data["max_ops"][0] = SIMULATED_OPS.most
         core = Core(columns.data)
@@ -132,7 +134,7 @@ def _sized(machine: Machine, core: Core, columns: Columns) -> Column:
     if not isinstance(machine.cluster.network, HostsNetwork):
         return _column()
     for price, comm, count, part_bytes in core.collectives().reshape(-1, 4).tolist():
-        known = sized_price(machine, columns.priced_axes[price], COMM_KINDS[comm], count, part_bytes)
+        known = sized_price(machine.priced, columns.priced_axes[price], COMM_KINDS[comm], count, part_bytes)
         if known is not None:
             rows += (price, comm, count, part_bytes, known.launch_ps, known.sync_ps, known.rate, known.route)
     return _column(*rows)
@@ -175,11 +177,14 @@ class _Routes:
 
     def _route(self, source: int, target: int, number: int) -> list[int]:
         route = []
-        for link in self.machine.path(source, target, number):
+        machine, kind = self.machine, number % IMAGE_ROUTES
+        to_image = number >= IMAGE_ROUTES
+        path = (machine.image_path if to_image else machine.path)(source, target, kind)
+        for link in path:
             if link not in self.links:
                 self.links[link] = len(self.links)
-                self.rates.append(self.machine.link_rate(link))
-            route.append(8 * self.links[link] + self.machine.link_weight(link, number))
+                self.rates.append(machine.link_rate(link))
+            route.append(8 * self.links[link] + machine.link_weight(link, kind))
         self.known[source, target, number] = route
         return route
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.cluster import load_cluster
@@ -9,6 +11,7 @@ from meshweave.describe.model import load_model
 from meshweave.tune.cases import SimulationCase
 from meshweave.tune.plan import Plan
 from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.program import lay_step, outside_s
 
 
@@ -37,8 +40,10 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step
     return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
 
 
-def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:
-    """Return a configuration of the plan of a step as a case: pipelines and reductions, without the optimizer.
+def step_case(
+    plan: Plan, cluster: str | None = None, place: int = 1, *, calls: bool | None = None
+) -> SimulationCase:
+    """Return a configuration of the plan of a step as a case; `calls` is as for `simulate_step`.
 
     Raises:
         DescriptionError: as `planned_step`.
@@ -46,13 +51,20 @@ def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> Simulat
         UnsupportedError: no program is written for steps of this kind.
     """
     step = planned_step(plan, cluster, place)
-    program, machine, fold = lay_step(step)
+    laid = lay_step(step, calls=calls)
     p = step.parallelism
     degrees = ", ".join(f"{name} {p.size(name)}" for name in reversed(p.order))
     title = f"{plan.model}, a step: {degrees}"
     subject = (
         f"{step.num_micro_batches} micro-batches of {p.micro_batch} x {plan.sequence} tokens, {p.strategy}, "
         f"{p.schedule}, ZeRO-{p.zero}, on {p.num_ranks} chips of {step.problem.cluster.name}"
-        + (f", of which every {fold}th is simulated: the others do the same" if fold > 1 else "")
+        + (f", of which one in {laid.fold} is simulated: the others do the same" if laid.fold > 1 else "")
+        + (f"; layers are calls of their estimated time: {laid.calls_because}" if laid.calls_because else "")
     )
-    return SimulationCase(title, title, "", subject, program, machine, lambda: step.time_s - outside_s(step))
+    inside_s = partial(_inside_s, step, laid)
+    return SimulationCase(title, title, "", subject, laid.program, laid.machine, inside_s)
+
+
+def _inside_s(step: Step, laid: LaidStep) -> float:
+    """Return the seconds of the estimate that the program of a step takes."""
+    return step.time_s - outside_s(step, laid)

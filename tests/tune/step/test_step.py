@@ -98,12 +98,13 @@ def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batc
     step = mw.step(bare, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
     block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
     entry = mw.ALGORITHMS["megatron_sp"]
-    layer_s = entry.estimate(block, BlockConfig(), mesh_machine(chip, (1, 1), ("row", "col"))).total_s
+    machine = mesh_machine(step.problem.priced_cluster, (1, 1), ("row", "col"))
+    layer_s = entry.estimate(block, BlockConfig(), machine).total_s
     assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
     whole = mw.step(model, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
     table = BlockProblem.of(model, mw.Workload(micro_batch, 512), (1, 1))
     ends = replace(table, vocabulary=model.vocab_size or 0)
-    with_ends_s = entry.estimate(ends, BlockConfig(), mesh_machine(chip, (1, 1), ("row", "col"))).total_s
+    with_ends_s = entry.estimate(ends, BlockConfig(), machine).total_s
     assert whole.parts.ends == pytest.approx(count * (with_ends_s - layer_s))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import meshweave as mw
 from meshweave.tune.step import StepTimeline, layer_timeline, step_timeline
-from meshweave.tune.step.layers import least_layer_s
+from meshweave.tune.step.block_time import whole_time
 from meshweave.tune.step.timeline import MAX_SPANS
 from meshweave.tune.step_search.curves import step_curves
 from sampling import examples
@@ -69,7 +69,9 @@ def test_a_timeline_ends_with_its_step(step: mw.Step) -> None:
 def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.Step) -> None:
     timeline = layer_timeline(step)
     assert timeline is not None
-    assert timeline.duration_s == pytest.approx(least_layer_s(step.problem, step.parallelism))
+    assert timeline.duration_s == pytest.approx(
+        whole_time(step.problem, step.parallelism, 0, step.problem.product_dtype)[0].part.total_s
+    )
     check_lanes(timeline)
     busy_s = sum(span.end_s - span.begin_s for span in timeline.lanes[0].spans)
     assert busy_s <= timeline.duration_s * (1 + 1e-9)

@@ -19,6 +19,7 @@ from meshweave.algorithms.block.ring_equations import (
     ring_tensors,
 )
 from meshweave.algorithms.block.roles import AxisDims, Roles
+from meshweave.algorithms.block.sized import SizedSkeleton, SizedWriter
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
 from meshweave.algorithms.block.writer import BlockWriter
 from meshweave.describe.layout.mesh import Mesh
@@ -44,6 +45,13 @@ def write_skeleton(
     else:
         WRITERS[piece](problem, roles, writer).write()
     return writer.skeleton()
+
+
+def write_sized_skeleton(problem: BlockProblem, roles: Roles, mesh: Mesh) -> SizedSkeleton:
+    """Return the tasks of rank 0 of that program in one chunk, for any number of sequences."""
+    writer = SizedWriter(problem, mesh, batch_dims(roles))
+    _layers(writer.problem, roles, writer).write()
+    return writer.sized()
 
 
 def _layers(problem: BlockProblem, roles: Roles, writer: BlockWriter) -> LayerWriter:

@@ -22,9 +22,11 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.memory import Recompute
 from meshweave.ir.program import Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.meanings import Meaning, Same, sources_of
-from meshweave.ir.program.ops import READ, Call
+from meshweave.ir.program.ops import READ, Call, Matmul
 from meshweave.ir.program.statements import ops_of
 
+_ATTENTION = ("attention", "split_heads", "finish_attention")
+"""The calls with which attention begins and ends: one alone, or those around a ring."""
 BACKWARD = "D"
 """What the names of gradients begin with."""
 
@@ -35,8 +37,8 @@ class BlockParts:
 
     Attributes:
         kept: the buffers that are outputs of the forward program and inputs of the backward one.
-        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are to
-            be summed.
+        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are
+            to be summed.
     """
 
     forward: Program
@@ -58,7 +60,7 @@ def write_parts(
     """Return both parts of a piece on a mesh whose axes have these roles.
 
     Raises:
-        UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+        UnsupportedError: a weight is kept in parts, or attention in chunks is to be computed again alone.
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
@@ -91,11 +93,14 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
         return ()
     if recompute == "full":
         return forward
-    chosen = tuple(each for each in forward if isinstance(each, Call) and each.work == "attention")
-    if not chosen:
-        raise UnsupportedError(
-            "attention in a ring or in chunks is not computed again alone; give recompute='full'"
-        )
+    places = [
+        number
+        for number, statement in enumerate(forward)
+        if any(isinstance(op, Call) and op.fn in _ATTENTION for op in ops_of((statement,)))
+    ]
+    chosen = forward[places[0] : places[-1] + 1] if places else ()
+    if any(isinstance(op, Matmul) for op in ops_of(chosen)) or not chosen:
+        raise UnsupportedError("attention in chunks is not computed again alone; give recompute='full'")
     return chosen
 
 

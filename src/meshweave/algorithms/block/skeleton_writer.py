@@ -41,7 +41,7 @@ class _Users:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Pending:
     """An op of the loop that is being written. `work_of` gives its work for a number of sequences."""
 
     lane: str
@@ -61,7 +61,7 @@ class SkeletonWriter(BlockWriter):
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
         self._tasks: list[Task | SkeletonPart] = []
-        self._body: list[_Pending] = []
+        self._body: list[Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
         self._extents: dict[tuple[Side, AxisDims], int] = {}
@@ -96,13 +96,13 @@ class SkeletonWriter(BlockWriter):
                 self._add_task(op, work, number)
         self._body = []
 
-    def _add_task(self, op: _Pending, work: Work, chunk: int) -> None:
+    def _add_task(self, op: Pending, work: Work, chunk: int) -> None:
         me = len(self._tasks)
         waits = self._conflicts(op, chunk)
         self._tasks.append(Task(str(me), op.lane, work, self._waits(waits, op.lane), op.times))
         self._note(op, chunk, [me])
 
-    def _conflicts(self, op: _Pending, chunk: int) -> set[int]:
+    def _conflicts(self, op: Pending, chunk: int) -> set[int]:
         """Return the tasks whose accesses conflict with those of an op."""
         after: set[int] = set()
         for stored in op.reads:
@@ -121,7 +121,7 @@ class SkeletonWriter(BlockWriter):
                 out.append((str(other), 0))
         return tuple(out)
 
-    def _note(self, op: _Pending, chunk: int, tasks: list[int]) -> None:
+    def _note(self, op: Pending, chunk: int, tasks: list[int]) -> None:
         """Note that tasks are the last that access what an op reads and writes."""
         for stored in op.reads:
             self._users_of(stored, chunk).readers.extend(tasks)
@@ -129,14 +129,17 @@ class SkeletonWriter(BlockWriter):
             users = self._users_of(stored, chunk)
             users.writers, users.readers = tasks, []
 
-    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
+    def _add_product(self, name: str, problem: Matmul2dProblem, ops: Mapping[str, Pending]) -> None:
         """Add a product, of which the tasks of a lane read and write what the op of that lane does.
 
         A ring in both directions has a second lane, `row_back` or `col_back`. The first task of a lane waits for
         what the op conflicts with.
         """
+        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
+
+    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, Pending]) -> None:
         before = {lane: self._conflicts(op, 0) for lane, op in ops.items()}
-        lanes = skeleton.lanes
+        lanes = skeleton.lanes or tuple(ops)
         after = (
             (lane, tuple(name for name, _ in self._waits(before[lane.removesuffix("_back")], lane)))
             for lane in lanes
@@ -162,7 +165,7 @@ class SkeletonWriter(BlockWriter):
         reads: tuple[Stored, ...],
         writes: tuple[Stored, ...],
     ) -> None:
-        self._body.append(_Pending(lane, work_of, reads, writes, self._times))
+        self._body.append(Pending(lane, work_of, reads, writes, self._times))
 
     @contextmanager
     def _before_loop(self) -> Iterator[None]:
@@ -209,10 +212,6 @@ class SkeletonWriter(BlockWriter):
             return self._window_extent(side, window)
         return self._largest(side, stored.dims)
 
-    def _bytes(self, stored: Stored, size: int) -> int:
-        count = self._elements_per_sequence(stored) * (size if stored.has_tokens else 1)
-        return count * dtype_bytes(stored.dtype)
-
     # --- compute ------------------------------------------------------------------------------------------------
 
     def call(
@@ -230,12 +229,16 @@ class SkeletonWriter(BlockWriter):
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
         first, *others = (int(size) for size in shape)  # type: ignore[arg-type]
 
+        fixed = growing = 0
+        for stored in (*ins, *outs):
+            moved = self._elements_per_sequence(stored) * dtype_bytes(stored.dtype)
+            fixed, growing = (fixed, growing + moved) if stored.has_tokens else (fixed + moved, growing)
+        dtype = outs[0].dtype
+
         def work_of(size: int) -> Work:
-            moved = sum(self._bytes(stored, size) for stored in (*ins, *outs))
             sizes = (first * size // chunk, *others)  # the first one grows with the number of sequences
-            return Compute(
-                "call", per_sequence * size, moved, dtype=outs[0].dtype, call=work, shape=sizes, part=part
-            )
+            moved = fixed + growing * size
+            return Compute("call", per_sequence * size, moved, dtype=dtype, call=work, shape=sizes, part=part)
 
         self._do(COMPUTE, work_of, ins, outs)
 
@@ -265,8 +268,8 @@ class SkeletonWriter(BlockWriter):
         for operand, lane in ((problem.vertical, row), (problem.horizontal, col)):
             if operand.scattered:
                 reads[lane] = ()
-        ops = {lane: _Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
-        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
+        ops = {lane: Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
+        self._add_product(name, problem, ops)
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""
@@ -276,7 +279,7 @@ class SkeletonWriter(BlockWriter):
     def zero(self, out: Stored) -> None:
         """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
         count, has_tokens = self._elements_per_sequence(out), out.has_tokens
-        op = _Pending(
+        op = Pending(
             COMPUTE,
             lambda size: move_work(count * (size if has_tokens else 1), out.dtype, "zero"),
             (),

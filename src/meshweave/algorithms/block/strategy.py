@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from meshweave.algorithms.block.assembly import write_program, write_skeleton
+from meshweave.algorithms.block.assembly import write_program, write_sized_skeleton, write_skeleton
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
 from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.parts import BlockParts, write_parts
@@ -17,6 +17,7 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
+from meshweave.algorithms.block.sized import SizedSkeleton
 from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
@@ -94,7 +95,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
         Raises:
             LayoutError: the problem or config does not fit.
-            UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+            UnsupportedError: a weight is kept in parts, or attention in chunks is to be computed again alone.
         """
         self._check(problem, config)
         name = f"{self.title}, {piece}, {config}"
@@ -137,6 +138,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         """Return the tasks of rank 0 of the program, or of one piece of the model."""
         self._check(problem, config)
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
+
+    def sized_skeleton(self, problem: BlockProblem) -> SizedSkeleton:
+        """Return the tasks of rank 0 in one chunk for any number of sequences, whatever batch `problem` has."""
+        self._check(problem, BlockConfig())
+        return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""

@@ -287,6 +287,8 @@ class ChipKernels:
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
         switch_reduces: whether the switch inside a host reduces (NVLink SHARP); trees between hosts then use it.
         reference: the catalog's name of it, or its file; "" where it was made otherwise.
+        sustained_share: the rate of products in steady training over the one of `products`, which short runs have:
+            power limits the clock of a chip that multiplies for minutes. Prices of whole training steps use it.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 
@@ -299,11 +301,16 @@ class ChipKernels:
     tables: tuple[tuple[str, ProductTable], ...] = ()
     outside: str = "model"
     switch_reduces: bool = False
+    sustained_share: float = 1.0
     reference: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.outside not in ("model", "error"):
             raise DescriptionError(f"outside is '{self.outside}'; give model or error")
+        if not 0 < self.sustained_share <= 1:
+            raise DescriptionError(
+                f"sustained_share is {self.sustained_share}; give a share above 0, at most 1"
+            )
         for kind in ("products", "attention", "collectives", "tables"):
             names = [name for name, _ in getattr(self, kind)]
             if len(set(names)) < len(names):

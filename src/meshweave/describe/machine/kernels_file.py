@@ -171,6 +171,12 @@ class KernelsFile(FileModel):
     switch_reduces: bool = Field(
         False, description="true where the switch inside a host reduces (NVLink SHARP), else false"
     )
+    sustained_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="the rate of products in steady training over that of `products`, at most 1",
+    )
     products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
     systolic: list[SystolicFile] = Field(default_factory=list, description="a list of tables")
     cpu_products: list[CpuProductsFile] = Field(default_factory=list, description="a list of tables")
@@ -229,6 +235,7 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
             tuple((d, _table(x, folder)) for x in top.tables for d in x.dtypes),
             top.outside,
             top.switch_reduces,
+            top.sustained_share,
         )
     except DescriptionError as error:
         fail(file, "", str(error))

@@ -7,7 +7,7 @@ The core expands templates itself, so nothing here is per rank but coordinates, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,10 +94,12 @@ class TemplateColumns:
 
     Attributes:
         data: the columns that the core takes, by name.
+        copies: how many times more members the groups of a mesh axis ("p0.data") have, where images of these are
+            left out (`cost.folded`).
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:
+        self.program, self.copies = program, dict(copies or {})
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.expressions = ExpressionColumns()
         self._coords: list[Column] = []
@@ -105,7 +107,8 @@ class TemplateColumns:
         self._set_ranks: list[Column] = []
         self._axes: dict[Over, int] = {}
         self._axis_groups: list[Column] = []
-        self._groups: dict[bytes, int] = {}
+        self._groups: dict[tuple[bytes, str], int] = {}
+        self._group_copies: list[int] = []
         self._members: list[Column] = []
         self._group_price: list[int] = []
         self._lists: list[tuple[int, ...]] = []
@@ -149,6 +152,7 @@ class TemplateColumns:
             "groups": offsets(self._members),
             "members": joined(self._members),
             "group_price": flat(self._group_price),
+            "group_copies": flat(self._group_copies),
             "lists": joined([flat(sizes) for sizes in self._lists]),
             "list_offsets": offsets([flat(sizes) for sizes in self._lists]),
             "args": flat(self._args),
@@ -202,7 +206,7 @@ class TemplateColumns:
             rows = self._rows(over)
             column = np.full(len(self.ranks), -1, dtype=np.int64)
             for row in rows:
-                column[row] = self._group(row)
+                column[row] = self._group(row, over if isinstance(over, str) and over in self.copies else "")
             self._axis_groups.append(column)
         return known
 
@@ -223,13 +227,15 @@ class TemplateColumns:
         number = mesh.axis(axis)
         return np.moveaxis(at.reshape(mesh.shape), number, -1).reshape(-1, mesh.shape[number])
 
-    def _group(self, row: Column) -> int:
-        key = row.astype(np.int64).tobytes()
+    def _group(self, row: Column, folded: str) -> int:
+        """Return the number of a group; `folded` is its axis where it has copies."""
+        key = row.astype(np.int64).tobytes(), folded
         known = self._groups.get(key)
         if known is None:
             known = self._groups[key] = len(self._members)
             self._members.append(row)
-            self._group_price.append(self.group_price(row))
+            self._group_price.append(self.price(folded) if folded else self.group_price(row))
+            self._group_copies.append(self.copies.get(folded, 1))
         return known
 
     def group_price(self, row: Column) -> int:

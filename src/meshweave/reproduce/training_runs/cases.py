@@ -18,7 +18,7 @@ from meshweave.reproduce.training_runs.clusters import cluster_of
 from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_source_columns
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
-from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
 from meshweave.tune.step.memory import ActivationRule
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
@@ -102,12 +102,21 @@ def case_of(
     if attention is None:
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
     software = software_of(stack) if constants is None else constants
+    if words.is_amp:
+        software = replace(software, stops_early=True)
     if words.is_compiled:
-        software = replace(software, extra_passes=0.0, recomputes_gate=True, copies_norm_inputs=False)
+        software = replace(
+            software,
+            forward=UnfusedKernels(),
+            backward=UnfusedKernels(),
+            recomputes_gate=True,
+            copies_norm_inputs=False,
+        )
     loss = stack.compiled_loss if words.is_compiled else stack.loss
+    gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
     try:
         problem = StepProblem(
-            model, cluster, batch, seq, stack.dtype, stack.gradient_dtype, attention=stack.attention,
+            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
             attention_share=attention, loss=loss, stack=software,
         )  # fmt: skip
     except MeshweaveError as error:
@@ -165,6 +174,14 @@ class _Words:
     def is_compiled(self) -> bool:
         """Return whether a compiler fused element-wise operations: nothing is left of the stack's own."""
         return bool(re.search(r"\bcompiled?\b", self.text))
+
+    @property
+    def is_amp(self) -> bool:
+        """Return whether Composer ran in mixed precision "DEFAULT", which reduces in fp32, on PyTorch 2.1.
+
+        llm-foundry's tables with "amp_bf16" say DEFAULT, those with "bf16" PURE, and ran on PyTorch 1.13.
+        """
+        return "amp_" in self.text
 
     @property
     def schedule(self) -> str:

@@ -7,8 +7,9 @@ interleaved. What remains are constants with a name (`tune.step.SoftwareStack`),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from meshweave.describe.model.memory import Recompute
 from meshweave.reproduce.training_runs.rows import PublishedRun
@@ -31,6 +32,7 @@ class RunStack:
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
+        does: what else the software does, by attributes of `SoftwareStack`.
     """
 
     words: tuple[str, ...]
@@ -45,6 +47,7 @@ class RunStack:
     is_sequence_parallel: bool = True
     interleaves: bool = False
     needs_precision: bool = False
+    does: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def attention(self) -> Literal["flash", "plain"]:
@@ -63,7 +66,15 @@ _MEGATRON = RunStack(
 """Megatron-LM before fused attention and overlapped transfers."""
 _STACKS = (
     _MEGATRON,
-    replace(_MEGATRON, words=("2104.04473",), gradient_dtype="float16", recompute="full", interleaves=True),
+    replace(
+        _MEGATRON,
+        words=("2104.04473",),
+        gradient_dtype="float16",
+        recompute="full",
+        interleaves=True,
+        # Asynchronous all-reduces and products that add to gradients came later.
+        does={"waits_for_tensor": True, "gradient_passes": (1.0, 2.0)},
+    ),
     RunStack(
         ("llm-foundry",),
         "llm-foundry",
@@ -85,6 +96,11 @@ _ZERO_3 = RunStack((), "none", "float16", "float16", "", recompute="full")
 _UNKNOWN = RunStack(())
 
 
+def run_stacks() -> tuple[RunStack, ...]:
+    """Return what is known of the software of sources."""
+    return _STACKS
+
+
 def stack_of(run: PublishedRun) -> RunStack:
     """Return the software of a run, by its source; for an unknown source one without constants."""
     if "2104.04473" in run.source and "zero-3" in run.config.lower():
@@ -94,7 +110,7 @@ def stack_of(run: PublishedRun) -> RunStack:
 
 def software_of(stack: RunStack) -> SoftwareStack:
     """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
-    return load_stack(stack.name)
+    return replace(load_stack(stack.name), **stack.does)
 
 
 def attention_rate(kernel: str, chip: str) -> float:

@@ -115,8 +115,13 @@ def _cell(text: str) -> str:
     return text.replace("|", "/")
 
 
-def runs_page(rows: Sequence[ScoredRun], sweeps: str = "") -> str:
-    """Return a page with the scores of all rows, Markdown; `sweeps` is a table of their order."""
+def runs_page(rows: Sequence[ScoredRun], sweeps: str = "", cells: str = "") -> str:
+    """Return a page with the scores of all rows, Markdown.
+
+    Args:
+        sweeps: a table of the order of rows within sweeps.
+        cells: published bests of sweeps beside predicted ones, in words and a table.
+    """
     page = [
         "# Published training runs beside predicted steps",
         "",
@@ -135,6 +140,8 @@ def runs_page(rows: Sequence[ScoredRun], sweeps: str = "") -> str:
             page += [f"## {title}", "", summary_line(chosen), "", source_table(chosen)]
     if sweeps:
         page += ["## Order within sweeps", "", sweeps]
+    if cells:
+        page += ["## Best configurations of sweeps", "", cells]
     page += [
         "## Rows with the largest errors",
         "",

@@ -9,7 +9,7 @@ from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of
 from meshweave.tune.step.layers import LayerTime, layer_time
 from meshweave.tune.step.memory import Memory, RankMemory
-from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
 from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
 from meshweave.tune.step.stacks import load_stack, stack_names
@@ -26,6 +26,7 @@ __all__ = [
     "StepProblem",
     "StepSimulation",
     "StepTimeline",
+    "UnfusedKernels",
     "check_step",
     "layer_time",
     "layer_timeline",

@@ -7,7 +7,7 @@ which axes gradients are still to be summed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -24,43 +24,87 @@ from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
+from meshweave.cost.folded import FoldedMachine
+from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import HostsNetwork
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.statements import rewrite
 from meshweave.tune.step.block_stage import BlockStage, StageSettings
+from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.layers import (
-    EAGER_LOGIT_BYTES,
-    StrategyAround,
     best_config,
     eager_logits_s,
     extra_s,
-    strategy_of,
 )
 from meshweave.tune.step.memory import residual_is_whole
 from meshweave.tune.step.placement import replica_groups, sharding_groups
-from meshweave.tune.step.problem import Parallelism
 from meshweave.tune.step.result import Step
+from meshweave.tune.step.strategies import StrategyAround, strategy_of
 from meshweave.tune.step.units import Unit, local_shape
 
+REPLICAS = "r"
+"""What the names of meshes of replicas begin with, before the pipeline rank."""
 
-def block_step_program(step: Step) -> Program:
-    """Return the program of a step, with the programs of its layers inside.
+
+def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
+    """Return the program of a step with the programs of its layers inside, and its machine.
+
+    Args:
+        folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
         UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
             and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
             or sizes that tensor-parallel ranks do not share evenly.
     """
-    return _StepWriter(step).program()
+    copies = replica_copies(step) if folds else 1
+    whole = _StepWriter(step, 1)
+    cluster = step.problem.cluster
+    if copies == 1:
+        program = whole.program()
+        return LaidStep(program, Machine.of(cluster, program, logical=True), 1)
+    folded = _StepWriter(step, copies)
+    program = folded.program()
+    known = {mesh.name: mesh for mesh in whole.meshes()}
+    meshes = program.expanded.meshes
+    full = tuple(known.get(mesh.name) or folded.unfolded(mesh) for mesh in meshes)
+    axes = tuple((f"{mesh.name}.replica0", copies) for mesh in meshes if mesh.name.startswith(REPLICAS))
+    part = cluster.with_chips(cluster.num_chips // copies)
+    machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
+    return LaidStep(program, machine, copies)
+
+
+def replica_copies(step: Step) -> int:
+    """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
+
+    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
+    with all its chips, NICs and groups. Where several replicas share a host, these stay.
+    """
+    p, cluster = step.parallelism, step.problem.cluster
+    network = cluster.network
+    if not isinstance(network, HostsNetwork) or p.data == 1 or p.zero_group is not None:
+        return 1
+    stride, chips = p.stride("data"), network.chips_per_host
+    if p.context > 1 and p.stride("context") > stride:
+        return 1
+    if len(replica_groups(p)) > 1:
+        return 1
+    kept = 1 if stride % chips == 0 else chips // stride if chips % stride == 0 else 0
+    return p.data // kept if kept and p.data % kept == 0 else 1
 
 
 class _StepWriter:
-    def __init__(self, step: Step) -> None:
+    """Writes a step; of `copies` replicas that are alike the first one."""
+
+    def __init__(self, step: Step, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
+        self.copies = copies
+        self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
         if p.zero >= 2:
             raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
@@ -85,9 +129,7 @@ class _StepWriter:
             self.is_sharded,
             stack.overlap == 1,
         )
-        self.units: dict[Piece, Unit] = {"layers": self._unit("layers")}
-        if self.problem.model.vocab_size:
-            self.units |= {"embedding": self._unit("embedding"), "head": self._unit("head")}
+        self.units: dict[Piece, Unit] = {}
 
     # --- pieces -----------------------------------------------------------------------------------------
 
@@ -97,7 +139,8 @@ class _StepWriter:
         if piece == "layers":
             seconds = extra_s(problem, p)
         elif piece == "head":
-            seconds = tuple(eager_logits_s(problem, p, num_bytes) for num_bytes in EAGER_LOGIT_BYTES)
+            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
+            seconds = first, second
         else:
             seconds = 0.0, 0.0
         flops = round(seconds[0] * rate), round(seconds[1] * rate)
@@ -108,8 +151,9 @@ class _StepWriter:
         problem, p = self.problem, self.p
         inner = strategy_of(problem, replace(p, context=1))
         entry = StrategyAround(inner, (BATCH, RING))
-        shape = p.data, p.context, *p.tensor_mesh
-        work = Workload(p.micro_batch * p.data, problem.seq, problem.dtype)
+        data = self.here.data
+        shape = data, p.context, *p.tensor_mesh
+        work = Workload(p.micro_batch * data, problem.seq, problem.dtype)
         block = BlockProblem.of(problem.model, work, shape)
         if piece != "layers":
             ranks = p.tensor_size
@@ -125,7 +169,7 @@ class _StepWriter:
 
     def _mesh(self, rank: int) -> Mesh:
         """Return the mesh of a pipeline rank with the axes of a block."""
-        p = self.p
+        p = self.here
         strides = (
             p.stride("data"),
             p.stride("context"),
@@ -137,20 +181,38 @@ class _StepWriter:
 
     def _replica_mesh(self, rank: int) -> Mesh:
         """Return the same ranks with an axis for each group of replicas, and one for tensor parallelism."""
-        p = self.p
-        axes = [(f"replica{number}", *group) for number, group in enumerate(self.groups)]
+        p = self.here
+        groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
+        axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
         axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
         names, shape, strides = zip(*axes, strict=True)
-        return _strided(f"r{rank}", shape, names, strides, rank * p.stride("pipeline"))
+        return _strided(f"{REPLICAS}{rank}", shape, names, strides, rank * p.stride("pipeline"))
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Yield the meshes of all pipeline ranks."""
+        for rank in range(self.p.pipeline):
+            yield self._mesh(rank)
+            yield self._replica_mesh(rank)
+
+    def unfolded(self, mesh: Mesh) -> Mesh:
+        """Return a mesh of the first replicas with the ranks that these have among all."""
+        stride, size = self.here.stride("data"), self.here.data
+        ranks = (
+            rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
+        )
+        return replace(mesh, ranks=tuple(ranks))
 
     # --- the pipeline -----------------------------------------------------------------------------------
 
     def program(self) -> Program:
         """Return the program."""
+        self.units = {"layers": self._unit("layers")}
+        if self.problem.model.vocab_size:
+            self.units |= {"embedding": self._unit("embedding"), "head": self._unit("head")}
         step, p = self.step, self.p
         stages = tuple(self._stage(number) for number in range(p.num_stages))
         edges = tuple(self._edge(number) for number in range(p.num_stages - 1))
-        rows = self._residual()[0] * p.data
+        rows = self._residual()[0] * self.here.data
         problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=rows)
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
@@ -160,7 +222,9 @@ class _StepWriter:
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
-            return BlockStage(number, mesh, replicas, units, self.settings, boundaries, stashes, last[number])
+            return BlockStage(
+                number, mesh, replicas, units, self.settings, boundaries, stashes, last.get(number, 0)
+            )
 
         return pipeline_program(problem, schedule, title="step", writes_stage=stage)
 
@@ -235,6 +299,3 @@ def _last_micro_batches(schedule: Schedule) -> dict[int, int]:
         if action.kind is ActionKind.BACKWARD and action.micro_batch is not None:
             last[action.stage] = action.micro_batch
     return last
-
-
-__all__ = ["Parallelism", "block_step_program"]

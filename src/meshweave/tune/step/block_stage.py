@@ -1,7 +1,8 @@
 """Write one stage of a step: includes of its layers' block programs, its gradients, and the optimizer.
 
 A forward action is an include of the forward program of each layer, a loop over layers; a backward action
-likewise, from the last layer to the first. What a layer keeps lies in slots, one for each layer and micro-batch in flight.
+likewise, from the last layer to the first. What a layer keeps lies in slots, one for each layer and micro-batch in
+flight.
 
     unpack        a call that makes the matrices of a layer of its bucket (they are views of it; it costs nothing)
     accumulate    a call that adds gradients to the bucket (products do that as they write; it costs nothing)
@@ -9,13 +10,13 @@ likewise, from the last layer to the first. What a layer keeps lies in slots, on
     optimizer     the update of a bucket, or of a rank's shard of it
 
 In the last micro-batch each layer's bucket is summed over tensor-parallel ranks where these have terms, and
-reduced over replicas, in a lane of its own. Under ZeRO-1 it is reduced into shards, and weights are gathered at the
-beginning of the step, in the order of the layers.
+reduced over replicas, in a lane of its own. Under ZeRO-1 it is reduced into shards, and weights are gathered at
+the beginning of the step, in the order of the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import MESH
@@ -96,8 +97,9 @@ class BlockStage:
     def tensors(self) -> Iterator[Tensor]:
         """Yield the buckets of weights, of gradients and of updated weights of all tensor-parallel ranks."""
         settings, parts = self.settings, self.replicas.size("tensor")
+        parts *= self.replicas.size(settings.groups[0]) if settings.is_sharded else 1
         for unit, count in self.units.values():
-            shape = (parts * count * unit.elements,)
+            shape = (parts * count * unit.elements // unit.shards,)
             yield Tensor(self._tensor(unit, "W"), shape, settings.dtype)
             yield Tensor(self._tensor(unit, "DW"), shape, settings.gradient_dtype)
             yield Tensor(self._tensor(unit, "NEW"), shape, settings.dtype)
@@ -295,7 +297,9 @@ class BlockStage:
         streams = {"x": self._stream(layer, at), "z": self._stream(layer + 1, at)}
         yield from self._include(self.units["layer"][0], True, streams, at, layer, label)
 
-    def _over_layers(self, write, *, backwards: bool = False) -> Iterator[Statement]:  # type: ignore[no-untyped-def]
+    def _over_layers(
+        self, write: Callable[[Index], Iterator[Statement]], *, backwards: bool = False
+    ) -> Iterator[Statement]:
         """Yield what `write` yields for each layer: the first and the last alone, the others in a loop."""
         count = self.layers
         blocks: list[Iterator[Statement]] = []
@@ -316,6 +320,9 @@ class BlockStage:
         elif (self.number, self.number + 1, "g") not in self.boundaries:
             out = self._gradient(self.layers, at)
             yield Call(fn="gradient", outs=(out,), ins=(), args=(at,), lane=COMPUTE, name="gradient of loss")
+        else:  # what is computed again is so once the gradient is there, as by autograd
+            ins = (self._gradient(self.layers, at),)
+            yield Call(fn="arrived", outs=(), ins=ins, lane=COMPUTE, name="gradient is here")
         yield from self._over_layers(lambda layer: self._layer_back(layer, at, label), backwards=True)
         if "embedding" in self.units:
             gradients = {"dx": self._gradient(0, at)}

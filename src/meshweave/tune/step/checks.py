@@ -6,8 +6,8 @@ import math
 
 from meshweave.algorithms.pipeline.by_name import schedule_names
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
-from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.strategies import strategy_of
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:

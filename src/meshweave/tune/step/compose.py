@@ -34,11 +34,12 @@ from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import Stages, layer_costs, rank_layers, stages_of
+from meshweave.tune.step.stages import layer_costs, rank_layers, stages_of
 
-ADAM_STEP_BYTES = 34
-"""Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
-three and the 16-bit weight (Kingma and Ba, 2015, algorithm 1); the norm of gradients reads these once more."""
+ADAM_STEP_BYTES = 50
+"""Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
+three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
+gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
 
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
@@ -53,7 +54,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     memory = memory_of(problem, parallelism)
     stages = stages_of(problem, parallelism)
     pipeline = stages.pipeline()
-    update_s = update_times_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism)
     ends = [
         (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
         for rank, end in enumerate(pipeline.ends_ps)
@@ -80,7 +81,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
-    update_s = update_times_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism)
     after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
 
@@ -173,10 +174,10 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
     return step_of(problem, Parallelism(**degrees))
 
 
-def update_times_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
+def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
-    layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
-    known, out = problem.cache("optimizer"), []
+    p, known, out = parallelism, problem.cache("optimizer"), []
+    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
     for count in rank_parameters(problem, parallelism, layers):
         own = -(-count // (parallelism.shards if parallelism.zero else 1))
         if own not in known:

@@ -286,7 +286,9 @@ def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, t
             left[other] -= 1
             if not left[other]:
                 order.append(other)
-    place = {node: number for number, node in enumerate(order)}
+    place = [0] * len(order)
+    for number, node in enumerate(order):
+        place[node] = number
     durations, overlaps = _durations(schedule, num_stages)
     starts = np.cumsum([0, *(len(actions) for actions in schedule.actions)]).tolist()
     return _Graph(

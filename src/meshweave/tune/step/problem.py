@@ -9,6 +9,7 @@ from typing import Any, Literal
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.kernels import ProductConstants, ProductModel
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
@@ -125,6 +126,28 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
+class UnfusedKernels:
+    """The bytes that a stack's kernels move in one layer beyond those that a block counts, by what they pass over.
+
+    A block counts each norm, activation and sum as one kernel that reads what it needs and writes its result. The
+    numbers follow from the code of a stack (`tune.step.stacks`); they are no constants.
+
+    Attributes:
+        residual: bytes for each element of the residual, shared by ranks as the strategy shares it.
+        heads: for each element of the queries (tokens x heads x width), shared by tensor-parallel ranks.
+        keys: likewise for each element of the keys.
+        ffn: likewise for each element of the feed-forward part's inner features.
+        kernels: how many kernels these are.
+    """
+
+    residual: float = 0.0
+    heads: float = 0.0
+    keys: float = 0.0
+    ffn: float = 0.0
+    kernels: int = 0
+
+
+@dataclass(frozen=True)
 class SoftwareStack:
     """What a software stack adds to the physics, in named constants. The default adds nothing.
 
@@ -132,8 +155,6 @@ class SoftwareStack:
         name: the name of the stack.
         overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
             gradients) or the forward part (for weights); 0 where the stack waits for it.
-        extra_passes: element-wise passes over the residual of a layer, forward, that the stack makes and the block
-            does not count: kernels that are not fused, casts, dropout. Backward adds as many again.
         launch_s: seconds that pass between two kernels of a layer.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
@@ -142,8 +163,17 @@ class SoftwareStack:
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
-        accumulates: whether a pass of its own adds the gradients of each micro-batch to those of the ones before,
-            rather than the products that make them. It is no constant either.
+        forward, backward: the kernels of each part that are not fused. These and what follows say what the stack's
+            code does, and are no constants either.
+        gradient_passes: reads and writes of the gradients of a layer's weights that the stack makes for each
+            micro-batch, besides the products: in the dtype of weights, and in that of accumulated gradients.
+        gather_passes: reads and writes of a layer's whole weights after each gather, as FSDP2 copies them out.
+        logit_bytes: bytes a logit through memory that a loss in steps moves beyond a fused one, forward and
+            backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
+            the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
+        waits_for_tensor: whether nothing runs beside the collectives of a layer.
+        waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
+        stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
         sharding: how weights are kept where ZeRO-3 shards them, no constant either. "zero": in 16 bits, beside a
             sharded copy in fp32 (Rajbhandari et al.); "fsdp": in fp32, cast as they are gathered (PyTorch's mixed
             precision); "fsdp2": gathered besides in a buffer of its own, and copied out of that.
@@ -163,13 +193,19 @@ class SoftwareStack:
 
     name: str = "none"
     overlap: float = 1.0
-    extra_passes: float = 0.0
     launch_s: float = 0.0
     step_s: float = 0.0
     fragmentation: float = 0.0
     regathers: bool = False
     blocks_transfers: bool = False
-    accumulates: bool = False
+    forward: UnfusedKernels = UnfusedKernels()
+    backward: UnfusedKernels = UnfusedKernels()
+    gradient_passes: tuple[float, float] = (0.0, 0.0)
+    gather_passes: float = 0.0
+    logit_bytes: tuple[float, float] = (12.0, 18.0)
+    waits_for_tensor: bool = False
+    waits_for_gathers: bool = False
+    stops_early: bool = False
     sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
     adds_gradients_late: bool = False
     buckets_gradients: bool = False
@@ -181,7 +217,7 @@ class SoftwareStack:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
             raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
-        if min(self.extra_passes, self.launch_s, self.step_s, self.fragmentation) < 0:
+        if min(self.launch_s, self.step_s, self.fragmentation) < 0:
             raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
         if self.sharding not in _SHARDINGS:
             raise DescriptionError(
@@ -273,10 +309,10 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster whose chips run attention at `attention_share` of their rate."""
+        """Return the cluster whose chips multiply at the rate that they sustain, and attend at their share."""
         kept = self.cache("cluster")
         if not kept:
-            kept[""] = _with_attention(self.cluster, self.attention_share)
+            kept[""] = _with_rates(self.cluster, self.attention_share)
         cluster: Cluster = kept[""]
         return cluster
 
@@ -293,14 +329,26 @@ class StepProblem:
         return kept.setdefault(kind, {})
 
 
-def _with_attention(cluster: Cluster, share: float) -> Cluster:
-    """Return a cluster whose chips run attention at a share of their FLOP rate."""
+def _sustained(of: ProductModel, share: float) -> ProductModel:
+    """Return the constants of products whose units run at a share of their clock."""
+    if not isinstance(of, ProductConstants):
+        return of
+    return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
+
+
+def _with_rates(cluster: Cluster, share: float) -> Cluster:
+    """Return a cluster whose chips run attention at a share of their FLOP rate, and sustained products."""
     chip = cluster.chip
+    kernels = chip.kernels
+    if kernels is not None and kernels.sustained_share != 1:
+        products = tuple((name, _sustained(of, kernels.sustained_share)) for name, of in kernels.products)
+        kernels = replace(kernels, products=products, sustained_share=1.0)
+        cluster = replace(cluster, chip=replace(chip, kernels=kernels))
+        chip = cluster.chip
     if share == 1:
         return cluster
     rates = dict(chip.call_flops_per_s)
     rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
-    kernels = chip.kernels
     if kernels is not None:
         scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
         kernels = replace(kernels, attention=tuple(scaled))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from meshweave.describe.model.memory import step_flops
-from meshweave.tune.step.layers import PartTime
+from meshweave.tune.step.block_time import PartTime
 from meshweave.tune.step.memory import Memory
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.stages import Stages, makespan_s

@@ -7,13 +7,14 @@ from functools import lru_cache
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
+from meshweave.tune.step.block_time import PartTime
 from meshweave.tune.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
     exposed_after,
     exposed_before,
 )
-from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
+from meshweave.tune.step.layers import LayerTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
 from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
 from meshweave.tune.step.placement import boundary_s
@@ -78,13 +79,14 @@ class Stages:
         The gradient of inputs has recomputation and half of the rest, the gradient of weights the other half. A
         stack that waits for what it sends has transfers in the times of stages.
         """
-        inputs, weights = [], []
+        ticks: dict[int, tuple[int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:
-            whole, again = to_ps(time.backward_s), to_ps(time.recompute_s)
-            half = max(whole - again, 0) // 2
-            inputs.append(whole - half)
-            weights.append(half)
-        forward = [to_ps(time.forward_s) for time in self.times]
+            if id(time) not in ticks:
+                whole, again = to_ps(time.backward_s), to_ps(time.recompute_s)
+                half = max(whole - again, 0) // 2
+                ticks[id(time)] = to_ps(time.forward_s), whole - half, half
+        of_stages = [ticks[id(time)] for time in self.times]
+        forward, inputs, weights = (list(each) for each in zip(*of_stages, strict=True))
         hop = to_ps(self.transfer_s)
         if with_transfers and self.problem.stack.blocks_transfers:
             forward = [ticks + hop for ticks in forward[:-1]] + forward[-1:]
@@ -124,7 +126,8 @@ class Stages:
 
     def gathers_s(self) -> float:
         """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
-        p, overlap = self.parallelism, self.problem.stack.overlap
+        p, stack = self.parallelism, self.problem.stack
+        overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
         if not once:
             return 0.0

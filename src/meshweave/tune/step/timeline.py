@@ -15,8 +15,8 @@ from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.base.units import format_bytes, to_s
 from meshweave.ir.work import Compute, Work
+from meshweave.tune.step.block_time import block_spans
 from meshweave.tune.step.compose import update_times_s
-from meshweave.tune.step.layers import layer_spans
 from meshweave.tune.step.result import Step
 
 MAX_ACTIONS = 40_000
@@ -80,7 +80,7 @@ def step_timeline(step: Step) -> StepTimeline:
     timed, count = _timed(step)
     p = step.parallelism
     shift_s = step.stages.gathers_s()
-    updates_s = update_times_s(step.problem, p, step.stages)
+    updates_s = update_times_s(step.problem, p)
     software_s = step.problem.stack.step_s
     per_rank = max(len(order) for order in timed.schedule.actions)
     ranks = _spread(p.pipeline, max(1, min(MAX_RANKS, MAX_SPANS // (3 * per_rank))))
@@ -244,7 +244,7 @@ def layer_timeline(step: Step) -> StepTimeline | None:
 
     There is none where broadcasts are chains (`estimate.spans.task_spans`).
     """
-    spans = layer_spans(step.problem, step.parallelism)
+    spans = block_spans(step.problem, step.parallelism)
     if not spans:
         return None
     busy = [(to_s(each.begin_ps), to_s(each.end_ps)) for each in spans if isinstance(each.task.work, Compute)]

@@ -20,14 +20,13 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
+from meshweave.tune.step.memory import GATHERED_LAYERS
 from meshweave.tune.step.problem import DEGREES
-from meshweave.tune.step_search.bounds import LayerBounds, LayerPlace, step_bound_s
+from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
 
 NUM_EXACT = 2
 """Exact rows: the first of the ranking, than which no other configuration is faster."""
-_TIGHTEN = 1.01
-"""How far beyond the next node a bound is tightened at a time: what is dear to find out waits until it matters."""
 NUM_ROWS = 12
 """Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
 
@@ -108,7 +107,6 @@ class _Node:
     """An entry of the queue, ordered by its bound: a layout with a micro-batch, or one choice of it.
 
     Attributes:
-        place: where the layers of the layout lie.
         recompute: the least recomputation that may fit.
         is_tight: whether the bound is that of the layers, and of a configuration that of all its step.
         choice: a configuration that fits, if the bound is tight; else one with the highest ZeRO level, for all
@@ -117,7 +115,6 @@ class _Node:
 
     bound_s: float
     number: int
-    place: LayerPlace = field(compare=False)
     degrees: DegreeSizes = field(compare=False)
     layout: StepLayout = field(compare=False)
     micro_batch: int = field(compare=False)
@@ -152,6 +149,7 @@ class StepSearch:
         self._smallest: tuple[Parallelism, int] | None = None
         self._limit_s = math.inf
         self._known_steps: dict[tuple[int, int, int], float] = {}
+        self._bytes: dict[tuple[object, ...], int] = {}
         self._heap: list[_Node] = []
         self._num_pushed = 0
 
@@ -203,10 +201,8 @@ class StepSearch:
                 continue
             sizes = self._space.micro_batches(degrees.data)
             ratio = [self._steps_per_layer(degrees, size) for size in sizes]
-            least_s = (
-                each * self._bounds.compute_s(degrees, size) for size, each in zip(sizes, ratio, strict=True)
-            )
-            if min(least_s, default=math.inf) >= self._limit_s:
+            least_s = min((size * each for size, each in zip(sizes, ratio, strict=True)), default=math.inf)
+            if least_s * self._bounds.flops_s(degrees) >= self._limit_s:
                 continue
             fitting: dict[tuple[object, ...], list[Recompute]] = {}
             for layout in self._space.layouts(degrees):
@@ -215,22 +211,18 @@ class StepSearch:
                 key = layout.strategy, layout.tensor
                 if key not in fitting:
                     fitting[key] = self._fitting_recomputes(layout, sizes)
-                    family = layout.strategy, layout.tensor, layout.context
-                    largest = sizes[len(fitting[key]) - 1] if fitting[key] else 1
-                    self._bounds.largest[family] = max(self._bounds.largest.get(family, 1), largest)
                 if not fitting[key]:
                     continue
-                place = self._bounds.place(layout)
                 for size, recompute, seconds in zip(sizes, fitting[key], ratio, strict=False):
-                    bound = seconds * self._bounds.compute_s(degrees, size, recompute)
+                    bound = seconds * self._bounds.kernels_s(layout, size, recompute)
                     if bound >= self._limit_s:
                         continue
-                    yield _Node(bound, number, place, degrees, layout, size, recompute)
+                    yield _Node(bound, number, degrees, layout, size, recompute)
                     number += 1
 
     def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
         """Return the least recomputation that may fit, for each micro-batch up to the last that does."""
-        level = max(self._space.zero_levels(layout.data, layout.context))
+        levels = self._least_levels(layout)
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
         least: list[Recompute] = []
         try:
@@ -239,7 +231,7 @@ class StepSearch:
                 pairs = self._space.schedules(layout.pipeline, count)
                 plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
                 for kind in tuple(kinds):
-                    choices = (layout.choice(size, *pair, level, kind) for pair in plain)
+                    choices = (layout.choice(size, *pair, level, kind) for pair in plain for level in levels)
                     if any(self._fitting_bytes(choice) is not None for choice in choices):
                         least.append(kind)
                         break
@@ -250,6 +242,17 @@ class StepSearch:
             self._refuse(error)
             return []
         return least
+
+    def _least_levels(self, layout: StepLayout) -> tuple[int, ...]:
+        """Return the ZeRO levels of which one keeps least: the highest, or any where ranks have few layers.
+
+        ZeRO-2 and 3 have a few layers and tables whole besides the shards; they save 1 - 1 / n of each layer.
+        """
+        model, levels = self._problem.model, self._space.zero_levels(layout.data, layout.context)
+        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+        whole = 2 * GATHERED_LAYERS + 4 * (model.vocab_size or 0) * model.hidden / weights
+        saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
+        return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))
 
     def _refuse(self, error: MeshweaveError) -> None:
         self._count.refused += 1
@@ -290,21 +293,23 @@ class StepSearch:
         return True
 
     def _tighten(self, node: _Node) -> bool:
-        """Raise the bound of a layout beyond the next node, or to that of its layers; return whether it is out."""
+        """Raise the bound of a layout to that of its layers as laid; return whether it is out."""
         ratio = self._steps_per_layer(node.degrees, node.micro_batch)
-        next_s = self._heap[0].bound_s if self._heap else math.inf
-        enough_s = min(self._limit_s, _TIGHTEN * max(node.bound_s, next_s))
-        bound_s = ratio * self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s / ratio)
-        node.is_tight = bound_s < enough_s
-        node.bound_s = max(node.bound_s, bound_s)
+        layer_s = self._bounds.layer_s(node.layout, node.micro_batch, node.recompute)
+        node.bound_s, node.is_tight = max(node.bound_s, ratio * layer_s), True
         if node.bound_s >= self._limit_s:
             return True
         heapq.heappush(self._heap, node)
         return False
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
-        """Return the bytes of the fullest chip, or None where they do not fit."""
-        size = peak_memory(self._problem, choice).total
+        """Return the bytes of the fullest chip, or None where they do not fit; the order makes no difference."""
+        p = choice
+        degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch
+        key = degrees, p.schedule, p.virtual_stages, p.zero, p.recompute
+        size = self._bytes.get(key)
+        if size is None:
+            size = self._bytes[key] = peak_memory(self._problem, choice).total
         if size <= self._memory_bytes:
             return size
         self._count.over_memory += 1
@@ -317,12 +322,12 @@ class StepSearch:
         layout = node.layout
         count = self._problem.batch // layout.data // node.micro_batch
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        num_layers, head_s = self._problem.model.num_layers, self._bounds.head_s(layout, node.micro_batch)
         for recompute in kinds[kinds.index(node.recompute) :]:
-            layer_s = self._bounds.layer_s(layout, node.micro_batch, recompute)
+            layer_s = self._bounds.recomputed_s(layout, node.micro_batch, recompute)
             for schedule, virtual in self._space.schedules(layout.pipeline, count):
-                bound = step_bound_s(
-                    self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
-                )
+                numbers = num_layers, layout.pipeline, schedule, virtual, count
+                bound = step_bound_s(*numbers, layer_s, head_s)
                 most = max(self._space.zero_levels(layout.data, layout.context))
                 choice = layout.choice(node.micro_batch, schedule, virtual, most, recompute)
                 if bound < self._limit_for(choice):
@@ -343,7 +348,7 @@ class StepSearch:
         for zero in sorted(self._space.zero_levels(choice.data, choice.context), reverse=True):
             each = replace(choice, zero=zero)
             if self._fitting_bytes(each) is None:
-                break  # lower levels shard less
+                continue
             if not self.rows:
                 self._price(each)
                 continue

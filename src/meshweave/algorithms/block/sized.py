@@ -1,0 +1,153 @@
+"""The skeleton of a block for any number of sequences: written once, with the work of each task left open.
+
+Every task of a layer works on tokens, so that its sizes grow with the sequences that a rank has, and what waits
+for what does not depend on them. A search over micro-batches so writes one skeleton for all of them. That holds
+where the batch is in one chunk; included 2D products are filled in for a size and number of slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.products import product_skeleton
+from meshweave.algorithms.block.roles import AxisDims
+from meshweave.algorithms.block.skeleton_writer import Pending, SkeletonWriter
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.skeleton import Part, Skeleton, Task
+from meshweave.ir.work import Work
+
+
+class FlatTask(NamedTuple):
+    """A task of a flat skeleton. It waits for the numbers `after`; `times` is as of `ir.skeleton.Task`."""
+
+    lane: str
+    work: Work
+    after: tuple[int, ...]
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SizedTask:
+    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences on a rank."""
+
+    lane: str
+    work_of: Callable[[int], Work]
+    after: tuple[int, ...]
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizedProduct:
+    """An included 2D product.
+
+    Attributes:
+        problem: the product for one sequence a rank.
+        after: per lane what its first task waits for.
+    """
+
+    name: str
+    problem: Matmul2dProblem
+    after: Mapping[str, tuple[int, ...]]
+
+    def problem_of(self, sequences: int) -> Matmul2dProblem:
+        """Return the product for so many sequences a rank."""
+        if self.problem.dataflow == "rs":
+            return replace(self.problem, k=self.problem.k * sequences)
+        return replace(self.problem, m=self.problem.m * sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedSkeleton:
+    """The tasks of rank 0, in an order in which each comes after those that it waits for.
+
+    Attributes:
+        batch_parts: the ranks over which the batch lies.
+    """
+
+    tasks: tuple[SizedTask | SizedProduct, ...]
+    batch_parts: int
+
+    @property
+    def has_products(self) -> bool:
+        """Return whether products are included; the batch must then lie evenly over ranks."""
+        return any(isinstance(task, SizedProduct) for task in self.tasks)
+
+    def sequences(self, batch: int) -> int:
+        """Return the most sequences that a rank has of a batch."""
+        return -(-batch // self.batch_parts)
+
+    def steps(self, sequences: int, config: BlockConfig) -> list[FlatTask]:
+        """Return the tasks for so many sequences a rank, those of products among them."""
+        steps: list[FlatTask] = []
+        last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
+        for task in self.tasks:
+            if isinstance(task, SizedTask):
+                after = tuple(step for other in task.after for step in last[other])
+                last.append((len(steps),))
+                steps.append(FlatTask(task.lane, task.work_of(sequences), after, task.times))
+                continue
+            begin, ends = len(steps), {}
+            product = _unrolled(task.name, task.problem_of(sequences), config.slices, config.packets)
+            for lane, work, waits, times in product:
+                after = tuple(begin + other for other in waits)
+                if lane not in ends:
+                    after += tuple(step for other in task.after.get(lane, ()) for step in last[other])
+                ends[lane] = len(steps)
+                steps.append(FlatTask(lane, work, after, times))
+            last.append(tuple(ends.values()))
+        return steps
+
+
+@lru_cache(maxsize=4096)
+def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) -> tuple[FlatTask, ...]:
+    """Return the tasks of all turns of a product, one after another."""
+    skeleton = product_skeleton(name, problem, slices, packets)
+    steps: list[FlatTask] = []
+    turns: list[dict[str, int]] = []
+    for phase in skeleton.phases:
+        for _ in range(phase.turns):
+            turns.append({})
+            for task in phase.tasks:
+                assert isinstance(task, Task) and not task.roots
+                waits = ((task_name, len(turns) - 1 - back) for task_name, back in task.after)
+                after = (
+                    turns[turn][task_name]
+                    for task_name, turn in waits
+                    if turn >= 0 and task_name in turns[turn]
+                )
+                turns[-1][task.name] = len(steps)
+                steps.append(FlatTask(task.lane, task.work, tuple(after), task.times))
+    return tuple(steps)
+
+
+class SizedWriter(SkeletonWriter):
+    """Writes tasks as `SkeletonWriter` does for one sequence a rank, and keeps what gives their work."""
+
+    def __init__(self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims) -> None:
+        sizes = zip(batch_dims, mesh.shape, strict=True)
+        self._batch_parts = math.prod(size for dim, size in sizes if dim == "batch")
+        super().__init__(replace(problem, batch=self._batch_parts), BlockConfig(), mesh, batch_dims)
+        self._sized: list[SizedTask | SizedProduct] = []
+
+    def _add_task(self, op: Pending, work: Work, chunk: int) -> None:
+        super()._add_task(op, work, chunk)
+        after = tuple(int(name) for name, _ in self._tasks[-1].after)
+        self._sized.append(SizedTask(op.lane, op.work_of, after, op.times))
+
+    def _add_product(self, name: str, problem: Matmul2dProblem, ops: Mapping[str, Pending]) -> None:
+        self._add_part(Skeleton(()), ops)
+        part = self._tasks[-1]
+        assert isinstance(part, Part)
+        after = {lane: tuple(map(int, names)) for lane, names in part.after}
+        self._sized.append(SizedProduct(name, problem, after))
+
+    def sized(self) -> SizedSkeleton:
+        """Return all tasks."""
+        self.cut()
+        return SizedSkeleton(tuple(self._sized), self._batch_parts)

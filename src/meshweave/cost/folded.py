@@ -1,0 +1,55 @@
+"""A machine of which one part stands for several that are alike: replicas in hosts of their own.
+
+Replicas that lie `copies` times one after the other in whole hosts do the same at the same time. The first of them
+is laid on a cluster of that many times fewer hosts. A collective over the replicas has all of its members. Each of
+those that are left out is an image of one that is there, and so are its links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshweave.cost.machine import HostSpan, Link, Machine
+from meshweave.describe.machine.cluster import HostsNetwork
+from meshweave.describe.machine.network import NetworkAxis
+
+
+@dataclass(frozen=True)
+class FoldedMachine(Machine):
+    """The part of a cluster of hosts that is simulated, priced as the whole.
+
+    Attributes:
+        whole: the machine with all replicas, whose meshes have the names of those here.
+        folded: (mesh axis, copies) of the axes along which replicas are left out: its groups have that many times
+            more members.
+    """
+
+    whole: Machine | None = None
+    folded: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def copies(self) -> Mapping[str, int]:
+        """Return the copies by mesh axis."""
+        return dict(self.folded)
+
+    @property
+    def priced(self) -> Machine:
+        """Return the machine whose groups are those that are priced."""
+        assert self.whole is not None
+        return self.whole
+
+    @cached_property
+    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
+        return self.priced._axes
+
+    @cached_property
+    def _host_spans(self) -> dict[str, HostSpan]:
+        return self.priced._host_spans
+
+    def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
+        """Return the links from a rank to the image of another one in the next hosts; `route` as for `path`."""
+        network = self.cluster.network
+        assert isinstance(network, HostsNetwork)
+        return self._nic_path(network, src, dst, route)

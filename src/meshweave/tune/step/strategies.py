@@ -1,0 +1,47 @@
+"""The strategies of a layer, with rings of context parallelism around them."""
+
+from __future__ import annotations
+
+from meshweave.algorithms.block import ENTRIES, BlockAlgorithm
+from meshweave.algorithms.block.roles import IDLE, RING, AxisRole
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.tune.step.problem import Parallelism, StepProblem
+
+_BY_NAME = {entry.name: entry for entry in ENTRIES}
+
+
+def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorithm:
+    """Return the strategy of a layer, with rings of context around it where there are such.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: it is one of data or context parallelism, or its mesh does not fit.
+    """
+    entry = _BY_NAME.get(parallelism.strategy)
+    if entry is None:
+        raise UnsupportedError(
+            f"there is no strategy '{parallelism.strategy}'{did_you_mean(parallelism.strategy, _BY_NAME)}"
+        )
+    roles = entry.roles
+    if len(roles) != 2:
+        raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
+    if roles[0].residual == "batch" and roles[1] is IDLE:
+        raise LayoutError(f"{entry.name} shares the batch; give data= and zero= instead of this strategy")
+    if roles[0].operand_in == "sequence":
+        raise LayoutError(f"{entry.name} shares sequences; give context= instead of this strategy")
+    if parallelism.context == 1:
+        return entry
+    if roles[0].residual == "batch":
+        raise LayoutError(f"{entry.name} shares tokens already; give context=1")
+    return StrategyAround(entry, (RING,))
+
+
+class StrategyAround(BlockAlgorithm):
+    """A strategy on the last two mesh axes, and other roles on the axes before them."""
+
+    source = "Liu et al., Ring Attention with Blockwise Transformers, 2023"
+
+    def __init__(self, inner: BlockAlgorithm, around: tuple[AxisRole, ...]) -> None:
+        self.name = f"{inner.name} with context"  # type: ignore[misc]
+        self.title = f"{inner.title} with {' and '.join(role.name for role in around)}"  # type: ignore[misc]
+        self.roles: tuple[AxisRole, ...] = (*around, *inner.roles)  # type: ignore[misc]
