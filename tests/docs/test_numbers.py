@@ -48,6 +48,15 @@ def test_the_picture_says_what_was_simulated() -> None:
         assert number in picture, number
 
 
+def test_steps_measured_in_the_lab_have_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
+    tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "step_lab_tables.py"))
+    saved, page = (pages.ROOT / "benchmarks/results" / f"step_lab.{kind}" for kind in ("json", "md"))
+    assert saved.exists() == page.exists(), "run python benchmarks/step_lab_tables.py"
+    if saved.exists():
+        assert tables["page"]() == page.read_text(), "run python benchmarks/step_lab_tables.py"
+
+
 def test_the_page_about_blocks_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
     tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "block_lab_tables.py"))

@@ -155,3 +155,10 @@ def test_what_has_no_program_is_said(options: dict[str, object], words: str) -> 
     step = mw.step(GPT, CLUSTERS[2], batch=64, seq=128, **options)
     with pytest.raises(UnsupportedError, match=words):
         mw.step_program(step)
+
+
+def test_2d_products_are_included_beside_data_parallelism() -> None:
+    model = mw.Transformer("small", 2, 64, 8, 8, 8, 256, 128, False, "made up", tied_embeddings=False)
+    cluster = mw.load_cluster("dgx-a100:8")
+    step = mw.step(model, cluster, 8, 32, dp=2, tp=(2, 2), strategy="meshslice_block", micro_batch=2)
+    assert mw.simulate_step(step).calls_because == ""

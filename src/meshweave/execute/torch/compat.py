@@ -345,3 +345,21 @@ def observe_shard_dim_alltoall(watch: Callable[[Tensor, Any, int], None]) -> Ite
         yield lambda: is_running
     finally:
         module.shard_dim_alltoall = shard_dim_alltoall  # type: ignore[attr-defined]
+
+
+def adam_step(
+    w: Tensor,
+    m: Tensor,
+    v: Tensor,
+    dw: Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Update weights and both moments in place by torch's fused kernel of Adam; `step` counts from 1."""
+    torch._fused_adam_(
+        [w], [dw], [m], [v], [], [torch.tensor(float(step))],
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip

@@ -75,6 +75,15 @@ def _folded(cluster: Cluster, fold: int) -> Cluster:
 
 
 def _program(step: Step, fold: int) -> Program:
+    problem, schedule = step_pipeline(step, fold)
+    return pipeline_program(problem, schedule, title="step")
+
+
+def step_pipeline(step: Step, fold: int = 1) -> tuple[PipelineProblem, Schedule]:
+    """Return the pipeline of a step, whose stages are layers, and the actions of its ranks with reductions.
+
+    Each rank stands for `fold` tensor-parallel ranks. Raises UnsupportedError, as `lay_call_step` does.
+    """
     p, stack = step.parallelism, step.problem.stack
     if p.zero >= 2:
         raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
@@ -89,7 +98,7 @@ def _program(step: Step, fold: int) -> Program:
     stages, first_layers = _stages(step, _meshes(p, fold))
     edges = tuple(_edge(step, number) for number in range(len(stages) - 1))
     problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=p.replicas)
-    return pipeline_program(problem, _schedule(step, problem, first_layers), title="step")
+    return problem, _schedule(step, problem, first_layers)
 
 
 def _meshes(p: Parallelism, fold: int) -> list[Mesh]:

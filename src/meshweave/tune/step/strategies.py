@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.block import ENTRIES, BlockAlgorithm
-from meshweave.algorithms.block.roles import IDLE, RING, AxisRole
+from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockProblem
+from meshweave.algorithms.block.roles import IDLE, RING, AxisRole, Roles
+from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
@@ -45,3 +46,8 @@ class StrategyAround(BlockAlgorithm):
         self.name = f"{inner.name} with context"  # type: ignore[misc]
         self.title = f"{inner.title} with {' and '.join(role.name for role in around)}"  # type: ignore[misc]
         self.roles: tuple[AxisRole, ...] = (*around, *inner.roles)  # type: ignore[misc]
+        self._product_2d = inner.product_2d if isinstance(inner, IncludedProducts) else ""
+
+    def roles_of(self, problem: BlockProblem) -> Roles:
+        """Return the roles of the axes, with the 2D product that the inner strategy includes."""
+        return Roles(super().roles_of(problem).axes, self._product_2d)

@@ -1,0 +1,81 @@
+"""What a training step is compared with: the whole model on whole arrays in numpy, one process, no program.
+
+Loss and gradients are those of `algorithms.block.reference`; Adam updates the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, LOSS, TARGETS, TOKENS_IN
+from meshweave.algorithms.block.reference import reference
+from meshweave.algorithms.contract import Array, Arrays
+from meshweave.algorithms.table import algorithm
+from meshweave.nn.step_run import Adam
+from meshweave.tune.step import StepProblem
+
+_NO_WEIGHTS = (TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
+
+
+@dataclass(frozen=True)
+class ReferenceSteps:
+    """Some steps of training: the sums of the loss over all tokens, and the weights after the last step."""
+
+    losses: tuple[float, ...]
+    weights: Arrays
+
+
+def whole_model(problem: StepProblem) -> BlockProblem:
+    """Return all layers of a step's model with both ends, on the whole batch and one rank."""
+    model = problem.model
+    return BlockProblem(
+        problem.batch, problem.seq, model.hidden, model.num_heads, model.num_kv_heads, model.head_dim,
+        model.ffn_hidden, (1, 1), model.num_layers, "llama" if model.gated_ffn else "gpt",
+        dtype=problem.dtype, vocabulary=model.vocab_size or 0,
+    )  # fmt: skip
+
+
+def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:
+    """Return weights of a model by name, for products that keep the size of their operands: float32."""
+    whole = replace(whole_model(problem), batch=1)
+    inputs = algorithm("megatron").random_inputs(whole, seed)
+    weights: dict[str, Array] = {}
+    for name, value in inputs.items():
+        if name in _NO_WEIGHTS:
+            continue
+        scale = 1.0 if name.startswith("G") else 2 / np.sqrt(value.shape[0])
+        weights[name] = (value * scale).astype(np.float32)
+        if name.startswith("G"):
+            weights[name][0] += 1
+    return weights
+
+
+def random_batches(problem: StepProblem, count: int, seed: int = 0) -> list[tuple[Array, Array]]:
+    """Return tokens and targets (batch, sequence) of some steps."""
+    draw = np.random.default_rng(seed)
+    sizes = 2, problem.batch, problem.seq
+    batches = (draw.integers(0, problem.model.vocab_size or 1, sizes) for _ in range(count))
+    return [(tokens, targets) for tokens, targets in batches]
+
+
+def reference_steps(
+    problem: StepProblem, weights: Arrays, batches: Iterable[tuple[Array, Array]], optimizer: Adam
+) -> ReferenceSteps:
+    """Return what steps of training on these batches do to the weights."""
+    whole = whole_model(problem)
+    ids = np.arange(whole.vocabulary, dtype=np.float32)
+    known = dict(weights)
+    moments = {name: (np.zeros_like(value), np.zeros_like(value)) for name, value in weights.items()}
+    losses = []
+    for number, (tokens, targets) in enumerate(batches, 1):
+        inputs = {TOKENS_IN: tokens.astype(np.float32), TARGETS: targets.astype(np.float32)}
+        out = reference(whole, {**known, **inputs, IDS_IN: ids, IDS_OUT: ids})
+        losses.append(float(out[LOSS][0]))
+        for name, value in known.items():
+            value, *both = optimizer.update(value, *moments[name], out[f"D{name}"], number)
+            known[name], moments[name] = value, (both[0], both[1])
+    return ReferenceSteps(tuple(losses), known)
