@@ -26,12 +26,12 @@ from plain_models import MixedAdam, PlainTransformer, TrainingRun
 from profiles import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshweave.algorithms.block import BlockConfig
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.ir.work import Compute, matmul_work
 from meshweave.tune.step import layers
+from meshweave.tune.step.block_time import layer_skeleton
 from meshweave.tune.step.compose import step_of
 from meshweave.tune.step.placement import block_axes, machine_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
@@ -216,7 +216,7 @@ def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
         attention_share=share,
         loss="eager",
         dropout=run.dropout > 0,
-        stack=replace(load_stack(stack), accumulates=True),
+        stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0)),
     )
     return problem, Parallelism(micro_batch=run.micro_batch, recompute=run.recompute)
 
@@ -252,8 +252,7 @@ def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, f
     }
     times["attention"] = 0.0
     for training in (True, False) if parallelism.recompute == "full" else (True,):
-        block = layers._block(problem, parallelism, training)
-        skeleton = layers._skeleton(problem, parallelism, block, BlockConfig(), None)
+        skeleton = layer_skeleton(problem, parallelism, training=training)
         for turns, task in skeleton.counted_tasks():
             if isinstance(task.work, Compute):
                 kind = "product" if task.work.kind == "matmul" else task.work.call

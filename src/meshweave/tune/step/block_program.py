@@ -64,7 +64,7 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
-    cluster = step.problem.cluster
+    cluster = step.problem.priced_cluster
     if copies == 1:
         program = whole.program()
         return LaidStep(program, Machine.of(cluster, program, logical=True), 1)

@@ -241,14 +241,20 @@ class BlockStage:
             yield self._update(unit, count)
 
     def _update(self, unit: Unit, count: int) -> Op:
+        """Return the update of a unit's weights. It reads all gradients, whose norm clips them."""
         own = count * unit.elements // unit.shards
         names = {
             prefix: View(self._tensor(unit, prefix).lower(), (FULL,), 0) for prefix in ("W", "DW", "NEW")
         }
+        others = [
+            View(self._tensor(other, "DW").lower(), (FULL,), 0)
+            for other, _ in self.units.values()
+            if other is not unit
+        ]
         return Call(
             fn="optimizer",
             outs=(names["NEW"],),
-            ins=(names["W"], names["DW"]),
+            ins=(names["W"], names["DW"], *others),
             flops=own,
             bytes=ADAM_STEP_BYTES * own,
             work="elementwise",

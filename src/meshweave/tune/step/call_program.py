@@ -52,7 +52,7 @@ def lay_call_step(step: Step, *, folds: bool = True) -> LaidStep:
     """
     fold = _fold(step) if folds else 1
     program = _program(step, fold)
-    machine = Machine.of(_folded(step.problem.cluster, fold), program, logical=True)
+    machine = Machine.of(_folded(step.problem.priced_cluster, fold), program, logical=True)
     return LaidStep(program, machine, fold)
 
 
