@@ -288,7 +288,7 @@ class ChipKernels:
         switch_reduces: whether the switch inside a host reduces (NVLink SHARP); trees between hosts then use it.
         reference: the catalog's name of it, or its file; "" where it was made otherwise.
         sustained_share: the rate of products in steady training over the one of `products`, which short runs have:
-            power limits the clock of a chip that multiplies for minutes. Prices of whole training steps use it.
+            power limits the clock of a chip that multiplies for minutes. Steps of a software stack use it.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 

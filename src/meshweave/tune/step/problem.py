@@ -174,6 +174,8 @@ class SoftwareStack:
         waits_for_tensor: whether nothing runs beside the collectives of a layer.
         waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
+        sustains: whether products run at the share of their rate that chips sustain in published training
+            (`sustained_share` of their kernels) and not at the rate of products alone.
         sharding: how weights are kept where ZeRO-3 shards them, no constant either. "zero": in 16 bits, beside a
             sharded copy in fp32 (Rajbhandari et al.); "fsdp": in fp32, cast as they are gathered (PyTorch's mixed
             precision); "fsdp2": gathered besides in a buffer of its own, and copied out of that.
@@ -206,6 +208,7 @@ class SoftwareStack:
     waits_for_tensor: bool = False
     waits_for_gathers: bool = False
     stops_early: bool = False
+    sustains: bool = False
     sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
     adds_gradients_late: bool = False
     buckets_gradients: bool = False
@@ -309,10 +312,10 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster whose chips multiply at the rate that they sustain, and attend at their share."""
+        """Return the cluster whose chips attend at their share and multiply at the rate that the stack has them at."""
         kept = self.cache("cluster")
         if not kept:
-            kept[""] = _with_rates(self.cluster, self.attention_share)
+            kept[""] = _with_rates(self.cluster, self.attention_share, self.stack.sustains)
         cluster: Cluster = kept[""]
         return cluster
 
@@ -336,11 +339,11 @@ def _sustained(of: ProductModel, share: float) -> ProductModel:
     return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
 
 
-def _with_rates(cluster: Cluster, share: float) -> Cluster:
-    """Return a cluster whose chips run attention at a share of their FLOP rate, and sustained products."""
+def _with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
+    """Return a cluster whose chips run attention at a share of their FLOP rate; `sustains` is that of a stack."""
     chip = cluster.chip
     kernels = chip.kernels
-    if kernels is not None and kernels.sustained_share != 1:
+    if sustains and kernels is not None and kernels.sustained_share != 1:
         products = tuple((name, _sustained(of, kernels.sustained_share)) for name, of in kernels.products)
         kernels = replace(kernels, products=products, sustained_share=1.0)
         cluster = replace(cluster, chip=replace(chip, kernels=kernels))

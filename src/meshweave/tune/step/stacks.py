@@ -114,4 +114,4 @@ def load_stack(name: str) -> SoftwareStack:
         **stack_table().get("stacks", {}).get(name, {}),
         "fragmentation": _fragmentation().get(name, 0.0),
     }
-    return SoftwareStack(name, **constants, **_DEFAULTS[name])
+    return SoftwareStack(name, sustains=True, **constants, **_DEFAULTS[name])
