@@ -312,7 +312,7 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster whose chips attend at their share and multiply at the rate that the stack has them at."""
+        """Return the cluster whose chips attend at their share, and multiply as fast as the stack has them do."""
         kept = self.cache("cluster")
         if not kept:
             kept[""] = _with_rates(self.cluster, self.attention_share, self.stack.sustains)
