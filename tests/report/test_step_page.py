@@ -81,7 +81,7 @@ def test_the_page_has_what_its_script_draws(folder: Path) -> None:
     data = json.loads(script[1])
     titles = [timeline["title"] for timeline in data["timelines"]]
     assert titles == ["best", "runner-up", "a layer of the best", "a layer of the runner-up"]
-    for timeline, record in zip(data["timelines"], steps.ranked, strict=False):
+    for timeline, record in zip(data["timelines"][:2], steps.ranked[:2], strict=True):
         assert timeline["end"] == pytest.approx(record.step_s, rel=2e-3)
     spans = [span for timeline in data["timelines"] for lane in timeline["lanes"] for span in lane["spans"]]
     for begin, end, kind, name, *_ in spans:

@@ -14,7 +14,7 @@ from meshweave.algorithms.block.roles import RING
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.tune.step.layers import StrategyAround
+from meshweave.tune.step.strategies import StrategyAround
 from sampling import examples
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
