@@ -57,21 +57,27 @@ class _Sizes:
         self.item = dtype_bytes(problem.dtype)
 
     def batch(self, dims: AxisDims) -> int:
+        """Return sequences of a tensor whose batch lies so on the mesh."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
+        """Return tokens of a sequence."""
         return largest_extent(self._mesh, self._sequence, dims)
 
     def tokens(self, dims: AxisDims) -> int:
+        """Return tokens of all sequences."""
         return self.batch(dims) * self.sequence(dims)
 
     def hidden(self, dims: AxisDims) -> int:
+        """Return elements of the residual of a token."""
         return largest_extent(self._mesh, Side("hidden", self.problem.hidden), dims)
 
     def inner(self, half: Half, unit: int, dims: AxisDims) -> int:
+        """Return elements of a half's inner dim, which is divided in whole units."""
         return largest_extent(self._mesh, Side("inner", half.units, unit), dims)
 
     def ring(self, roles: Roles) -> int:
+        """Return the ranks of a ring of attention; 1 without one."""
         return 1 if roles.ring_axis is None else self._mesh.shape[roles.ring_axis]
 
 
