@@ -99,6 +99,10 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_named(answers: list[dict
         assert "rank 3 is in program ring of 6 with rank 2 (call 1)" in said, said
 
 
+def test_a_rank_that_is_late_after_a_failed_agreement_waits_nowhere(answers: list[dict[str, Any]]) -> None:
+    assert [answer["first_calls"]["late after a circle"] for answer in answers] == [""] * 4
+
+
 def test_dims_that_a_tensor_does_not_have_are_refused(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["dims"].pop("negative") == [True, True]

@@ -83,7 +83,7 @@ def _said_by_all(
         quick = signed_store(_UNHEARD_S)
         return [rank for rank, key in zip(others, keys, strict=True) if not quick.check([key])]
 
-    with waiting(context, what, others, unheard) as overdue:
+    with _no_longer_waits(me), waiting(context, what, others, unheard) as overdue:
         store.set(_now(me), json.dumps([ranks, sequence.session, number, what]))
         store.set(sequence.words_key(number, me), spoken)
         pause_s = _FIRST_S
@@ -108,6 +108,17 @@ _begun = CountsPerWorld()
 
 def _now(rank: int) -> str:
     return f"meshweave/talk/now/{rank}"
+
+
+@contextlib.contextmanager
+def _no_longer_waits(rank: int) -> Iterator[None]:
+    """Take back what a rank says of where it waits if an error ends the wait: nobody is kept by that any more."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
+            signed_store(_UNHEARD_S).set(_now(rank), json.dumps([[], 0, 0, ""]))
+        raise
 
 
 def _check_same_talk(
