@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "engine.hpp"
+#include "gpu.hpp"
 #include "prove.hpp"
 #include "reader.hpp"
 #include "skeleton.hpp"
@@ -120,8 +121,8 @@ class Core {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine`, `estimate.chains` and "
-      "`ir.analysis.native_proof`.";
+  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine`, `simulate.gpu`, "
+      "`estimate.chains` and `ir.analysis.native_proof`.";
   static PyObject* const fault = PyErr_NewException("meshweave._core.ProgramFault", PyExc_Exception, nullptr);
   m.attr("ProgramFault") = nb::borrow(fault);
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -141,6 +142,38 @@ NB_MODULE(_core, m) {
         return static_cast<i64>(meshweave::prove(columns));
       },
       "columns"_a);
+  m.def(
+      "run_channel",
+      [](const nb::dict& given) {
+        const meshweave::Columns columns = columns_of(given);
+        meshweave::Column events;
+        {
+          nb::gil_scoped_release released;
+          events = meshweave::run_channel(columns);
+        }
+        return array_of(std::move(events));
+      },
+      "columns"_a);
+  m.def(
+      "run_gpus",
+      [](const nb::dict& given, i64 num_devices, i64 max_steps) {
+        const meshweave::Columns columns = columns_of(given);
+        meshweave::GpuResult result;
+        {
+          nb::gil_scoped_release released;
+          result = meshweave::run_gpus(columns, num_devices, max_steps, check_signals);
+        }
+        nb::dict out;
+        out["kernel_starts"] = array_of(std::move(result.kernel_starts));
+        out["kernel_ends"] = array_of(std::move(result.kernel_ends));
+        out["traffic"] = array_of(std::move(result.traffic));
+        out["bins"] = array_of(std::move(result.bins));
+        out["occupancy"] = array_of(std::move(result.occupancy));
+        out["waits"] = array_of(std::move(result.waits));
+        out["counters"] = array_of(std::move(result.counters));
+        return out;
+      },
+      "columns"_a, "num_devices"_a, "max_steps"_a = i64{1} << 40);
   nb::class_<meshweave::Rows>(m, "Rows")
       .def(nb::init<>())
       .def("__len__", [](const meshweave::Rows& rows) { return rows.values.size(); })

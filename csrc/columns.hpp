@@ -28,7 +28,7 @@ enum class Comm : i64 {
 };
 
 // VIEW_BYTES: a call moves the bytes of its views.
-enum Flag : i64 { TRANSPOSE_A = 1, TRANSPOSE_B = 2, TRACKED = 4, UPDATES = 8, VIEW_BYTES = 16 };
+enum Flag : i64 { TRANSPOSE_A = 1, TRANSPOSE_B = 2, TRACKED = 4, UPDATES = 8, VIEW_BYTES = 16, JOINS = 32 };
 
 enum class Statement : i64 { OP, ON, REPEAT, WHEN };
 

@@ -151,10 +151,11 @@ class Engine {
     ops_[op].pending = 1;
     if (row.kind == Kind::MATMUL && of.a && of.b && of.c && of.num_products) {
       const Tiles tiles = machine_.tiles(of, itemsize(row.src));
+      const i64 launch_ps = row.flags & JOINS ? 0 : machine_.launch_ps;  // of the whole product
       if (tiles.fill_bytes) {
-        begin(machine_.launch_ps, tiles.fill_bytes, machine_.memory_per_s, memory_only(rank), {FILL, op, 0, 0});
+        begin(launch_ps, tiles.fill_bytes, machine_.memory_per_s, memory_only(rank), {FILL, op, 0, 0});
       } else {
-        main_stage(op, product_flops(of), tiles.stream_bytes, machine_.launch_ps);
+        main_stage(op, product_flops(of), tiles.stream_bytes, launch_ps);
       }
     } else if (row.kind == Kind::CALL && of.a) {
       main_stage(op, of.a, of.b, machine_.launch_ps);

@@ -12,6 +12,8 @@ using i64 = std::int64_t;
 using u64 = std::uint64_t;
 using i32 = std::int32_t;
 using u32 = std::uint32_t;
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
 __extension__ typedef unsigned __int128 u128;  // exact products of amounts and picoseconds
 
 // The columns do not describe a program or a machine: a mistake of the caller.

@@ -29,14 +29,13 @@ import numpy as np
 from meshweave.calibrate.kernel_fit import fit_systolic
 from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.calibrate.tpu_compiler import (
-    TPU_TARGETS,
-    TpuTarget,
-    compiler_versions,
     draw_tpu_shapes,
+    hardware_of,
     product_cycles,
 )
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget, compiler_versions
 from meshweave.reproduce.kernels.score import Score, predicted
 from meshweave.reproduce.kernels.tables import tpu_page
 from meshweave.reproduce.meshslice.measured_mesh import local_shapes
@@ -88,7 +87,7 @@ class Group:
     def kernels(self, chosen: Any) -> ChipKernels:
         """Return kernels with the constants fitted on the chosen rows."""
         out_bytes = np.array([item_bytes(dtype) for dtype in self.out_dtypes[chosen]])
-        hardware, item = self.target.hardware, item_bytes(DTYPE)
+        hardware, item = hardware_of(self.target), item_bytes(DTYPE)
         constants = fit_systolic(self.sizes[chosen], self.seconds[chosen], hardware, item, out_bytes)
         return ChipKernels(self.target.name, "", products=((DTYPE, constants),))
 

@@ -28,6 +28,7 @@ PAPERS = {
     "AlpaComm, alpa": "alpacomm-alpa",
     "AlpaComm, alpa-messages": "alpacomm-alpa-messages",
     "ATP": "atp",
+    "T3": "t3",
 }
 MARKS = {"holds": "", "near": " ~", "differs": " x"}
 
@@ -159,6 +160,52 @@ def _of(paper: str) -> dict[str, str]:
     return {name.split(", ")[1]: stem for name, stem in PAPERS.items() if name.startswith(f"{paper}, ")}
 
 
+T3_ROWS = {
+    "ideal_overlap": "ideal overlap, % faster (the row that the machine was checked against)",
+    "t3": "T3, % faster",
+    "mca": "T3-MCA, % faster",
+    "large": "T3-MCA on larger models, % faster",
+    "traffic": "T3-MCA, % fewer DRAM accesses",
+    "scatter_reads": "reads of the reduce-scatter, sequential over T3-MCA",
+    "writes": "writes, % fewer",
+    "product_reads": "reads of the product, sequential over T3-MCA",
+    "split_all_reduce": "all-reduce with a share of the compute units, % longer",
+    "split_product": "product with a share of the compute units, % longer",
+    "training_counted": "training, % faster, counted",
+    "training_stated": "training, % faster, stated",
+    "prompt_counted": "prompt, % faster, counted",
+    "prompt_stated": "prompt, % faster, stated",
+    "ring_error": "reduce-scatter of 6 to 192 MB, % from theory",
+    "ring_error_with_sum": "the same with the memory time of the last sum",
+}
+
+
+def t3_table() -> str:
+    """Return the main numbers of T3 beside ours."""
+    lines = ["| | of | published | ours |", "|---|---|---:|---:|"]
+    for name, what in T3_ROWS.items():
+        for row in load("t3"):
+            if row["id"] == name:
+                lines.append(f"| {what} | {row['model']} | {row['published']:.4g} | {_cell(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def t3_orderings() -> str:
+    """Return a sentence about the orderings, and those that do not hold everywhere."""
+    saved = json.loads((RESULTS / "t3.json").read_text(encoding="utf-8"))["orderings"]
+    cases, holds = sum(one["cases"] for one in saved), sum(one["holds"] for one in saved)
+    whole = [one for one in saved if one["holds"] == one["cases"]]
+    lines = [
+        f"{len(saved)} orderings that the text states, in {cases} cases: {holds} cases hold, and {len(whole)} "
+        "orderings hold in all of theirs. The others:",
+        "",
+        "| ordering | holds in | of |",
+        "|---|---:|---:|",
+        *(f"| {one['statement']} | {one['holds']} | {one['cases']} |" for one in saved if one not in whole),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def readme() -> str:
     """Return README.md of this folder with its tables as they should be."""
     text = README.read_text(encoding="utf-8")
@@ -167,6 +214,8 @@ def readme() -> str:
         "readings": readings_table(),
         "slicing": beside(_of("Slicing")),
         "alpacomm": beside(_of("AlpaComm"), RIVAL_ROWS),
+        "t3": t3_table(),
+        "t3-orderings": t3_orderings(),
     }
     for name, table_text in tables.items():
         begin, end = (

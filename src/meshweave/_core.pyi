@@ -12,6 +12,21 @@ class ProgramFault(Exception):
 def prove(columns: Mapping[str, NDArray[np.int64]]) -> int:
     """The `ir.analysis.native_proof.Verdict` of a program. Raises ValueError for columns that describe none."""
 
+def run_channel(columns: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return (cycle, whether it is done, tag) of what happens to the requests of a memory channel, flat.
+
+    The columns are `timing`, `controller` and `requests` (csrc/gpu.hpp). Raises ValueError.
+    """
+
+def run_gpus(
+    columns: Mapping[str, NDArray[np.int64]], num_devices: int, max_steps: int = ...
+) -> dict[str, NDArray[np.int64]]:
+    """Simulate kernels on a ring of GPUs; csrc/gpu.hpp says what columns go in and come out.
+
+    Raises ProgramFault, also for a run of more than `max_steps` accesses and events; ValueError for columns that
+    describe nothing.
+    """
+
 class Rows:
     """Integers to which rows are appended."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from meshweave.algorithms.fused import RingReduceScatter, TileGranularity
+from meshweave.algorithms.fused import RingReduceScatter, Tiles
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 
@@ -17,4 +18,5 @@ def golden(name: str) -> Program:
 
 def test_t3_ring() -> None:
     entry = RingReduceScatter()
-    assert entry.program(next(entry.examples()), TileGranularity(2)) == golden("t3_ring")
+    problem = replace(next(entry.examples()), n=5)
+    assert entry.program(problem, Tiles(2, 3, "columns", 1)) == golden("t3_ring")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from meshweave.describe.machine import cluster_file, kernels_file
+from meshweave.describe.machine import cluster_file, gpu, kernels_file
 from meshweave.describe.model import model_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODELS = [
     model
-    for module in (cluster_file, kernels_file, model_file)
+    for module in (cluster_file, kernels_file, gpu, model_file)
     for model in vars(module).values()
     if isinstance(model, type) and issubclass(model, BaseModel) and model.__module__ == module.__name__
 ]
@@ -30,7 +30,8 @@ def test_the_page_is_up_to_date() -> None:
     assert committed == generate.page(), "run python docs/generate.py"
     limits = (DOCS / "reference" / "limits.md").read_text(encoding="utf-8")
     assert limits == generate.limits_page(), "run python docs/generate.py"
-    anchors = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", committed, re.MULTILINE)}
+    titles = re.findall(r"^#+ (.*)$", committed, re.MULTILINE)
+    anchors = {title.lower().replace(" ", "-").replace(".", "") for title in titles}
     assert set(re.findall(r"\]\(#(.*?)\)", committed)) <= anchors
 
 

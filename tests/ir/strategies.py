@@ -80,7 +80,15 @@ _BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "str": words,
     "Over": st.sampled_from(["tp.row", "tp", "pp.stage", (0, 2), (5,)]),
     "Sizes": st.none() | indices | st.lists(st.integers(0, 9), max_size=4).map(tuple),
-    "Release | None": st.none() | st.builds(Release, st.integers(0, 2), indices, indices, st.booleans()),
+    "Release | None": st.none()
+    | st.builds(
+        Release,
+        st.lists(indices, max_size=2).map(tuple),
+        st.sampled_from(["", "rows", "columns"]),
+        indices,
+        st.booleans(),
+        st.booleans(),
+    ),
     "CollectiveStep | None": st.none()
     | st.builds(CollectiveStep, words, indices, indices, st.just("") | words),
 }

@@ -121,7 +121,8 @@ def test_broken_programs_raise_our_errors_only(text: str) -> None:
 
 _PIECES = """
     -1 0 3 True None 'sum' 'tp.row' (1,2) () (0,0) f(1) x.y a[0] tp.col s p//0 S(5) T(0,3,1) P tp[R,R] at(0,c)
-    at(-1,acc) c acc release(dim=7) release(tile=0) blocked(0,1,0) blocked(0,9,3) compute tp (0,1)[s] (1,)[4]
+    at(-1,acc) c acc release(tile=(0,)) release(tile=(1,2,3,4)) release(order="x")
+    blocked(0,1,0) blocked(0,9,3) compute tp (0,1)[s] (1,)[4]
 """
 PIECES = _PIECES.split()
 

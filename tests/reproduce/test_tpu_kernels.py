@@ -12,17 +12,17 @@ import pytest
 from meshweave.base.errors import UnsupportedError
 from meshweave.calibrate import tpu_compiler
 from meshweave.calibrate.tpu_compiler import (
-    TPU_TARGETS,
     calibrate_tpu,
     draw_tpu_shapes,
     expected_cycles,
-    has_tpu_compiler,
     product_cycles,
 )
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.kernels import SystolicConstants
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
+from meshweave.execute.jax import tpu
+from meshweave.execute.jax.tpu import TPU_TARGETS, has_tpu_compiler
 from meshweave.reproduce.kernels import score as score_module
 from meshweave.reproduce.kernels.score import score_kernels
 from meshweave.reproduce.kernels.tables import tpu_page
@@ -83,7 +83,7 @@ def test_shapes_and_cycles() -> None:
 def test_the_command_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tpu_compiler, "has_tpu_compiler", lambda: False)
+    monkeypatch.setattr(tpu, "has_tpu_compiler", lambda: False)
     out = str(tmp_path / "mine.toml")
     assert run_app(["calibrate", "--device", "tpu-v5e", "--out", out]) == 2
     assert "pip install 'meshweave[tpu]'" in capsys.readouterr().err
@@ -118,11 +118,11 @@ def test_the_compiler_still_expects_the_kept_cycles(name: str) -> None:
     kept = FIT["read_products"]()[TPU_TARGETS[name].name, "bfloat16"]
     shapes = [shape for shape in kept if 2 * np.prod(shape) < 1e10][:10]
     cycles = list(product_cycles(TPU_TARGETS[name], shapes))
-    used = ", ".join(f"{package} {number}" for package, number in tpu_compiler.compiler_versions().items())
+    used = ", ".join(f"{package} {number}" for package, number in tpu.compiler_versions().items())
     within = 0.0 if used == FIT["VERSIONS"] else 0.1
     assert cycles == pytest.approx([kept[shape] for shape in shapes], rel=within, abs=0)
 
 
 def test_unknown_targets_are_named() -> None:
     with pytest.raises(UnsupportedError, match="there is no TPU 'v5e'"):
-        tpu_compiler.tpu_target("v5e")
+        tpu.tpu_target("v5e")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_programs import fused, sequential, small_gpu
 from random_programs import random_machine, random_program
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
@@ -26,6 +27,8 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _sized, _work_flops
+from meshweave.simulate.gpu import Arbiter, lower
+from meshweave.simulate.gpu.run import columns_of, run_channel, run_gpus
 
 Data = dict[Any, Any]
 
@@ -35,6 +38,7 @@ SECONDS = 60
 """For one case, instrumented code on a busy machine included; almost all take milliseconds."""
 MAX_OPS = 5000
 """What a caller lets a program have bounds what the core may spend on it."""
+MAX_GPU_STEPS = 200_000
 NUM_PROGRAMS = 60
 
 EXTREMES = (
@@ -105,6 +109,45 @@ def skeleton_base(number: int) -> Any:
     return skeleton_code(skeleton, lambda work: getattr(work, "part_bytes", 5) + 3)
 
 
+@cache
+def gpu_base(number: int) -> Data:
+    """Columns of a few products and collectives on a small GPU, and of requests to its memory."""
+    draw = random.Random(number)
+    num_ranks = draw.choice([2, 3])
+    program = draw.choice([sequential, fused])(32 * num_ranks, 32, draw.choice([16, 40]), num_ranks)
+    gpu = small_gpu()
+    arbiter = Arbiter(
+        draw.choice(["round-robin", "compute-first", "communication-aware"]), draw.choice([0, 5])
+    )
+    arrivals = sorted(draw.randrange(300) for _ in range(draw.randint(0, 60)))
+    requests = [
+        (draw.randrange(2), arrival, draw.randrange(16), draw.randrange(4), 4, draw.randrange(3), tag)
+        for tag, arrival in enumerate(arrivals)
+    ]
+    return {
+        **columns_of(lower(program, gpu), gpu, 10**11, draw.choice([10**5, 10**6]), arbiter),
+        "requests": np.array(requests, dtype=np.int64).reshape(-1),
+    }
+
+
+def gpu_case(draw: random.Random) -> str:
+    """Damaged columns for GPUs in detail, or for one memory channel."""
+    columns = damaged(draw, gpu_base(draw.randrange(NUM_PROGRAMS)))
+    try:
+        if draw.random() < 0.3:
+            events = run_channel(columns)
+            assert events.size == 6 * (columns["requests"].size // 7) and (events >= 0).all()
+            return "runs"
+        num_gpus = draw.choice([1, 1, 1, 1, 2, 2, 3, draw.choice([0, -1, 2**40])])
+        out = run_gpus(columns, num_gpus, MAX_GPU_STEPS)
+    except ValueError:
+        return "refused"
+    except ProgramFault:
+        return "cannot run"
+    assert (out["kernel_ends"] >= out["kernel_starts"]).all() and (out["traffic"] >= 0).all()
+    return "runs"
+
+
 def other_value(draw: random.Random, values: Any) -> Any:
     at, out = draw.randrange(values.size), values.copy()
     choices = [draw.choice(EXTREMES), draw.randint(-3, 9), int(values[at]) + draw.choice([-1, 1])]
@@ -158,6 +201,8 @@ def damaged(draw: random.Random, data: Data) -> Data:
 def case(seed: int) -> str:
     """What became of one case; whatever is raised besides what the core documents goes up."""
     draw = random.Random(seed)
+    if draw.random() < 0.15:
+        return gpu_case(draw)
     if draw.random() < 0.2:
         code = skeleton_base(draw.randrange(NUM_PROGRAMS))
         for _ in range(draw.choice([1, 1, 2, 3])):

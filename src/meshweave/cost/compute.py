@@ -66,7 +66,9 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
 
 
 def shape_s(work: Compute, chip: Chip) -> float | None:
-    """Return the seconds of work by its shape, launch included; None where the chip has no constants for it.
+    """Return the seconds of work by its shape; None where the chip has no constants for it.
+
+    The launch is included, but for a product that joins the kernel of the one before.
 
     Raises:
         UnsupportedError: the chip has a table of products, and `work` is outside of it; see `cost.product_table`.
@@ -76,7 +78,13 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
         return None
     if work.kind == "matmul" or work.call == "matmul":
         m, n, k = work.dims if work.kind == "matmul" else (*work.shape, 0, 0, 0)[:3]
-        return _product_s(kernels, work.dtype, (m, n, k), work.num_products) if m * n * k else None
+        seconds = _product_s(kernels, work.dtype, (m, n, k), work.num_products) if m * n * k else None
+        of = kernels.product(work.dtype)
+        return (
+            max(seconds - of.launch_s, 0.0)
+            if seconds is not None and of is not None and work.joins
+            else seconds
+        )
     constants = kernels.attention_of(work.dtype)
     if work.call in ("attention", "causal_attention") and constants is not None and len(work.shape) == 5:
         return _attention_s(constants, work)

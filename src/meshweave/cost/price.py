@@ -85,7 +85,7 @@ def price(
         tiles = tile_traffic(work, chip)
         ends_ps = work_ps(tiles.fill_bytes, memory) + work_ps(tiles.drain_bytes, memory)
         return Price(
-            to_ps(chip.launch_s),
+            0 if work.joins else to_ps(chip.launch_s),
             0,
             engine_amount(work, chip),
             int(chip.effective_flops_per_s),

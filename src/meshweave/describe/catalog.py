@@ -27,8 +27,13 @@ def kernels_names() -> tuple[str, ...]:
     return _names("kernels")
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Return the catalog names of GPUs in detail, sorted."""
+    return _names("gpus")
+
+
 def catalog_text(kind: str, name: str) -> str:
-    """Return the TOML text of a catalog entry; `kind` is `clusters`, `models` or `kernels`.
+    """Return the TOML text of a catalog entry; `kind` is `clusters`, `models`, `kernels` or `gpus`.
 
     Raises:
         DescriptionError: the catalog has no such entry; the error names the nearest one.

@@ -52,6 +52,7 @@ class Compute:
         dtype: the dtype of the arithmetic, which has a rate of its own; "" where nobody says.
         call, shape, part: of a call, its `work`, the sizes that it is counted by, and which part of a stage
             it is.
+        joins: whether a product is launched with the one before, as part of one kernel.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Compute:
     call: str = ""
     shape: tuple[int, ...] = ()
     part: str = ""
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,8 @@ def work_of(program: Program, op: Op) -> Work:
             shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
             if isinstance(shape, str):
                 raise ProgramError(shape, op=op.title)
-            return product_work(shape, program.buffer_of[op.a.buffer].dtype)
+            work = product_work(shape, program.buffer_of[op.a.buffer].dtype)
+            return replace(work, joins=True) if joins_product(op) else work
         case Copy() | Add() | Zero():
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
         case Call():
@@ -222,6 +225,11 @@ def work_of(program: Program, op: Op) -> Work:
         case AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute():
             return _collective(program, op)
     raise AssertionError(op)
+
+
+def joins_product(op: Matmul) -> bool:
+    """Return whether a product is one kernel with the one before it in its lane."""
+    return op.release is not None and op.release.joins
 
 
 def ring_hops(op: Permute) -> int:

@@ -13,6 +13,7 @@ from meshweave.reproduce.papers import (
     reproduce_atp,
     reproduce_meshslice,
     reproduce_slicing,
+    reproduce_t3,
     reproduce_zero_bubble,
     select,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "reproduce_atp",
     "reproduce_meshslice",
     "reproduce_slicing",
+    "reproduce_t3",
     "reproduce_zero_bubble",
     "select",
 ]

@@ -55,15 +55,16 @@ def _written(reproduction: Reproduction, directory: Path, png: bool) -> Iterator
     for figure in reproduction.figures:
         name = f"{stem}-figure-{figure.number}"
         panels = pictures(figure)
+        files = {panel: f"{name}-{panel.replace(' ', '-')}.svg" for panel in panels}
         for panel, svg in panels.items():
-            path = _write(directory / f"{name}-{panel}.svg", svg)
+            path = _write(directory / files[panel], svg)
             yield path
             if png:
                 path.with_suffix(".png").write_bytes(to_png(svg))
                 yield path.with_suffix(".png")
-        links = "".join(f"![{panel}]({name}-{panel}.svg)\n" for panel in panels)
+        links = "".join(f"![{panel}]({file})\n" for panel, file in files.items())
         yield _write(directory / f"{name}.md", f"{figure.markdown()}\n{links}")
-        figure_alone = replace(reproduction, rows=(), figures=(figure,))
+        figure_alone = replace(reproduction, rows=(), figures=(figure,), orderings=())
         yield _write(directory / f"{name}.json", _json(figure_alone.to_json()))
 
 

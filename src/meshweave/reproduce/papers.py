@@ -1,5 +1,5 @@
 """One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`, `reproduce_atp`,
-`reproduce_zero_bubble`.
+`reproduce_zero_bubble`, `reproduce_t3`.
 
 Each returns a `Reproduction`: rows (published number, our value, verdict) and the paper's figures as data.
 `meshweave.reproduce.tables` and `meshweave.reproduce.output` turn it into Markdown, JSON, HTML and pictures.
@@ -14,6 +14,7 @@ from dataclasses import replace
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.gpu import load_gpu
 from meshweave.reproduce.alpacomm import figures as alpacomm_figures
 from meshweave.reproduce.alpacomm import readings as alpacomm_readings
 from meshweave.reproduce.alpacomm import rows as alpacomm_rows
@@ -35,19 +36,27 @@ from meshweave.reproduce.slicing import readings as slicing_readings
 from meshweave.reproduce.slicing import rows as slicing_rows
 from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
 from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
+from meshweave.reproduce.t3 import figures as t3_figures
+from meshweave.reproduce.t3 import groups as t3_groups
+from meshweave.reproduce.t3 import orderings as t3_orderings
+from meshweave.reproduce.t3 import rows as t3_rows
+from meshweave.reproduce.t3.study import GPU as T3_GPU
+from meshweave.reproduce.t3.study import GPU_2X as T3_GPU_2X
+from meshweave.reproduce.t3.study import T3Study
 from meshweave.reproduce.verdict import JudgedRow
 from meshweave.reproduce.zero_bubble import rows as zero_bubble_rows
 from meshweave.reproduce.zero_bubble.readings import HOSTS as ZERO_BUBBLE_HOSTS
 from meshweave.reproduce.zero_bubble.study import ZeroBubbleStudy
 
 MESHSLICE, SLICING, ALPACOMM = meshslice_rows.PAPER, slicing_rows.PAPER, alpacomm_rows.PAPER
-ATP, ZERO_BUBBLE = atp_rows.PAPER, zero_bubble_rows.PAPER
+ATP, ZERO_BUBBLE, T3 = atp_rows.PAPER, zero_bubble_rows.PAPER, t3_rows.PAPER
 FIGURES: dict[str, tuple[int, ...]] = {
     MESHSLICE: tuple(meshslice_figures.FIGURES),
     SLICING: tuple(slicing_figures.MACHINES),
     ALPACOMM: tuple(alpacomm_figures.FIGURES),
     ATP: tuple(atp_figures.FIGURES),
     ZERO_BUBBLE: (),
+    T3: tuple(t3_figures.FIGURES),
 }
 """The numbers of the figures that are computed, by paper."""
 EVERYTHING = Selection()
@@ -332,6 +341,45 @@ def reproduce_zero_bubble(
         "findings": list(summary.findings),
     }
     return Reproduction(ZERO_BUBBLE, summary, inputs, rows, figures)
+
+
+def reproduce_t3(
+    selection: Selection = EVERYTHING, *, progress_bar: ProgressBar = no_progress_bar
+) -> Reproduction:
+    """Compute the sub-layers of T3's evaluation and its figures 4, 6 and 14 to 20, down to the memory controller.
+
+    All simulations of a whole reproduction run first, two at a time; those of a selection when they are needed.
+
+    Args:
+        selection: the rows and figures to compute.
+        progress_bar: shows how many simulations, rows and figures are done.
+    """
+    study = T3Study()
+    if () in (selection.rows, selection.figures):
+        with progress_bar("simulations") as progress:
+            study.prefetch(t3_groups.every_job(), progress)
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: t3_rows.rows(study, ids, progress),
+        lambda numbers, progress: t3_figures.figures(study, numbers, progress),
+        progress_bar,
+    )
+    gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
+    summary = PaperSummary(
+        "T3",
+        "Pati, Aga, Islam, Jayasena, Sinclair: T3: Transparent Tracking & Triggering for Fine-grained Overlap of "
+        "Compute & Collectives (ASPLOS '24, doi 10.1145/3620665.3640410).",
+        tuple((gpu.name, gpu.source) for gpu in gpus),
+        "simulation of one GPU of a ring down to its memory controllers, fp16",
+        t3_rows.findings(rows),
+        subject="of",
+    )
+    inputs = {
+        "gpus": [{"name": name, "source": source} for name, source in summary.machines],
+        "findings": list(summary.findings),
+    }
+    orderings = t3_orderings.orderings(study) if selection.rows == () else ()
+    return Reproduction(T3, summary, inputs, rows, figures, T3, orderings)
 
 
 def _compute(

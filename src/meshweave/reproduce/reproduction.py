@@ -48,6 +48,38 @@ class PaperSummary:
 
 
 @dataclass(frozen=True)
+class CheckedOrdering:
+    """Which of two sizes a paper says is the larger one, checked in all cases that it speaks of.
+
+    Attributes:
+        statement: what the paper says, in our words.
+        where: the figure or section.
+        cases: the number of cases.
+        wrong: those in which ours are the other way round.
+    """
+
+    statement: str
+    where: str
+    cases: int
+    wrong: tuple[str, ...]
+
+    @property
+    def holds(self) -> int:
+        """Return the number of cases in which it holds."""
+        return self.cases - len(self.wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "statement": self.statement,
+            "where": self.where,
+            "cases": self.cases,
+            "holds": self.holds,
+            "wrong": list(self.wrong),
+        }
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """The rows and figures of a paper, computed again.
 
@@ -55,6 +87,7 @@ class Reproduction:
         paper: the paper's short name.
         file_stem: the beginning of the names of its files, if not `stem`'s own choice.
         inputs: what the JSON says of the run besides its rows and figures: clusters, reading, batches, findings.
+        orderings: the orderings that the text states, where they are checked one by one.
     """
 
     paper: str
@@ -63,6 +96,7 @@ class Reproduction:
     rows: tuple[JudgedRow, ...]
     figures: tuple[Figure, ...]
     file_stem: str = ""
+    orderings: tuple[CheckedOrdering, ...] = ()
 
     @property
     def stem(self) -> str:
@@ -78,5 +112,6 @@ class Reproduction:
             "paper": self.paper,
             **self.inputs,
             "rows": [row.to_json() for row in self.rows],
+            **({"orderings": [one.to_json() for one in self.orderings]} if self.orderings else {}),
             "figures": [figure.to_json() for figure in self.figures],
         }

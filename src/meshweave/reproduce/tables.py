@@ -6,9 +6,10 @@ from html import escape
 
 from meshweave.report.page import page, table
 from meshweave.reproduce.pictures import pictures
-from meshweave.reproduce.reproduction import Reproduction
+from meshweave.reproduce.reproduction import CheckedOrdering, Reproduction
 from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, JudgedRow, count_verdicts
 
+ORDERINGS_HEAD = ("ordering", "holds in", "of", "where", "not in")
 HEAD = ("what", "model", "published", "ours", "unit", "verdict", "where", "remark")
 _COLOURS = {HOLDS: "#2a9d76", NEAR: "#b8860b", DIFFERS: "#c23b3b"}
 
@@ -24,6 +25,11 @@ def cells(row: JudgedRow) -> tuple[str, ...]:
     return row.what, row.model, published, ours, row.unit, row.verdict, row.where, row.remark
 
 
+def ordering_cells(one: CheckedOrdering) -> tuple[str, ...]:
+    """Return the cells of an ordering, in the order of `ORDERINGS_HEAD`."""
+    return one.statement, str(one.holds), str(one.cases), one.where, "; ".join(one.wrong)
+
+
 def verdict_summary(reproduction: Reproduction) -> str:
     """Return a sentence: how many rows there are, how many count, and how many of these have each verdict."""
     rows, summary = reproduction.rows, reproduction.summary
@@ -33,11 +39,14 @@ def verdict_summary(reproduction: Reproduction) -> str:
 
 
 def markdown(reproduction: Reproduction) -> str:
-    """Return the rows as a Markdown table, with the findings below."""
+    """Return the rows as a Markdown table, with orderings and findings below."""
     findings = reproduction.summary.findings
     lines = [verdict_summary(reproduction), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in reproduction.rows]
+    if reproduction.orderings:
+        lines += ["", f"| {' | '.join(ORDERINGS_HEAD)} |", "|---|---:|---:|---|---|"]
+        lines += [f"| {' | '.join(ordering_cells(one))} |" for one in reproduction.orderings]
     lines += ["", *(f"- {finding}" for finding in findings)] if findings else []
     return "\n".join(lines) + "\n"
 
@@ -58,6 +67,7 @@ def html(reproduction: Reproduction) -> str:
         f'<p class="quiet">{escape(summary.citation)}</p>',
         f'<p class="lead">{escape(verdict_summary(reproduction))}</p>',
         table(HEAD, lines, left) if reproduction.rows else "",
+        _orderings(reproduction),
         *(f"<p>{escape(finding)}</p>" for finding in summary.findings),
     ]
     for figure in reproduction.figures:
@@ -72,6 +82,13 @@ def html(reproduction: Reproduction) -> str:
     for name, source in summary.machines:
         parts.append(f'<p class="quiet">Constants of {escape(name)}: {escape(source)}</p>')
     return page(title, "\n".join(parts))
+
+
+def _orderings(reproduction: Reproduction) -> str:
+    if not reproduction.orderings:
+        return ""
+    lines = [("", [escape(cell) for cell in ordering_cells(one)]) for one in reproduction.orderings]
+    return f"<h2>Orderings</h2>{table(ORDERINGS_HEAD, lines, ('ordering', 'where', 'not in'))}"
 
 
 def _cell(cell: str | float | None) -> str:

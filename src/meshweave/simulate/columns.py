@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from meshweave.ir.work import (
     axis_of,
     call_dtype,
     counts_view_bytes,
+    joins_product,
     matmul_work,
     require_local_operands,
 )
@@ -109,7 +111,8 @@ class Columns(TemplateColumns):
             op = self._ops[row]
             if isinstance(op, Matmul):
                 dtype = self.program.buffer_of[op.a.buffer].dtype
-                out.append(matmul_work(a, b, c, dtype, num_products))
+                work = matmul_work(a, b, c, dtype, num_products)
+                out.append(replace(work, joins=joins_product(op)))
                 continue
             assert isinstance(op, Call)
             dtype, shape = call_dtype(self.program, op), tuple(sizes[:count])

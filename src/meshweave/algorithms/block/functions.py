@@ -22,12 +22,13 @@ import numpy as np
 from meshweave.algorithms.block.problem import BlockProblem
 
 Values = Any
-"""A numpy array or a torch tensor."""
+"""A numpy array, a torch tensor or a jax array."""
 
 
 def array_module(x: Any) -> Any:
-    """Return the module whose functions take `x`: numpy or torch."""
-    return sys.modules[type(x).__module__.partition(".")[0]]
+    """Return the module whose functions take `x`: numpy, torch or jax.numpy."""
+    package = type(x).__module__.partition(".")[0]
+    return sys.modules["jax.numpy" if package in ("jax", "jaxlib") else package]
 
 
 class BlockFunctions(ABC):
@@ -232,8 +233,10 @@ class BlockFunctions(ABC):
             return so_far
         terms = (dx * is_here[..., None]).reshape(math.prod(tokens.shape), dx.shape[-1])
         rows = rows.reshape(math.prod(tokens.shape))
-        if array_module(dx) is not np:
+        if hasattr(so_far, "index_add"):
             return so_far.index_add(0, rows, terms)
+        if hasattr(so_far, "at"):
+            return so_far.at[rows].add(terms)
         total = so_far.copy()
         np.add.at(total, rows, terms)
         return total
@@ -283,7 +286,7 @@ def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
     rows = tokens - first
     is_here = (rows >= 0) & (rows < vocabulary.shape[0])
     rows = rows * is_here
-    return (rows.astype(np.int64) if array_module(rows) is np else rows.long()), is_here
+    return (rows.long() if hasattr(rows, "long") else rows.astype(int)), is_here
 
 
 def over_rows(x: Values) -> Values:
@@ -293,9 +296,9 @@ def over_rows(x: Values) -> Values:
 
 def like(values: Any, x: Values) -> Values:
     """Return a numpy array as an array of the kind, dtype and device of `x`."""
-    if array_module(x) is np:
-        return np.asarray(values, dtype=x.dtype)
-    return x.new_tensor(values)
+    if hasattr(x, "new_tensor"):
+        return x.new_tensor(values)
+    return array_module(x).asarray(values, dtype=x.dtype)
 
 
 def as_numbers(truth: Values, x: Values) -> Values:

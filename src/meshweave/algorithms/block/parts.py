@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block.assembly import batch_dims, equations, tensors_of
-from meshweave.algorithms.block.pieces import WRITERS, Piece
+from meshweave.algorithms.block.pieces import WRITERS, LayersPiece, Piece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.roles import Roles
@@ -20,7 +20,7 @@ from meshweave.algorithms.block.sides import layout_of
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.memory import Recompute
-from meshweave.ir.program import Buffer, Lane, On, Program, Statement
+from meshweave.ir.program import Buffer, Lane, On, Program, Statement, Tensor
 from meshweave.ir.program.meanings import Meaning, Same, sources_of
 from meshweave.ir.program.ops import READ, Call, Matmul
 from meshweave.ir.program.statements import ops_of
@@ -64,6 +64,29 @@ def write_parts(
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
+    return parts_of_writer(
+        layers, writer, name, tensors_of(problem, roles), equations(problem, roles), recompute=recompute
+    )
+
+
+def parts_of_writer(
+    layers: LayersPiece,
+    writer: ProgramWriter,
+    name: str,
+    tensors: list[Tensor],
+    meanings: list[Meaning],
+    *,
+    recompute: Recompute = "none",
+) -> BlockParts:
+    """Return both parts of what a piece writes with its writer.
+
+    Args:
+        tensors: those of the piece, of which each part declares what it needs.
+        meanings: the equations of the piece, of which each part has those that lead to its outputs.
+
+    Raises UnsupportedError as `write_parts` does.
+    """
+    mesh = writer.mesh
     layers.declare()
     layers.write_forward()
     writer.cut()
@@ -76,8 +99,8 @@ def write_parts(
         layout = layout_of(mesh, landed.sides, landed.dims)
         writer.buffers[landed.buffer] = replace(writer.buffers[landed.buffer], layout=layout)
     kept = _kept(writer, first, back)
-    forward = _part(writer, roles, f"{name}, forward", first, kept, is_backward=False)
-    backward = _part(writer, roles, f"{name}, backward", back, kept, is_backward=True)
+    forward = _part(writer, f"{name}, forward", first, kept, tensors, meanings, is_backward=False)
+    backward = _part(writer, f"{name}, backward", back, kept, tensors, meanings, is_backward=True)
     sums = {
         landed.buffer: tuple(
             axis for axis, dim in zip(mesh.axes, landed.dims, strict=True) if dim == "partial"
@@ -142,10 +165,11 @@ def _kept(writer: ProgramWriter, forward: Iterable[Statement], back: Iterable[St
 
 def _part(
     writer: ProgramWriter,
-    roles: Roles,
     name: str,
     statements: tuple[Statement, ...],
     kept: tuple[str, ...],
+    tensors: list[Tensor],
+    meanings: list[Meaning],
     *,
     is_backward: bool,
 ) -> Program:
@@ -160,7 +184,7 @@ def _part(
         elif kind == "output" and is_backward != (buffer.tensor or "").startswith(BACKWARD):
             kind = "temp"
         buffers.append(replace(buffer, kind=kind))
-    meanings = _reaching(equations(writer.problem, roles), buffers)
+    meanings = _reaching(meanings, buffers)
     needed = {buffer.tensor for buffer in buffers} | {
         tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))
     }
@@ -170,7 +194,7 @@ def _part(
     return Program(
         name,
         (writer.mesh,),
-        tuple(tensor for tensor in tensors_of(writer.problem, roles) if tensor.name in needed),
+        tuple(tensor for tensor in tensors if tensor.name in needed),
         tuple(buffers),
         tuple(lane for key, lane in lanes.items() if key in wanted or key in included) or (Lane("compute"),),
         (On(writer.mesh.name, statements),),

@@ -242,4 +242,4 @@ def _wide(x: Values) -> Values:
     """Return an array of halves in single precision, any other as it is."""
     if x.dtype.itemsize != 2:
         return x
-    return x.astype(np.float32) if array_module(x) is np else x.float()
+    return x.float() if hasattr(x, "float") else x.astype(np.float32)

@@ -1,9 +1,32 @@
-"""Fused products: communication that starts as tiles of a product are finished."""
+"""Fused products: communication that starts as tiles of a product are finished, or that starts its tiles."""
 
 from __future__ import annotations
 
-from meshweave.algorithms.fused.ring_reduce_scatter import RingReduceScatter, TileGranularity
+from meshweave.algorithms.fused.all_gather import AllGatherAtConsumer
+from meshweave.algorithms.fused.all_to_all import FusedAllToAll
+from meshweave.algorithms.fused.direct_reduce_scatter import DirectReduceScatter
+from meshweave.algorithms.fused.looped_reduce_scatter import LoopedReduceScatter
+from meshweave.algorithms.fused.product import NoChoice, Tiles
+from meshweave.algorithms.fused.ring_reduce_scatter import RingReduceScatter
+from meshweave.algorithms.fused.sequential import SequentialReduceScatter
 
-ENTRIES = (RingReduceScatter(),)
+ENTRIES = (
+    RingReduceScatter(),
+    DirectReduceScatter(),
+    AllGatherAtConsumer(),
+    FusedAllToAll(),
+    SequentialReduceScatter(),
+    LoopedReduceScatter(),
+)
 
-__all__ = ["ENTRIES", "RingReduceScatter", "TileGranularity"]
+__all__ = [
+    "ENTRIES",
+    "AllGatherAtConsumer",
+    "DirectReduceScatter",
+    "FusedAllToAll",
+    "LoopedReduceScatter",
+    "NoChoice",
+    "RingReduceScatter",
+    "SequentialReduceScatter",
+    "Tiles",
+]

@@ -38,6 +38,8 @@ class Chip:
         call_flops_per_s: (kind of work, FLOP/s) of calls, such as norms, that run at a rate of their own.
         pack_launch_s, pack_bytes_per_s: what a strided view costs at either end of a message: seconds to start
             packing it, and bytes of it per second. A rate of 0 packs for nothing.
+        gpu: name or file of the GPU in detail (`describe.machine.gpu`) on which programs are simulated down to its
+            memory; empty where rates say all.
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
 
@@ -59,6 +61,7 @@ class Chip:
     kernels: ChipKernels | None = None
     pack_launch_s: float = 0.0
     pack_bytes_per_s: float = 0.0
+    gpu: str = ""
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:

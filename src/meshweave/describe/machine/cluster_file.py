@@ -25,6 +25,7 @@ from meshweave.describe.files import (
     validate_table,
 )
 from meshweave.describe.machine.chip import WORK_KINDS, Chip
+from meshweave.describe.machine.gpu import gpu_reference
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.network import (
     COMM_KINDS,
@@ -96,10 +97,16 @@ class ChipFile(FileModel):
         "folder (left out: one rate for all shapes)",
     )
 
+    gpu: str | None = Field(
+        None,
+        description="the GPU in detail on which `meshweave simulate` runs programs, down to its memory: an entry "
+        "of the catalog or a file, found from this one's folder (left out: the rates above alone)",
+    )
+
     def chip(self, source: str, folder: Path | None = None) -> Chip:
         """Return the chip that this table describes; `source` stands in if the table names none.
 
-        `folder` is where a file of kernels is found from. Raises DescriptionError where there is none.
+        `folder` is where files of kernels and GPUs are found from. Raises DescriptionError where there is none.
         """
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s
@@ -119,6 +126,7 @@ class ChipFile(FileModel):
             load_kernels(self.kernels, folder) if self.kernels else None,
             self.pack_launch_s,
             self.pack_bytes_per_s,
+            gpu_reference(self.gpu, folder) if self.gpu else "",
         )
 
 

@@ -18,6 +18,7 @@ from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     CALL_PARTS,
+    TILE_ORDERS,
     Accumulate,
     Add,
     AllGather,
@@ -35,6 +36,7 @@ from meshweave.ir.program.ops import (
     Recv,
     Reduce,
     ReduceScatter,
+    Release,
 )
 from meshweave.ir.program.product_shapes import product_shape
 from meshweave.ir.program.views import View
@@ -106,8 +108,18 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
             )
             _check_work(check, op)
     if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
-        check.dim(op.release.dim, op.out)
-        check.require(int(op.release.tile) >= 1, "releases tiles of no elements", op.out.buffer)  # type: ignore[arg-type]
+        _check_release(check, op.release, op.out)
+
+
+def _check_release(check: _Check, release: Release, out: View) -> None:
+    """Raise ProgramError for tiles of no elements or of more dims than `out`, or in an unknown order."""
+    tile, dims = release.tile, len(out.selectors)
+    check.require(len(tile) <= dims, f"releases tiles of {len(tile)} dims of a view of {dims}", out.buffer)
+    check.require(all(int(size) >= 1 for size in tile), "releases tiles of no elements", out.buffer)  # type: ignore[arg-type]
+    known = " or ".join(f"'{order}'" for order in TILE_ORDERS[1:])
+    check.require(
+        release.order in TILE_ORDERS, f"releases tiles by {known}, not '{release.order}'", out.buffer
+    )
 
 
 def _check_work(check: _Check, op: Call) -> None:

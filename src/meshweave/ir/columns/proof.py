@@ -21,6 +21,7 @@ from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
+    TILE_ORDERS,
     Accumulate,
     AllReduce,
     AllToAll,
@@ -129,9 +130,9 @@ class ProofColumns(TemplateColumns):
         return self._steps.setdefault(key, len(self._steps))
 
     def _check_release(self, number: int, release: Release, op: Op) -> None:
-        if not 0 <= release.dim < len(op.out.selectors):  # type: ignore[attr-defined]
-            raise UnknownError("releases along a dim that there is not")
-        self._check(number, (release.tile,), 1)
+        if len(release.tile) > len(op.out.selectors) or release.order not in TILE_ORDERS:  # type: ignore[attr-defined]
+            raise UnknownError("releases along a dim, or in an order, that there is not")
+        self._check(number, release.tile, 1)
         self._check(number, (release.first,))
 
     def _check_call(self, number: int, op: Call) -> None:

@@ -87,6 +87,7 @@ _OP, _ON, _REPEAT, _WHEN = range(4)
 _VIEW, _SELECTOR, _ACCESS = 5, 6, 3
 """Numbers per view, selector and access."""
 _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
+_JOINS = 32
 
 
 class TemplateColumns:
@@ -350,7 +351,7 @@ class TemplateColumns:
         else:
             fields[OUT] = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
-            fields[FLAGS] |= _TRACKED
+            fields[FLAGS] |= _TRACKED | _JOINS * op.release.joins
         if isinstance(op, (Send, Permute)) and op.step is not None:
             fields[COMM] = COMM_KINDS.index(op.step.collective)
             fields[STEP_INDEX] = self.expressions.number(op.step.index)

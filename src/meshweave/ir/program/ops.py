@@ -28,20 +28,33 @@ UPDATE: Literal["update"] = "update"
 Mode = Literal["read", "write", "update"]
 
 
+TileOrder = Literal["", "rows", "columns"]
+TILE_ORDERS: tuple[TileOrder, ...] = ("", "rows", "columns")
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """The release of an op's output tile by tile while the op runs, instead of all at its end.
 
-    Tiles of `tile` elements along output dim `dim` are released in order from tile number `first`, wrapping
-    around. With `update` a tile is added to its target (near-memory op-and-store), else stored. An op that reads
-    a region later in the program waits for all released writes to it. This derived dependence is T3's track and
-    trigger (section 4) and needs no fence.
+    An op that reads a region later in the program waits for all released writes to it. This derived dependence is
+    T3's track and trigger (section 4) and needs no fence. A product whose regions go to different memories is
+    described by `ir.program.regions`: in ops, a product for each region, each of which joins the one before.
+
+    Attributes:
+        tile: elements of a tile along the first dims of the output, whose other dims are whole. () leaves the tile
+            to the machine.
+        order: tiles one after another along the "rows" (the last dim runs fastest) or down the "columns" (the
+            first dim does). "" leaves the order to the machine.
+        first: number of the tile in that order that is released first; those before it come last.
+        update: add a tile to its target (near-memory op-and-store), do not store it.
+        joins: whether these tiles follow those of the lane's product before in one kernel, which is launched once.
     """
 
-    dim: int = 0
-    tile: Index = 1
+    tile: tuple[Index, ...] = ()
+    order: TileOrder = ""
     first: Index = 0
     update: bool = False
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

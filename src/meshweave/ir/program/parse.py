@@ -37,6 +37,7 @@ from meshweave.ir.program.literals import (
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
 from meshweave.ir.program.program import Buffer, Lane, Program, Tensor
+from meshweave.ir.program.region_text import read_product
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
@@ -122,7 +123,7 @@ class _Reader:
             case ast.FunctionDef(name=name, body=body):
                 self._define(name, node, body)
             case _:
-                self.body.append(self._statement(node))
+                self.body += self._block([node])
 
     def _define(self, name: str, node: ast.FunctionDef, body: Sequence[ast.stmt]) -> None:
         if self.defining:
@@ -311,7 +312,8 @@ class _Reader:
         )
 
     def _block(self, body: Sequence[ast.stmt]) -> tuple[Statement, ...]:
-        return tuple(self._statement(node) for node in body if not isinstance(node, ast.Pass))
+        nodes = (node for node in body if not isinstance(node, ast.Pass))
+        return tuple(one for node in nodes for one in read_product(node, self) or (self._statement(node),))
 
     def _op(self, kind: type[Op], call: ast.Call) -> Op:
         items = {item.name: item for item in fields(kind)}
@@ -325,13 +327,13 @@ class _Reader:
             name = keyword.arg or "**"
             if name not in items or name in values:
                 raise fault_at(keyword.value, f"{kind.kind} has no field '{name}'{did_you_mean(name, items)}")
-            values[name] = self._field(name, str(items[name].type), keyword.value)
+            values[name] = self.read_field(name, str(items[name].type), keyword.value)
         missing = [name for name, item in items.items() if name not in values and item.default is MISSING]
         if missing:
             raise fault_at(call, f"{kind.kind} lacks {', '.join(missing)}")
         return kind(**values)
 
-    def _field(self, name: str, kind: str, node: ast.expr) -> Any:
+    def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
         readers: dict[str, Callable[[ast.expr], Any]] = {
             "View": self.read_view,
             "tuple[View, ...]": lambda n: tuple(map(self.read_view, read_items(n))),
@@ -389,7 +391,7 @@ class _Reader:
         values = zip(items, read_arguments(node, names, optional=num_optional), strict=True)
         return kind(
             **{
-                item.name: self._field(item.name, str(item.type), value)
+                item.name: self.read_field(item.name, str(item.type), value)
                 for item, value in values
                 if value is not None
             }

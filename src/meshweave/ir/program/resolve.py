@@ -52,7 +52,9 @@ def _value(program: Program, value: Any, env: Mapping[str, int], rank: int) -> A
         except ProgramError as error:
             raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
     if isinstance(value, Release):
-        return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
+        return replace(
+            value, tile=tuple(evaluate(size, env) for size in value.tile), first=evaluate(value.first, env)
+        )
     if isinstance(value, CollectiveStep):
         return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
     if isinstance(value, Submesh):

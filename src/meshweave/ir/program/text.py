@@ -28,20 +28,23 @@ WORDS = {"Release": "release", "CollectiveStep": "step", "num_directions": "ways
 
 def to_text(program: Program) -> str:
     """Return the program as text, ending in a newline."""
-    return "\n".join((f"program({_value(program.name)})", *_definitions(program), *_lines(program))) + "\n"
+    return (
+        "\n".join((f"program({value_to_text(program.name)})", *_definitions(program), *_lines(program)))
+        + "\n"
+    )
 
 
 def _definitions(program: Program) -> Iterator[str]:
     for name, part in program.parts.items():
         yield f"def {name}():"
-        for line in (f"program({_value(part.name)})", *_lines(part)):
+        for line in (f"program({value_to_text(part.name)})", *_lines(part)):
             yield f"    {line}"
 
 
 def op_to_text(op: Op) -> str:
     """Return one op as it stands in the text form."""
     if isinstance(op, Include):
-        return include_to_text(op, _value(op.name) if op.name else "")
+        return include_to_text(op, value_to_text(op.name) if op.name else "")
     views: list[str] = []
     named: list[str] = []
     for item in fields(op):
@@ -51,10 +54,10 @@ def op_to_text(op: Op) -> str:
         elif item.name in ("lane", "name") or value == _default(item):
             continue
         else:
-            named.append(f"{item.name}={_value(value)}")
+            named.append(f"{item.name}={value_to_text(value)}")
     named.append(f"lane={op.lane}")
     if op.name:
-        named.append(f"name={_value(op.name)}")
+        named.append(f"name={value_to_text(op.name)}")
     return f"{op.kind}({', '.join(views + named)})"
 
 
@@ -97,19 +100,19 @@ def _meaning(meaning: Meaning) -> str:
 
 
 def _function(meaning: Function) -> Iterator[str]:
-    yield _value(meaning.fn)
+    yield value_to_text(meaning.fn)
     yield from map(str, meaning.ins)
     if meaning.stash:
-        yield f"stash={_value(meaning.stash)}"
+        yield f"stash={value_to_text(meaning.stash)}"
     if meaning.reduce:
-        yield f"reduce={_value(meaning.reduce)}"
+        yield f"reduce={value_to_text(meaning.reduce)}"
     if meaning.output:
         yield f"output={meaning.output}"
 
 
 def _buffer(buffer: Buffer) -> str:
     if buffer.tensor is None:
-        parts = [_value(buffer.shape), f'"{buffer.dtype}"', f"on={buffer.mesh}"]
+        parts = [value_to_text(buffer.shape), f'"{buffer.dtype}"', f"on={buffer.mesh}"]
     else:
         parts = [buffer.tensor, str(buffer.layout)]
     if buffer.slots != 1:
@@ -153,23 +156,24 @@ def _default(item: Any) -> Any:
 _NEVER = object()
 
 
-def _value(value: Any) -> str:
+def value_to_text(value: Any) -> str:
+    """Return the value of an op's field, or of a record in one, in the text form."""
     if isinstance(value, str):
         # JSON would write an emoji as two surrogates, which Python reads as two characters.
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, (Release, CollectiveStep)):
         shown = [
-            f"{WORDS.get(item.name, item.name)}={_value(getattr(value, item.name))}"
+            f"{WORDS.get(item.name, item.name)}={value_to_text(getattr(value, item.name))}"
             for item in fields(value)
             if getattr(value, item.name) != _default(item)
         ]
         return f"{WORDS[type(value).__name__]}({', '.join(shown)})"
     if isinstance(value, tuple):
-        inner = ", ".join(_value(item) for item in value)
+        inner = ", ".join(value_to_text(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     assert isinstance(value, (bool, int, View, Expr, TensorPart)), value
     return str(value)
 
 
 def _strings(values: tuple[str, ...]) -> str:
-    return _value(values)
+    return value_to_text(values)

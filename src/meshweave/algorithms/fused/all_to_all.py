@@ -1,0 +1,47 @@
+"""A product whose columns are exchanged as they are computed: an all-to-all of stores (T3, section 7.1).
+
+Each rank has its rows of A and all of B. The rows of C that it computes belong to all ranks, by columns: each
+block of columns is stored in its owner's memory, the neighbour's first and the own one last.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.fused.product import (
+    Parts,
+    TiledProduct,
+    Tiles,
+    declarations,
+    each_region,
+)
+from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.describe.layout import Replicate, Shard
+
+
+class FusedAllToAll(TiledProduct):
+    """One product whose regions, in staggered order, are stored in their owners' memory as tiles are finished."""
+
+    name = "t3_all_to_all"
+    title = "T3 all-to-all"
+    source = "Pati et al., T3, ASPLOS '24, section 7.1"
+    accepted = ((Shard(0), Replicate(), Shard(1)),)
+    wants = "A sharded by rows, B replicated, C sharded by columns"
+    cut_dims = (0, 1)
+
+    def text(self, problem: UniversalProblem, config: Tiles) -> str:
+        """Return the program in its text form."""
+        count = len(problem.ranks)
+        rows, columns = (Parts(size, count) for size in problem.sizes[:2])
+        first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
+        mine, own_columns = rows.range("tp.x"), columns.range("tp.x")
+
+        def remote_map(to: str) -> str:
+            return f"remote_map(at({to}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
+
+        return f"""{declarations(problem, "T3: a product whose columns go straight to their owners")}\
+compute = lane()
+with tp:
+    product(a, b, (
+        {remote_map(first)},
+        {each_region(remote_map(owner), count - 2)}local(c[{mine}, :], b=b[:, {own_columns}])),
+        release={config.release(update=False)}, lane=compute)
+"""

@@ -1,0 +1,47 @@
+"""A product whose regions go straight to their owners, where they are added up (T3, section 7.1).
+
+Each rank has a term of all of C. It computes the rows of its neighbour first, then those of the rank after that,
+and its own last: at any time each owner gets the tiles of one rank. No rank passes on what it got, so there is no
+copy of a part by DMA: the stores of the product are all the communication (`remote_map`).
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.fused.product import (
+    SUMS,
+    Parts,
+    TiledProduct,
+    Tiles,
+    declarations,
+    each_region,
+    end_of_sums,
+)
+from meshweave.algorithms.universal.problem import UniversalProblem
+
+
+class DirectReduceScatter(TiledProduct):
+    """One product whose regions, in staggered order, are added to their owners' memory as tiles are finished."""
+
+    name = "t3_direct"
+    title = "T3 direct reduce-scatter"
+    source = "Pati et al., T3, ASPLOS '24, section 7.1"
+    accepted = SUMS
+    wants = "A sharded by columns, B by rows, C by rows or replicated"
+
+    def text(self, problem: UniversalProblem, config: Tiles) -> str:
+        """Return the program in its text form."""
+        count = len(problem.ranks)
+        parts = Parts(problem.m, count)
+        first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
+        others = each_region(f"remote_map(at({owner}, acc), a=a[{parts.range(f'({owner})')}, :])", count - 2)
+        return f"""{declarations(problem, "T3: a product whose parts go straight to their owners")}\
+acc = scratch(({parts.extent("tp.x")}, {problem.n}), "{problem.dtype}", on=tp)
+compute = lane()
+with tp:
+    zero(acc, lane=compute)
+    fence(over="tp", lane=compute)
+    product(a, b, (
+        remote_map(at({first}, acc), a=a[{parts.range(f"({first})")}, :]),
+        {others}local(acc, a=a[{parts.range("tp.x")}, :])), release={config.release(update=True)}, lane=compute)
+    {end_of_sums(problem, parts, "acc")}
+"""

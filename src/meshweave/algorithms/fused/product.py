@@ -1,0 +1,213 @@
+"""What the entries of fused products share: the layouts they take, and the declarations of their programs.
+
+All ranks stand in one ring, the mesh axis `tp.x`. A dim that is sharded is cut into parts of equal size, the last
+of which may be smaller; part number i belongs to rank i.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshweave.algorithms.contract import ConfigT
+from meshweave.algorithms.universal.algorithm import AnyLayoutProduct
+from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Release, TileOrder
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import value_to_text
+
+Placements = tuple[Placement, Placement, Placement]
+"""Of A, B and C over the one mesh axis."""
+
+SUMS: tuple[Placements, ...] = tuple((Shard(1), Shard(0), c) for c in (Shard(0), Replicate()))
+"""Each rank has a term of all of C; the sum is scattered by rows, and gathered again where C is replicated."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a dim of `total` elements over `count` ranks, as expressions of the text form."""
+
+    total: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Return the elements of all parts but the last."""
+        return -(-self.total // self.count)
+
+    @property
+    def are_equal(self) -> bool:
+        """Return whether all parts have the same size."""
+        return self.total % self.count == 0
+
+    @property
+    def has_empty(self) -> bool:
+        """Return whether the last part has no elements."""
+        return self.size * (self.count - 1) >= self.total
+
+    def range(self, number: str) -> str:
+        """Return the range of the dim that part `number` is."""
+        start = f"{self.size} * {number}"
+        stop = f"{start} + {self.size}"
+        return f"{start}:{stop if self.are_equal else f'min({self.total}, {stop})'}"
+
+    def extent(self, number: str) -> str:
+        """Return the size of part `number`."""
+        if self.are_equal:
+            return str(self.size)
+        return f"min({self.total}, {self.size} * {number} + {self.size}) - {self.size} * {number}"
+
+    @property
+    def sizes(self) -> str:
+        """Return what a collective takes beside its `dim`: the sizes of the members' parts, where they differ."""
+        return "" if self.are_equal else f", sizes={self.extent('peer')}"
+
+
+class FusedProduct(AnyLayoutProduct[ConfigT]):
+    """A product whose communication starts as tiles of it are finished, or that starts as tiles arrive.
+
+    Attributes:
+        accepted: the placements of A, B and C that it takes.
+        wants: `accepted` in words.
+        cut_dims: the dims of (m, n, k) whose parts it communicates.
+    """
+
+    accepted: ClassVar[tuple[Placements, ...]]
+    wants: ClassVar[str]
+    cut_dims: ClassVar[tuple[int, ...]] = (0,)
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield products on rings of four and three ranks, with parts of unlike sizes and a transposed operand."""
+        cases = (((10, 10, 10), 4, None, self.accepted[0]), ((9, 9, 7), 3, (1, 0), self.accepted[-1]))
+        for sizes, count, order, placements in cases:
+            mesh = Mesh.of("tp", (count,), ("x",))
+            a, b, c = (Layout(mesh, (placement,)) for placement in placements)
+            yield UniversalProblem(*sizes, a, b, c, orders=(None, order, None))
+
+    def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return a sentence for layouts that the entry does not take, or for ranks without a part of C."""
+        mesh = problem.a.mesh
+        layouts = (problem.a, problem.b, problem.c)
+        on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
+        placements = tuple(layout.placements[0] for layout in layouts) if on_ring else ()
+        if (
+            placements not in self.accepted
+            or mesh.ranks != tuple(range(len(mesh.ranks)))
+            or len(mesh.ranks) < 2
+        ):
+            return f"it takes {self.wants}, on a ring of ranks 0, 1, 2, ..."
+        for dim in self.cut_dims:
+            if Parts(problem.sizes[dim], len(mesh.ranks)).has_empty:
+                what = ("rows", "columns")[dim]
+                return f"{problem.sizes[dim]} {what} of C leave some of {len(mesh.ranks)} ranks without any"
+        return None
+
+    def program(self, problem: UniversalProblem, config: ConfigT) -> Program:
+        """Return the program. Raises LayoutError for a problem that does not fit."""
+        refusal = self.refusal(problem)
+        if refusal is not None:
+            raise LayoutError(f"{self.title}: {refusal}")
+        return parse(self.text(problem, config))
+
+    @abstractmethod
+    def text(self, problem: UniversalProblem, config: ConfigT) -> str:
+        """Return the program in its text form."""
+
+    def gradients(self, problem: UniversalProblem) -> tuple[()]:
+        """Return none: a gradient's operands lie as no fused entry takes them."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles in which products release their results.
+
+    Attributes:
+        rows, columns: elements of a tile; 0 leaves the tile to the machine.
+        order: "rows" or "columns": which tile comes next. "" leaves it to the machine.
+        first: number of the tile of each region that is computed first.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    order: TileOrder = ""
+    first: int = 0
+
+    def __str__(self) -> str:
+        size = f"tiles of {self.rows} x {self.columns}" if self.rows else "tiles of the machine"
+        return (
+            size + (f" by {self.order}" if self.order else "") + (f" from {self.first}" if self.first else "")
+        )
+
+    def release(self, update: bool) -> str:
+        """Return the release of an op in the text form."""
+        tile = (self.rows, self.columns) if self.rows else ()
+        return value_to_text(Release(tile, self.order, self.first, update))
+
+
+@dataclass(frozen=True)
+class NoChoice:
+    """The one config of an algorithm that leaves nothing open."""
+
+    def __str__(self) -> str:
+        return "nothing to choose"
+
+
+class TiledProduct(FusedProduct[Tiles]):
+    """A fused product whose results are released by tiles."""
+
+    def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[Tiles]:
+        """Yield the machine's tiles, then small ones by rows and by columns from another first one."""
+        rows, columns = (
+            Parts(size, len(problem.ranks)).size if dim in self.cut_dims else size
+            for dim, size in enumerate(problem.sizes[:2])
+        )
+        yield Tiles()
+        yield Tiles(min(2, rows), columns, "rows")
+        yield Tiles(min(2, rows), min(3, columns), "columns", 1)
+
+
+class UntiledProduct(FusedProduct[NoChoice]):
+    """A fused product that releases nothing by tiles."""
+
+    def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
+        """Yield the one config."""
+        yield NoChoice()
+
+
+def each_region(region: str, count: int) -> str:
+    """Return the map of a region for s = 0 .. count - 1, with what parts it from the next; "" for none."""
+    return f"*({region} for s in range({count})), " if count > 0 else ""
+
+
+def end_of_sums(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
+    """Return the op after a reduce-scatter: a gather of the `reduced` parts where C is replicated, else a copy."""
+    if isinstance(problem.c.placements[0], Replicate):
+        return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
+    return f"copy(c, {reduced}, lane=compute)"
+
+
+def declarations(problem: UniversalProblem, title: str) -> str:
+    """Return the head of a program: its mesh, its tensors and what they mean, and its inputs and output."""
+    (m, n, k), dtype = problem.sizes, problem.dtype
+    a, b, c = (
+        f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")
+        for layout, order in zip((problem.a, problem.b, problem.c), problem.orders, strict=True)
+    )
+    return f"""program("{title}")
+tp = mesh(({len(problem.ranks)},), ("x",))
+A = tensor(({m}, {k}), "{dtype}")
+B = tensor(({k}, {n}), "{dtype}")
+C = tensor(({m}, {n}), "{dtype}")
+computes(C, product(A, B))
+a = input(A, {a})
+b = input(B, {b})
+c = output(C, {c})
+"""

@@ -1,0 +1,57 @@
+"""`export_plan`: one row of a plan as settings of Megatron-LM, Hugging Face transformers or torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.describe.model import load_model
+from meshweave.tune.exports.hugging_face import to_hugging_face
+from meshweave.tune.exports.megatron_lm import to_megatron_lm
+from meshweave.tune.exports.row import Export, PlannedRow
+from meshweave.tune.exports.torchtitan import to_torchtitan
+from meshweave.tune.plan import Plan
+
+TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
+    "megatron-lm": to_megatron_lm,
+    "hf": to_hugging_face,
+    "torchtitan": to_torchtitan,
+}
+
+
+def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
+    """Return a configuration of a plan of a step as settings of other software.
+
+    Args:
+        target: "megatron-lm", "hf" or "torchtitan".
+        row: the configuration, by its place in the ranking from 1.
+
+    Raises:
+        UnsupportedError: there is no such target, or it does not have the strategy; the error names the first row
+            of the plan that it has.
+        LayoutError: the plan has no such row.
+        DescriptionError: it is a plan of products, or its model is not in the catalog and no file.
+    """
+    if target not in TARGETS:
+        raise UnsupportedError(
+            f"there is no export to '{target}'{did_you_mean(target, TARGETS)}; there are {', '.join(TARGETS)}"
+        )
+    ranked = plan.step.ranked
+    if not 1 <= row <= len(ranked):
+        raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
+    model, convert = load_model(plan.model), TARGETS[target]
+    rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
+    try:
+        return convert(rows[row - 1])
+    except UnsupportedError as error:
+        other = next((n for n, each in enumerate(rows, 1) if _is_expressible(convert, each)), None)
+        hint = "no row of the plan can be" if other is None else f"row {other} of the plan can be"
+        raise UnsupportedError(f"{error}; {hint}") from None
+
+
+def _is_expressible(convert: Callable[[PlannedRow], Export], row: PlannedRow) -> bool:
+    try:
+        convert(row)
+    except UnsupportedError:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""A plan as overrides of a torchtitan config (torchtitan/config/configs.py of torchtitan 0.3.0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.tune.exports.row import Export, PlannedRow
+
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Schedules of ours that torch.distributed.pipelining has under another name."""
+
+
+def to_torchtitan(row: PlannedRow) -> Export:
+    """Return the overrides of a config. Raises UnsupportedError where torchtitan has no such strategy."""
+    plan, degrees = row.plan, row.degrees
+    row.require_megatron("torchtitan")
+    left_out: list[str] = []
+    parallelism: dict[str, Any] = {
+        "tensor_parallel_degree": row.tensor,
+        "enable_sequence_parallel": row.tensor > 1 and degrees.strategy == "megatron_sp",
+        "context_parallel_degree": degrees.context,
+        "pipeline_parallel_degree": degrees.pipeline,
+        **_data_parallel(row, left_out),
+        **_pipeline(row, left_out),
+    }
+    if degrees.context > 1:
+        parallelism["context_parallel_load_balancer"] = None
+    training: dict[str, Any] = {
+        "local_batch_size": degrees.micro_batch if degrees.pipeline == 1 else plan.batch // degrees.data,
+        "global_batch_size": plan.batch,
+        "seq_len": plan.sequence,
+    }
+    if plan.dtype in ("bfloat16", "float32"):
+        training["mixed_precision_param"] = plan.dtype
+    else:
+        left_out.append(f"Products are in {plan.dtype}; torchtitan computes in bfloat16 or float32.")
+    if tuple(degrees.order) != ("tensor", "context", "data", "pipeline"):
+        left_out.append(
+            f"The order of ranks is {', '.join(degrees.order)}, innermost first; torchtitan always has tensor, "
+            "context, data, pipeline."
+        )
+    if degrees.recompute == "selective":
+        left_out.append(
+            "Selective recomputation here computes attention again; torchtitan's saves the results of listed "
+            "ops, attention among them, and computes the rest again."
+        )
+    settings: dict[str, Any] = {
+        "parallelism": parallelism,
+        "training": training,
+        "activation_checkpoint": degrees.recompute,
+    }
+    words = [f"activation_checkpoint:{degrees.recompute}"]
+    for table in ("parallelism", "training"):
+        words += [_argument(table, name, value) for name, value in settings[table].items()]
+    return Export("torchtitan", settings, " \\\n".join([*words[1:], words[0]]), tuple(left_out))
+
+
+def _argument(table: str, name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{table}.{'' if value else 'no-'}{name.replace('_', '-')}"
+    return f"--{table}.{name.replace('_', '-')} {value}"
+
+
+def _data_parallel(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
+    degrees = row.degrees
+    if degrees.zero == 0:
+        return {"data_parallel_replicate_degree": degrees.data, "data_parallel_shard_degree": 1}
+    if degrees.zero < 3:
+        left_out.append(
+            f"ZeRO {degrees.zero} keeps weights whole; FSDP2 shards them as well, and gathers them once a step "
+            "where they are not resharded after the forward pass."
+        )
+    return {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": degrees.data,
+        "fsdp_reshard_after_forward": "always" if degrees.zero == 3 else "never",
+    }
+
+
+def _pipeline(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
+    degrees = row.degrees
+    if degrees.pipeline == 1:
+        return {}
+    name = degrees.schedule
+    if name == "1f1b" and degrees.virtual_stages > 1:
+        name = "interleaved-1f1b"
+    if name not in _SCHEDULES:
+        raise UnsupportedError(
+            f"torch.distributed.pipelining has no schedule {name}; write it as a file with `meshweave pipeline "
+            f"{name} --csv`, and give that as parallelism.pipeline_parallel_schedule_csv"
+        )
+    settings: dict[str, Any] = {
+        "pipeline_parallel_schedule": _SCHEDULES[name],
+        "pipeline_parallel_microbatch_size": degrees.micro_batch,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    }
+    if row.num_layers_per_stage is None:
+        left_out.append(
+            f"{row.model.num_layers} layers are not shared out evenly to the stages; torchtitan shares them out "
+            "by its own rule unless module_fqns_per_model_part says how."
+        )
+    else:
+        settings["pipeline_parallel_layers_per_stage"] = row.num_layers_per_stage
+    return settings
