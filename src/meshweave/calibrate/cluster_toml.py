@@ -41,6 +41,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         f"memory_bytes_per_s = {_number(chip.memory_bytes_per_s)}",
         f"launch_s = {_number(chip.launch_s)}",
         *([f"gemm_tile = {list(chip.gemm_tile)}"] if chip.gemm_tile else []),
+        *([f"gpu = {_text(chip.gpu)}"] if chip.gpu else []),
         *([f"kernels = {_text(chip.kernels.reference)}"] if chip.kernels and chip.kernels.reference else []),
         *([f"accumulate_share = {_number(chip.accumulate_share)}"] if chip.accumulate_share else []),
         *([f"pack_launch_s = {_number(chip.pack_launch_s)}"] if chip.pack_launch_s else []),

@@ -22,6 +22,7 @@ from meshweave.ir.program.expressions import Index, Var, maximum, names_in, sele
 from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, View
+from meshweave.lower.split_products import sub_view, view_extent
 
 BACK = "_back"
 """Suffix of the lane for the second direction."""
@@ -171,20 +172,7 @@ class _RingLowering:
         return extent
 
     def _extent(self, view: View, dim: int) -> Index:
-        selector = view.selectors[dim]
-        if not isinstance(selector, Range):
-            raise ProgramError(f"a ring moves boxes, not {view}", buffer=view.buffer)
-        if selector.stop is not None:
-            return selector.stop - selector.start
-        buffer = self.program.buffer_of[view.buffer]
-        if buffer.tensor is None:
-            return buffer.shape[dim] - selector.start
-        mesh = self.program.mesh_of[buffer.mesh]
-        extents: list[Index] = [self.program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks]
-        for axis, size in zip(reversed(mesh.axes), reversed(mesh.shape), strict=True):
-            rows = (extents[at : at + size] for at in range(0, len(extents), size))
-            extents = [select(row, Var(f"{mesh.name}.{axis}")) for row in rows]
-        return extents[0] - selector.start
+        return view_extent(self.program, view, dim)
 
     # --- rings ----------------------------------------------------------------------------------------
 
@@ -192,7 +180,7 @@ class _RingLowering:
         """Return the ring; `pending` is the copy of its `src` that can write the own part directly, or None."""
         count, at = self._ring(op)
         parts = self._parts(op, count)
-        own = _sub(op.out, op.dim, *_whole_part(parts, at, count))
+        own = sub_view(op.out, op.dim, *_whole_part(parts, at, count))
         out: list[Statement] = []
         if pending is None:
             out.append(Copy(out=own, src=op.src, lane=op.lane, name=_name(op, "own")))
@@ -201,15 +189,17 @@ class _RingLowering:
         for step in range(count - 1):
             for part in parts:
                 sender: Index = (at - part.shift * step) % count if step else at
-                sent = _sub(op.out, op.dim, *part.bounds(sender, count))
-                received = _sub(op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count))
+                sent = sub_view(op.out, op.dim, *part.bounds(sender, count))
+                received = sub_view(
+                    op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count)
+                )
                 out.append(self._permute(op, part, step, count, received, sent))
         return out
 
     def _scatter(self, op: ReduceScatter) -> list[Statement]:
         count, at = self._ring(op)
         parts = self._parts(op, count)
-        whole = _sub(op.src, op.dim, *_whole_part(parts, at, count))
+        whole = sub_view(op.src, op.dim, *_whole_part(parts, at, count))
         out: list[Statement] = [Copy(out=op.out, src=whole, lane=op.lane, name=_name(op, "own"))]
         for step in range(count - 1):
             for part in parts:
@@ -225,14 +215,14 @@ class _RingLowering:
         if step:
             sent = self._box(op, inbox, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
         else:
-            sent = _sub(op.src, op.dim, *part.bounds(sends, count))
+            sent = sub_view(op.src, op.dim, *part.bounds(sends, count))
         permute = self._permute(op, part, step, count, received, sent)
         if step < count - 2:
-            own_term = _sub(op.src, op.dim, *part.bounds(takes, count))
+            own_term = sub_view(op.src, op.dim, *part.bounds(takes, count))
             return [permute, Add(out=received, src=own_term, lane=part.lane, name=_name(op, "add"))]
         first = substitute(part.skip, "peer", at)
         last = first + substitute(part.size, "peer", at)
-        target = _sub(op.out, op.dim, first, last)
+        target = sub_view(op.out, op.dim, first, last)
         return [permute, Add(out=target, src=received, lane=part.lane, name=_name(op, "add"))]
 
     def _ring(self, op: AllGather | ReduceScatter) -> tuple[int, Var]:
@@ -298,15 +288,6 @@ class _RingLowering:
 
 def _whole_part(parts: list[_DirectedPart], member: Index, count: int) -> tuple[Index, Index]:
     return parts[0].bounds(member, count)[0], parts[-1].bounds(member, count)[1]
-
-
-def _sub(view: View, dim: int, start: Index, stop: Index) -> View:
-    """Return [start, stop) of a view along a dim in which it is a box."""
-    selector = view.selectors[dim]
-    assert isinstance(selector, Range)
-    selectors = list(view.selectors)
-    selectors[dim] = Range(selector.start + start, selector.start + stop)
-    return replace(view, selectors=tuple(selectors))
 
 
 def _is_fixed(extent: Index) -> bool:

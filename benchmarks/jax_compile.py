@@ -1,0 +1,130 @@
+"""Compile the fully connected products of GPT-3 and Megatron-NLG for TPUs, and save what overlaps.
+
+python benchmarks/jax_compile.py --seconds 600 [--only v4:4x4x1]
+
+compiles for that many seconds at most, one program after another, and adds each to
+benchmarks/results/jax_compile.json when it is done; what is there is not compiled again. It needs meshweave[tpu],
+no TPU. The table, benchmarks/results/jax_compile.md, is written with it.
+
+Sizes are those of a step of 32 sequences of 2048 tokens, with an eighth of the summed dim: transfers and products
+shrink alike, and a compilation takes less. Slices are four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import meshweave as mw
+from meshweave.cli.compile import TOPOLOGIES, report
+from meshweave.execute.jax.compiled import compile_program, emission_named
+from meshweave.execute.jax.tpu import compiler_versions
+
+RESULTS = Path(__file__).parent / "results" / "jax_compile.json"
+PAGE = RESULTS.with_suffix(".md")
+MODELS = {"gpt3": 12288, "megatron-nlg": 20480}
+LAYERS = {"ff1": (1, 4), "out": (1, 1), "qkv": (1, 3), "ff2": (4, 1)}
+"""(k, n) of each layer in hidden sizes."""
+TOKENS, SCALE, SLICES = 32 * 2048, 8, 4
+FORMS = (
+    ("meshslice", "rings"),
+    ("meshslice", "fused"),
+    ("meshslice", "collectives"),
+    ("collective", "collectives"),
+    ("wang", "collectives"),
+)
+"""(algorithm, emission), in the order in which they are compiled."""
+
+
+def cases() -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield (topology, model, layer, algorithm, emission), the most telling first."""
+    for layer in LAYERS:
+        for model in MODELS:
+            for topology in TOPOLOGIES:
+                for algorithm, emission in FORMS:
+                    yield topology, model, layer, algorithm, emission
+
+
+def problem_of(model: str, layer: str) -> mw.Matmul2dProblem:
+    """Return the forward product of a layer, with an eighth of the summed dim."""
+    k, n = (factor * MODELS[model] for factor in LAYERS[layer])
+    return mw.Matmul2dProblem(TOKENS, n, k // SCALE, (4, 4), dtype="bfloat16")
+
+
+def compile_case(topology: str, model: str, layer: str, algorithm: str, emission: str) -> dict[str, Any]:
+    """Return what is saved of a case."""
+    count = 1 if algorithm == "collective" else SLICES
+    overlap = {"overlap": "col"} if algorithm == "wang" else {}
+    problem = problem_of(model, layer)
+    program = mw.algorithm(algorithm).program(problem, mw.Matmul2dConfig((1,) * count, **overlap))
+    said = report(compile_program(program, TOPOLOGIES[topology], emission_named(emission)))
+    modes = [one["mode"] for one in said.pop("collectives")]
+    return {
+        "topology": topology,
+        "model": model,
+        "layer": layer,
+        "sizes": [problem.m, problem.n, problem.k],
+        "algorithm": algorithm,
+        "emission": emission,
+        **{mode: modes.count(mode) for mode in ("synchronous", "asynchronous", "fused")},
+        **said,
+        "versions": compiler_versions(),
+    }
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return which case a saved row is."""
+    return tuple(row[name] for name in ("topology", "model", "layer", "algorithm", "emission"))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the page: one line a compiled program."""
+    lines = [
+        "# Products as XLA's compiler for TPUs schedules them",
+        "",
+        "Written by `python benchmarks/jax_compile.py`. Sync, async, fused: collectives of the scheduled "
+        "module by how they run; beside: those with a product between start and done; bare: those "
+        "between the first product and the last without one. Expected: the time of the schedule, by the "
+        "compiler's cycles of products and our price of transfers; waiting: the part of it in which only "
+        "transfers run; predicted: our estimate of the same program. The summed dim is an eighth of that "
+        "of a step of 65536 tokens.",
+        "",
+        "| topology | product | algorithm, emission | sync | async | fused | beside | bare | expected | "
+        "products | waiting | predicted | memory | compiled in |",
+        "|---|---|---|" + "---:|" * 11,
+    ]
+    for row in sorted(rows, key=key_of):
+        lines.append(
+            f"| {row['topology']} | {row['model']} {row['layer']} | {row['algorithm']}, {row['emission']} | "
+            f"{row['synchronous']} | {row['asynchronous']} | {row['fused']} | {row['beside']} | "
+            f"{row['exposed_within']} | {1e6 * row['expected_s']:.0f} us | {1e6 * row['product_s']:.0f} us | "
+            f"{1e6 * row['exposed_s']:.0f} us | {1e6 * row['predicted_s']:.0f} us | "
+            f"{row['peak_bytes'] / 2**20:.1f} MiB | {row['compile_cpu_s']:.0f} s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Compile what is not saved yet, for so many seconds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--only", default="", help="a part of the names of a case, such as v4:4x4x1")
+    given = parser.parse_args()
+    rows = json.loads(RESULTS.read_text())["programs"] if RESULTS.exists() else []
+    known, begin = {key_of(row) for row in rows}, time.monotonic()
+    for case in cases():
+        if time.monotonic() - begin >= given.seconds:
+            break
+        if case not in known and given.only in " ".join(case):
+            rows.append(compile_case(*case))
+            RESULTS.write_text(json.dumps({"programs": rows}, indent=1) + "\n")
+            PAGE.write_text(table(rows))
+            print(*case, f"{rows[-1]['expected_s'] * 1e6:.0f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The jax mesh that a program runs on, and what its meshes, axes and groups are there.
+
+Its axes are those of the first mesh of the program that has all ranks; device number i, row-major, is that mesh's
+rank number i. An axis of another mesh is an axis, or several, of this one where groups and order agree; what is
+not, is a list of groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Over
+
+
+def quoted(names: str | Sequence[str]) -> str:
+    """Return the text of a name, or of a tuple of names."""
+    if isinstance(names, str):
+        return json.dumps(names)
+    return f"({', '.join(map(quoted, names))}{',' if len(names) == 1 else ''})"
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """The devices over which a collective runs.
+
+    Attributes:
+        axes: the mesh axes along which members differ; none for a group of one.
+        size: the number of members.
+        groups: for groups that are no mesh axes, the device numbers of each; `axes` are then all.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the axes as `jax.lax` takes them."""
+        return quoted(self.axes[0] if len(self.axes) == 1 else self.axes)
+
+
+class DeviceMesh:
+    """The jax mesh of a program.
+
+    Args:
+        names: names of its axes; by default those of the program's mesh.
+
+    Raises:
+        UnsupportedError: no mesh of the program has all ranks.
+    """
+
+    def __init__(self, program: Program, names: Sequence[str] | None = None) -> None:
+        self.program = program
+        whole = (mesh for mesh in program.meshes if mesh.num_ranks == len(program.ranks))
+        mesh = next(whole, None)
+        if mesh is None:
+            raise UnsupportedError(
+                f"no mesh of program {program.name} has all of its {len(program.ranks)} ranks"
+            )
+        self.mesh: Mesh = mesh
+        self.axes = tuple(names or mesh.axes)
+        self.sizes = dict(zip(self.axes, mesh.shape, strict=True))
+        self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
+
+    def number(self, rank: int) -> int:
+        """Return the number of a rank's device, row-major."""
+        return self._number[rank]
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Return the coordinate of a rank's device along a mesh axis."""
+        return self._coordinates[rank][axis]
+
+    @cached_property
+    def _coordinates(self) -> dict[int, dict[str, int]]:
+        return {r: dict(zip(self.axes, self.mesh.coords(r), strict=True)) for r in self.mesh.ranks}
+
+    def index_along(self, rank: int, axes: Sequence[str]) -> int:
+        """Return the index of a rank's device along axes, the first of which varies slowest."""
+        index = 0
+        for axis in axes:
+            index = index * self.sizes[axis] + self.coordinate(rank, axis)
+        return index
+
+    def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return the ranks whose devices differ from that of `rank` along `axes` alone, by their index there."""
+        fixed = [axis for axis in self.axes if axis not in axes]
+        same = (
+            other
+            for other in self.mesh.ranks
+            if all(self.coordinate(other, axis) == self.coordinate(rank, axis) for axis in fixed)
+        )
+        return tuple(sorted(same, key=lambda other: self.index_along(other, axes)))
+
+    @cached_property
+    def _axes_of(self) -> dict[str, tuple[str, ...] | None]:
+        return {}
+
+    def axes_of(self, over: str) -> tuple[str, ...] | None:
+        """Return the axes along which the groups of a mesh axis ("tp.row") or mesh ("tp") lie, or None."""
+        if over not in self._axes_of:
+            mesh = self.program.mesh_of[over.partition(".")[0]]
+            groups = {rank: self.program.group(over, rank) for rank in mesh.ranks}
+            self._axes_of[over] = self._axes_with(groups)
+        return self._axes_of[over]
+
+    def _axes_with(self, groups: dict[int, tuple[int, ...]]) -> tuple[str, ...] | None:
+        count = len(next(iter(groups.values())))
+        wide = [axis for axis, size in self.sizes.items() if size > 1]
+        for number in range(len(wide) + 1):
+            for axes in permutations(wide, number):
+                if math.prod(self.sizes[axis] for axis in axes) == count and all(
+                    self.members(rank, axes) == group for rank, group in groups.items()
+                ):
+                    return axes
+        return None
+
+    def axes_of_coordinate(self, name: str) -> tuple[str, ...] | None:
+        """Return the axes along which a coordinate ("tp.row"), or "rank", is the index; None if there are none."""
+        if name == "rank":
+            is_number = self.mesh.ranks == tuple(range(len(self.mesh.ranks)))
+            return tuple(axis for axis, size in self.sizes.items() if size > 1) if is_number else None
+        return self.axes_of(name)
+
+    def group(self, over: Over) -> DeviceGroup:
+        """Return the devices of a collective. Raises UnsupportedError for groups that jax has no form for."""
+        if isinstance(over, str):
+            axes = self.axes_of(over)
+            mesh = self.program.mesh_of[over.partition(".")[0]]
+            if axes is not None:
+                return DeviceGroup(axes, math.prod(self.sizes[axis] for axis in axes))
+            listed = list(dict.fromkeys(self.program.group(over, rank) for rank in mesh.ranks))
+        else:
+            listed = [over]
+        size = len(listed[0])
+        covered = {rank for group in listed for rank in group}
+        rest = [rank for rank in self.mesh.ranks if rank not in covered]
+        if len(rest) % size:
+            raise UnsupportedError(
+                f"{len(rest)} devices are in no group of '{over}', and groups of {size} do not divide them"
+            )
+        listed += [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
+        numbers = tuple(tuple(self.number(rank) for rank in group) for group in listed)
+        return DeviceGroup(self.axes, size, numbers)

@@ -1,0 +1,233 @@
+"""The operations of which emitted functions are made, on the arrays of one device.
+
+`source` copies those that a function uses in front of it, so each may use jax, and functions of this file, and no
+more. Arrays of ranks with unequal shards have the largest shape of all ranks. What lies past a rank's own size is
+never used: it reads as zero (`keep`, `take`) and is not stored where something else lies (`put`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+Axes = str | tuple[str, ...]
+"""Names of mesh axes, as `jax.lax` takes them."""
+
+
+def pick(table: tuple[Any, ...], at: Array) -> Array:
+    """Return entry `at` of a table of integers, or of tables of them."""
+    return jnp.asarray(table, jnp.int32)[at]
+
+
+def product(
+    a: Array,
+    b: Array,
+    onto: Array | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    sum_batch: bool = False,
+) -> Array:
+    """Return a (..., M, K) @ b (..., K, N), added to `onto`, in at least single precision.
+
+    Args:
+        transpose_a, transpose_b: the operand is stored (..., K, M) or (..., N, K).
+        sum_batch: k runs over the leading dims of both operands too.
+    """
+    a = a.swapaxes(-1, -2) if transpose_a else a
+    b = b.swapaxes(-1, -2) if transpose_b else b
+    if sum_batch:
+        a = jnp.moveaxis(a, -2, 0).reshape(a.shape[-2], -1)
+        b = b.reshape(-1, b.shape[-1])
+    kind = jnp.float32 if a.dtype in (jnp.bfloat16, jnp.float16) else a.dtype
+    out = jnp.matmul(a, b, preferred_element_type=kind)
+    return out if onto is None else onto.astype(kind) + out
+
+
+# --- parts of a dim ----------------------------------------------------------------------------------------
+
+
+def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
+    """Return x with zeros outside of [start, stop) of a dim."""
+    at = lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    return jnp.where((at >= start) & (at < stop), x, 0)
+
+
+def blocks(x: Array, dim: int, first: int, block: int, stride: int) -> Array:
+    """Return the elements [first, first + block) of every period of `stride` elements of a dim."""
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    chosen = lax.slice_in_dim(x.reshape(*before, -1, stride, *after), first, first + block, axis=dim + 1)
+    return chosen.reshape(*before, -1, *after)
+
+
+def put_blocks(x: Array, dim: int, first: int, block: int, stride: int, value: Array) -> Array:
+    """Return x with `value` in the elements that `blocks` reads."""
+    before, after = x.shape[:dim], x.shape[dim + 1 :]
+    whole = x.reshape(*before, -1, stride, *after)
+    pieces = value.reshape(*before, -1, block, *after)
+    return lax.dynamic_update_slice_in_dim(whole, pieces, first, axis=dim + 1).reshape(x.shape)
+
+
+def span(start: int | Array, stop: int | Array, most: int, extent: int) -> Array:
+    """Return the positions start .. stop - 1 of a dim of `extent`, filled up to `most` with `extent`."""
+    at = start + jnp.arange(most)
+    return jnp.where(at < stop, at, extent)
+
+
+def dealt(
+    first: int | Array,
+    block: int,
+    stride: int,
+    start: int | Array,
+    stop: int | Array,
+    most: int,
+    extent: int,
+) -> Array:
+    """Return the positions of [start, stop) in blocks [first + t stride, first + t stride + block), any t.
+
+    They are filled up to `most` with `extent`, the size of the dim.
+    """
+
+    def below(position: int | Array) -> Array:
+        turns, rest = jnp.divmod(jnp.asarray(position - first), stride)
+        return turns * block + jnp.minimum(rest, block)
+
+    number = below(start) + jnp.arange(most)
+    at = first + number // block * stride + number % block
+    return jnp.where(number < below(stop), at, extent)
+
+
+def place(x: Array, value: Array, *starts: int | Array) -> Array:
+    """Return x with `value` at the positions that begin at `starts`."""
+    return lax.dynamic_update_slice(x, value, [jnp.asarray(start, jnp.int32) for start in starts])
+
+
+def take(x: Array, dim: int, positions: Array) -> Array:
+    """Return the elements of a dim at positions; zeros for positions past its end."""
+    return jnp.take(x, positions, axis=dim, mode="fill", fill_value=0)
+
+
+def put(x: Array, positions: tuple[Array | None, ...], value: Array) -> Array:
+    """Return x with `value` at the positions of each dim (None: all); what lies past the end is dropped."""
+    index = [jnp.arange(size) if at is None else at for at, size in zip(positions, x.shape, strict=True)]
+    return x.at[jnp.ix_(*index)].set(value, mode="drop")
+
+
+def join(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
+    """Return parts that lie `most` elements apart along a dim without what fills them up."""
+    parts = [lax.slice_in_dim(x, p * most, p * most + size, axis=dim) for p, size in enumerate(sizes)]
+    return jnp.concatenate(parts, axis=dim)
+
+
+def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
+    """Return x with each of its parts along a dim filled up to `most` elements with zeros."""
+    parts, start = [], 0
+    for size in sizes:
+        part = lax.slice_in_dim(x, start, start + size, axis=dim)
+        parts.append(jnp.pad(part, [(0, most - size if d == dim else 0) for d in range(x.ndim)]))
+        start += size
+    return jnp.concatenate(parts, axis=dim)
+
+
+def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
+    """Return what `join` does for sizes that differ from device to device, filled up to `total` with zeros."""
+    ends, at = jnp.cumsum(sizes), jnp.arange(total)
+    part = jnp.searchsorted(ends, at, side="right")
+    positions = part * most + at - (ends - sizes)[part]
+    return take(x, dim, jnp.where(at < ends[-1], positions, x.shape[dim]))
+
+
+def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
+    """Return what `split` does for sizes that differ from device to device."""
+    part, at = jnp.divmod(jnp.arange(len(sizes) * most), most)
+    positions = (jnp.cumsum(sizes) - sizes)[part] + at
+    return take(x, dim, jnp.where(at < sizes[part], positions, x.shape[dim]))
+
+
+# --- between devices ---------------------------------------------------------------------------------------
+
+
+def after(x: Array, *made: Array | None) -> Array:
+    """Return x, which the compiler may not use before all of `made` exist; None is no such condition."""
+    conditions = [value for value in made if value is not None]
+    if not conditions:
+        return x
+    ordered: Array = lax.optimization_barrier((x, *conditions))[0]
+    return ordered
+
+
+def shift(x: Array, axes: Axes, count: int, by: int) -> Array:
+    """Return what the member `by` places back along an axis of `count` members has."""
+    shifted: Array = lax.ppermute(x, axes, [(at, (at + by) % count) for at in range(count)])
+    return shifted
+
+
+def broadcast(x: Array, axes: Axes, root: int | Array, at: Array) -> Array:
+    """Return the x of member `root`, on the member `at`: a sum to which the others add zeros."""
+    total: Array = lax.psum(jnp.where(at == root, x, 0), axes)
+    return total
+
+
+def multiply_all(x: Array, axes: Axes) -> Array:
+    """Return the product of the x of all members."""
+    return jnp.prod(lax.all_gather(x, axes), axis=0).astype(x.dtype)
+
+
+# --- calls ---------------------------------------------------------------------------------------------------
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def call_in_class(
+    number: Array, function: Callable[..., Any], classes: tuple[tuple[Shapes, Shapes], ...], *ins: Array
+) -> tuple[Array, ...]:
+    """Return the results of a function on a device of class `number`, filled up with zeros to the largest.
+
+    Args:
+        classes: for each class of devices the shapes that it has of the arguments, and of the results.
+    """
+    most = [tuple(map(max, *shapes)) for shapes in zip(*(made for _, made in classes), strict=True)]
+
+    def of_class(given: Shapes) -> Callable[..., tuple[Array, ...]]:
+        def run(*xs: Array) -> tuple[Array, ...]:
+            own = (x[tuple(map(slice, shape))] for x, shape in zip(xs, given, strict=True))
+            outs = called(function, *own)
+            return tuple(fill_all(out, shape) for out, shape in zip(outs, most, strict=True))
+
+        return run
+
+    results: tuple[Array, ...] = lax.switch(number, [of_class(given) for given, _ in classes], *ins)
+    return results
+
+
+def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
+    """Return the results of a function as a tuple."""
+    outs = function(*args)
+    return tuple(outs) if isinstance(outs, (tuple, list)) else (outs,)
+
+
+# --- whole tensors -----------------------------------------------------------------------------------------
+
+
+def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
+    """Return a whole tensor whose dim is cut into equal shards: its elements at positions, zeros for -1."""
+    at = jnp.asarray(positions)
+    return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
+
+
+def collect(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
+    """Return the elements of a dim at positions."""
+    return jnp.take(x, jnp.asarray(positions), axis=dim)
+
+
+def fill(x: Array, dim: int, size: int) -> Array:
+    """Return x with zeros after the end of a dim, up to `size`."""
+    return jnp.pad(x, [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)])
+
+
+def fill_all(x: Array, shape: tuple[int, ...]) -> Array:
+    """Return x with zeros after the end of every dim, up to `shape`."""
+    return jnp.pad(x, [(0, size - own) for size, own in zip(shape, x.shape, strict=True)])

@@ -1,0 +1,124 @@
+"""TPUs that need not be there: which of them XLA's compiler is asked to compile for.
+
+The compiler comes as a library of its own (libtpu, a proprietary wheel: `pip install 'meshweave[tpu]'`) and
+compiles for a described topology on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+
+
+@dataclass(frozen=True)
+class TpuTarget:
+    """A TPU that products are compiled for.
+
+    Attributes:
+        name: the device in files of products and of kernels.
+        accelerator: the machine, as libtpu knows it (TPU_ACCELERATOR_TYPE).
+        topology: the topology that is compiled for, whose first device runs the product.
+        arrays: arrays of 128 x 128 that run one product.
+        cycles_per_s: their clock.
+        memory_bytes_per_s: the bandwidth of the memory of the cores that run one product.
+        cluster: the catalog's cluster of such chips, for the rates of links.
+        kernels: the catalog's constants of products, fitted to cycles of this compiler; "" where there are none.
+        config: further settings of the topology; `chip_config_name` chooses between cores and whole chips.
+    """
+
+    name: str
+    accelerator: str
+    topology: str
+    arrays: int
+    cycles_per_s: float
+    memory_bytes_per_s: float
+    cluster: str
+    kernels: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Return the FLOP/s of all arrays that run one product."""
+        return 2 * 128 * 128 * self.arrays * self.cycles_per_s
+
+
+TPU_TARGETS = {
+    "tpu-v4-core": TpuTarget(
+        "TPU v4 core", "v4-32", "v4:4x4x1", 4, 1.05e9, 0.614e12, cluster="tpu-v4", kernels="tpu-v4-core"
+    ),
+    "tpu-v4": TpuTarget(
+        "TPU v4",
+        "v4-32",
+        "v4:4x4x1",
+        8,
+        1.05e9,
+        1.228e12,
+        cluster="tpu-v4",
+        config={"chip_config_name": "megacore"},
+    ),
+    "tpu-v5e": TpuTarget(
+        "TPU v5e", "v5litepod-16", "v5e:4x4", 4, 1.5e9, 0.819e12, cluster="tpu-v5e", kernels="tpu-v5e"
+    ),
+}
+"""By the name that `meshweave calibrate --device` takes. The two cores of a v4 chip run as one by default.
+
+Clocks and memory: 1050 MHz and 1228 GB/s of a v4 chip (Jouppi et al., ISCA '23, table 1); 197 TFLOP/s of v5e
+(Google Cloud's documentation) are 4 arrays at 1.5 GHz, beside 819 GB/s.
+"""
+
+
+def has_tpu_compiler() -> bool:
+    """Return whether jax and libtpu are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("jax", "libtpu"))
+
+
+def compiler_versions() -> dict[str, str]:
+    """Return the versions of jax and libtpu."""
+    return {name: version(name) for name in ("jax", "libtpu")}
+
+
+def tpu_target(name: str) -> TpuTarget:
+    """Return a target by its name. Raises UnsupportedError for an unknown one."""
+    if name not in TPU_TARGETS:
+        raise UnsupportedError(
+            f"there is no TPU '{printable(name)}'{did_you_mean(name, TPU_TARGETS)}; "
+            f"give one of {', '.join(TPU_TARGETS)}"
+        )
+    return TPU_TARGETS[name]
+
+
+def require_tpu_compiler() -> None:
+    """Raise UnsupportedError where jax or libtpu is missing."""
+    if not has_tpu_compiler():
+        raise UnsupportedError(
+            "compiling for TPUs needs jax and libtpu, a proprietary wheel: pip install 'meshweave[tpu]'"
+        )
+
+
+def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
+    """Return the devices of a target, one a chip, by their coordinates; the first coordinate varies slowest."""
+    return _devices(target.accelerator, target.topology, tuple(target.config.items()))
+
+
+@lru_cache(maxsize=4)
+def _devices(accelerator: str, topology: str, config: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE=accelerator,
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="true",
+        JAX_PLATFORMS="cpu",
+    )
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **dict(config))
+    first = (device for device in described.devices if getattr(device, "core_on_chip", 0) == 0)
+    return tuple(sorted(first, key=lambda device: tuple(device.coords)))

@@ -1,0 +1,108 @@
+"""Products in parts, so that communication of several steps has a product beside each step.
+
+A ring of P - 1 permutes, of which each needs the one before it, runs beside a product only as far as an executor
+can put the steps and the product side by side. One that keeps starts and ends of transfers between whole products,
+as a compiler's schedule does, hides no more steps than there are products. The pass cuts each product into parts
+along the longer dim of its result; parts share no element of the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program import Program, Statement
+from meshweave.ir.program.expressions import Index, Var, select
+from meshweave.ir.program.ops import Matmul, Op
+from meshweave.ir.program.statements import rewrite
+from meshweave.ir.program.views import Range, View
+
+_GRAIN = 128
+"""Parts begin at multiples of it where they can: tiles of matrix units stay whole."""
+
+
+def split_products(program: Program, num_parts: int) -> Program:
+    """Return the program with each product cut into so many parts along the longer dim of its result.
+
+    Products with batch dims, of views that are no boxes along that dim, or with tiles that are released one by one
+    stay whole. Sub-programs that it includes are cut likewise.
+
+    Raises:
+        ProgramError: `num_parts` is not positive.
+    """
+    if num_parts < 1:
+        raise ProgramError(f"a product is cut into 1 part or more, not {num_parts}")
+    program = program.with_parts(lambda part: split_products(part, num_parts))
+    if num_parts == 1:
+        return program
+
+    def parts(op: Op) -> list[Statement]:
+        return _parts(program, op, num_parts) if isinstance(op, Matmul) else [op]
+
+    return replace(program, body=rewrite(program.body, parts))
+
+
+def _parts(program: Program, op: Matmul, num_parts: int) -> list[Statement]:
+    if op.release is not None or any(len(view.selectors) != 2 for view in (op.out, op.a, op.b)):
+        return [op]
+    dim = 0 if _longest(program, op.out, 0) >= _longest(program, op.out, 1) else 1
+    name, operand = ("a", op.a) if dim == 0 else ("b", op.b)
+    transposed = op.transpose_a if dim == 0 else op.transpose_b
+    operand_dim = 1 - dim if transposed else dim
+    cut = (op.out.selectors[dim], operand.selectors[operand_dim])
+    if not all(isinstance(selector, Range) for selector in cut):
+        return [op]
+    size = view_extent(program, op.out, dim)
+    grain = _GRAIN if isinstance(size, int) and size >= num_parts * _GRAIN else 1
+    bounds = [size * part // num_parts // grain * grain for part in range(num_parts)] + [size]
+    return [
+        replace(
+            op,
+            out=sub_view(op.out, dim, bounds[part], bounds[part + 1]),
+            **{name: sub_view(operand, operand_dim, bounds[part], bounds[part + 1])},  # type: ignore[arg-type]
+        )
+        for part in range(num_parts)
+    ]
+
+
+def _longest(program: Program, view: View, dim: int) -> int:
+    """Return the largest extent of a buffer along the dim of a view: slices of one dim are short of it."""
+    selector = view.selectors[dim]
+    extent = None
+    if isinstance(selector, Range) and selector.stop is not None:
+        extent = selector.stop - selector.start
+    if isinstance(extent, int):
+        return extent
+    mesh = program.mesh_of[program.buffer_of[view.buffer].mesh]
+    return max(program.local_shape(view.buffer, rank)[dim] for rank in mesh.ranks)
+
+
+def view_extent(program: Program, view: View, dim: int) -> Index:
+    """Return the size of a view along a dim in which it is a box, as an expression in mesh coordinates.
+
+    Raises:
+        ProgramError: the view is no box along that dim.
+    """
+    selector = view.selectors[dim]
+    if not isinstance(selector, Range):
+        raise ProgramError(f"a ring moves boxes, not {view}", buffer=view.buffer)
+    if selector.stop is not None:
+        return selector.stop - selector.start
+    buffer = program.buffer_of[view.buffer]
+    if buffer.tensor is None:
+        return buffer.shape[dim] - selector.start
+    mesh = program.mesh_of[buffer.mesh]
+    extents: list[Index] = [program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks]
+    for axis, size in zip(reversed(mesh.axes), reversed(mesh.shape), strict=True):
+        rows = (extents[at : at + size] for at in range(0, len(extents), size))
+        extents = [select(row, Var(f"{mesh.name}.{axis}")) for row in rows]
+    return extents[0] - selector.start
+
+
+def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
+    """Return [start, stop) of a view along a dim in which it is a box."""
+    selector = view.selectors[dim]
+    assert isinstance(selector, Range)
+    selectors = list(view.selectors)
+    selectors[dim] = Range(selector.start + start, selector.start + stop)
+    return replace(view, selectors=tuple(selectors))

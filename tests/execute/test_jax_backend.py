@@ -1,0 +1,146 @@
+"""Programs on jax devices beside dense results, and the collectives that their modules have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from jax_world import assert_equals_reference, needs_jax, prepare_jax
+
+import meshweave as mw
+from meshweave.algorithms import block
+from meshweave.algorithms.matmul2d import ALGORITHMS
+from sampling import mostly_slow
+
+pytestmark = needs_jax
+
+MESHES = ((2, 2), (2, 3), (2, 4), (4, 4))
+DTYPES = ("int32", "int64", "float32", "float64", "bfloat16", "float16")
+
+
+def program_of(name: str, problem: mw.Matmul2dProblem, rings: int = 0, slices: int = 3) -> mw.Program:
+    program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1,) * slices, 2))
+    return mw.lower_rings(program, rings) if rings else program  # type: ignore[arg-type]
+
+
+def cases() -> Iterator[tuple[str, mw.Matmul2dProblem, int]]:
+    """Yield 2D algorithms on the meshes that they know, dataflows, rings and dtypes in turn; sizes are uneven."""
+    number = 0
+    for name, entry in sorted(ALGORITHMS.items(), key=lambda item: item[0] != "meshslice"):
+        for shape in MESHES:
+            for dataflow in ("os", "ls", "rs"):
+                for rings in (0, 1, 2):
+                    dtype = DTYPES[number % len(DTYPES)]
+                    problem = mw.Matmul2dProblem(13, 18, 22, shape, dataflow, dtype)  # type: ignore[arg-type]
+                    if entry.refusal(problem) is None:
+                        number += 1
+                        yield name, problem, rings
+
+
+@pytest.mark.parametrize("case", mostly_slow(cases(), 1))
+def test_every_algorithm_equals_the_dense_product(case: tuple[str, mw.Matmul2dProblem, int]) -> None:
+    name, problem, rings = case
+    try:
+        program = program_of(name, problem, rings)
+    except mw.LayoutError:
+        pytest.skip("it has no such mesh")
+    draw = np.random.default_rng(5)
+    inputs = {  # sums of 22 products stay exact in halves
+        tensor: draw.integers(-1, 2, problem.stored_shape(tensor.lower())).astype(np.float32)
+        for tensor in "AB"
+    }
+    if problem.dtype.startswith("int"):
+        inputs = {name: value.astype(problem.dtype) for name, value in inputs.items()}
+    assert_equals_reference(mw.algorithm(name), problem, program, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_examples_of_every_algorithm(name: str) -> None:
+    entry = mw.algorithm(name)
+    for problem in entry.examples():
+        for config, _ in zip(entry.candidates(problem), range(3), strict=False):
+            assert_equals_reference(
+                entry, problem, entry.program(problem, config), entry.random_inputs(problem, seed=3)
+            )
+
+
+@pytest.mark.parametrize(
+    "name", mostly_slow(sorted((entry.name for entry in block.ENTRIES), key="data_parallel".__ne__), 1)
+)
+def test_layers_of_every_strategy(name: str) -> None:
+    """Functions of integers show every element that is missing, twice there, or filling of a short shard."""
+    entry = mw.algorithm(name)
+    for problem in islice(entry.examples(), 2):
+        config = next(iter(entry.candidates(problem)))
+        program = entry.program(problem, config)
+        assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["megatron_sp", "meshslice_block", "ring_attention"])
+def test_layers_with_the_functions_of_models(name: str, family: Any) -> None:
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import run_jax
+
+    entry = mw.algorithm(name)
+    problem = replace(next(iter(entry.examples())), exact=False, dtype="float64", family=family)
+    program = entry.program(problem, next(iter(entry.candidates(problem))))
+    inputs = entry.random_inputs(problem, seed=7)
+    with jax.enable_x64(True):
+        outputs = run_jax(program, inputs, calls=entry.functions(problem))
+    for tensor, expected in entry.reference(problem, inputs).items():
+        np.testing.assert_allclose(outputs[tensor], expected, rtol=1e-9, atol=1e-9)
+
+
+def lowered(program: mw.Program) -> Any:
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    inputs = [program.tensor_of[b.tensor or ""] for b in program.buffers if b.kind == "input"]
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in inputs]
+    return load_source(jax_source(program), device_mesh(program)).lower(*shapes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(
+        [(name, flow, rings) for name in ("meshslice", "collective", "wang", "summa", "cannon")
+         for flow in ("rs", "ls", "os") for rings in (1, 0, 2)],
+        1,
+    ),
+)  # fmt: skip
+def test_the_module_has_the_collectives_of_the_program(case: tuple[str, Any, int]) -> None:
+    name, dataflow, rings = case
+    from meshweave.execute.jax.lowered import lowered_collectives, program_collectives
+
+    for sizes in ((64, 32, 96), (33, 14, 21)):
+        program = program_of(name, mw.Matmul2dProblem(*sizes, (4, 4), dataflow), rings)
+        assert lowered_collectives(lowered(program)) == program_collectives(program)
+
+
+def test_equal_shards_move_what_the_program_says() -> None:
+    from meshweave.execute.jax.lowered import lowered_collectives
+
+    problem = mw.Matmul2dProblem(32, 48, 64, (2, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4, 2))
+    shard_bytes = {"A": 32 * 64 // 8 * 4, "B": 64 * 48 // 8 * 4}
+    assert lowered_collectives(lowered(program)) == {
+        ("all_gather", shard_bytes["A"] // 4): 4,
+        ("all_gather", shard_bytes["B"] // 4): 4,
+    }
+
+
+def test_too_few_devices_are_named() -> None:
+    prepare_jax()
+    from meshweave.execute.jax.run import run_jax
+
+    program = program_of("collective", mw.Matmul2dProblem(8, 8, 8, (4, 8)))
+    with pytest.raises(mw.BindError, match="runs on 32 devices, and jax has 16"):
+        run_jax(program, {})

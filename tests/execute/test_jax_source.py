@@ -1,0 +1,120 @@
+"""The source of jax functions: what it reads like, and that it stands alone. None of this needs jax."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import subprocess
+import sys
+
+import pytest
+
+import meshweave as mw
+from meshweave.execute.jax.source import jax_source
+
+
+def product_source(
+    name: str = "meshslice", mesh: tuple[int, ...] = (2, 4), sizes=(64, 64, 64), **options
+) -> str:
+    rings = options.pop("rings", 0)
+    problem = mw.Matmul2dProblem(*sizes, mesh, dtype=options.pop("dtype", "float32"))
+    program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1,) * 4, 4))
+    return jax_source(mw.lower_rings(program, rings) if rings else program, **options)
+
+
+def body_of(source: str) -> list[str]:
+    inside = source[source.index("def on_device") : source.index("def on_mesh")]
+    return [line.strip() for line in inside.splitlines()[2:] if line.strip()]
+
+
+def test_an_op_is_a_line_and_a_loop_a_loop() -> None:
+    assert body_of(product_source()) == [
+        "a_s = [None] * 4",
+        "a_g = [None] * 4",
+        "b_s = [None] * 4",
+        "b_g = [None] * 4",
+        "for s in range(4):",
+        "a_s[s % 4] = blocks(a, 1, s * 4, 4, 16)",
+        'a_g[s % 4] = lax.all_gather(a_s[s % 4], "col", axis=1, tiled=True)',
+        "b_s[s % 4] = blocks(b, 0, s * 4, 4, 16)",
+        'b_g[s % 4] = lax.all_gather(b_s[s % 4], "row", axis=0, tiled=True)',
+        "c = product(a_g[s % 4], b_g[s % 4], c if s > 0 else None)",
+        "return (c,)",
+    ]
+
+
+def test_the_ring_sends_pieces_as_they_came() -> None:
+    lines = body_of(product_source(mesh=(1, 4), rings=1))
+    sent = [line.split("shift(")[1].split(",")[0] for line in lines if "shift(" in line]
+    assert sent == ["a_g_0", "a_g_1", "a_g_0"] or sent == ["a_g_0", "a_g_1", "a_g_2"]
+    assert not any("dynamic_slice" in line for line in lines)
+
+
+def test_halves_are_summed_in_single_precision() -> None:
+    source = product_source(dtype="bfloat16")
+    assert body_of(source)[-1] == 'return (c.astype("bfloat16"),)'
+    assert "astype" not in "".join(body_of(source)[:-1])
+
+
+def test_in_order_transfers_wait_for_the_last_product() -> None:
+    lines = body_of(product_source(in_order=True))
+    assert "last = None" in lines
+    assert 'moving.append(lax.all_gather(after(a_s[s % 4], last), "col", axis=1, tiled=True))' in lines
+    product = lines.index("c = product(after(a_g[s % 4], *arrived), b_g[s % 4], c if s > 0 else None)")
+    assert lines[product + 1 :] == ["last = c", "arrived, moving = moving, []", "return (c,)"]
+
+
+def test_names_of_the_program_do_not_hide_names_of_the_source() -> None:
+    text = mw.to_text(
+        mw.algorithm("collective").program(mw.Matmul2dProblem(4, 4, 4, (2, 2)), mw.Matmul2dConfig())
+    )
+    source = jax_source(mw.parse(text.replace("a = input", "lax = input").replace("col, a,", "col, lax,")
+                                 .replace("], a, over", "], lax, over")))  # fmt: skip
+    assert "def on_device(lax_: Array" in source
+
+
+def test_strings_of_a_program_stay_strings() -> None:
+    text = mw.to_text(
+        mw.algorithm("cannon").program(mw.Matmul2dProblem(4, 4, 4, (2, 2)), mw.Matmul2dConfig())
+    )
+    name = 'x\\"\\"\\"\\nimport os\\n'
+    source = jax_source(mw.parse(text.replace('program("cannon")', f'program("{name}")')), ("a b", 'c")('))
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import)]
+    assert [alias.name for node in imports for alias in node.names] == ["jax", "jax.numpy"]
+    assert '"c\\")("' in source
+
+
+@pytest.mark.parametrize("name", ["meshslice", "summa"])
+def test_the_source_uses_only_names_that_it_defines(name: str) -> None:
+    nodes = list(ast.walk(ast.parse(product_source(name, mesh=(2, 2), sizes=(33, 14, 21)))))
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    defined |= {alias.asname or alias.name for node in imports for alias in node.names}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)} | set(dir(builtins))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    assert {node.id for node in names} <= defined
+    modules = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    assert modules == {"__future__", "typing", "jax", "jax.sharding"}
+
+
+def test_what_jax_has_no_form_for_is_named() -> None:
+    problem = next(iter(mw.algorithm("universal").examples()))
+    program = mw.algorithm("universal").program(
+        problem, next(iter(mw.algorithm("universal").candidates(problem)))
+    )
+    with pytest.raises(mw.UnsupportedError, match="jax"):
+        jax_source(program)
+
+
+def test_printing_imports_no_jax() -> None:
+    code = (
+        "import sys; from meshweave.cli.app import app\n"
+        "try: app(['show', 'meshslice', '--as', 'jax'])\n"
+        "except SystemExit: pass\n"
+        "assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "def on_device(a: Array, b: Array)" in done.stdout
