@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from meshweave.algorithms.table import ALGORITHMS
 from meshweave.execute.numpy import numpy_dtype
 from meshweave.ir.program.parse import parse
 from meshweave.lower.one_sided import lower_one_sided
 from meshweave.lower.rings import lower_rings
+from meshweave.lower.tiles import write_out_tiles
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -309,6 +311,24 @@ with q:
 """
 
 
+FUSED = ("t3_direct", "t3_all_gather", "t3_all_to_all")
+"""Entries of fused products beside the golden one."""
+
+
+def fused_product(name):
+    """An entry of the table on four ranks, with parts of unlike sizes."""
+    entry = ALGORITHMS[name]
+    problem = next(entry.examples())
+    return entry.program(problem, list(entry.candidates(problem))[-1])
+
+
+def in_tiles(name):
+    """A fused product with its products and puts written out by tiles, which are smaller than a region."""
+    return write_out_tiles(golden(name) if name == "t3_ring" else fused_product(name))
+
+
+IN_TILES = tuple(f"{name} in tiles" for name in ("t3_ring", *FUSED))
+
 PROGRAMS = {
     "collectives": lambda: parse(COLLECTIVES),
     "more ranks than rows": lambda: parse(EMPTY),
@@ -327,6 +347,10 @@ PROGRAMS = {
     "universal_b": lambda: lower_one_sided(golden("universal_b")),
     "universal_c": lambda: lower_one_sided(golden("universal_c")),
     "t3_ring": lambda: lower_one_sided(golden("t3_ring")),
+    **{name: lambda name=name: lower_one_sided(fused_product(name)) for name in FUSED},
+    **{
+        name: lambda name=name: lower_one_sided(in_tiles(name.removesuffix(" in tiles"))) for name in IN_TILES
+    },
     "pipeline of includes": lambda: golden("include/pipeline"),
     "includes in two orientations": lambda: golden("include/feed_forward"),
 }

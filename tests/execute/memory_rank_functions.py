@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import torch
-from backend_programs import golden, inputs_for
+from backend_programs import FUSED, IN_TILES, fused_product, golden, in_tiles, inputs_for
 from backend_rank_functions import differences, shards
 
 from meshweave.base.errors import BindError
@@ -113,7 +113,9 @@ with q:
 def program_of(name):
     if name in ("views", "operands"):
         return parse(VIEWS + OPERANDS.removeprefix("\n") * (name == "operands"))
-    return golden(name)
+    if name in IN_TILES:
+        return in_tiles(name.removesuffix(" in tiles"))
+    return fused_product(name) if name in FUSED else golden(name)
 
 
 def context_of(context, deadline_s=30.0):

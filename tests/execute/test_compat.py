@@ -205,3 +205,41 @@ def test_watching_shard_dim_alltoall(mesh):
         ((2, 4), mesh, 0)
     ]
     assert {running for space, running in under if "c10d" in space} == {True}
+
+
+def test_traced_tensors():
+    """Fake tensors and those of AOTAutograd are traced; outside of traces tensors are real."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert compat.is_traced(torch.ones(2))
+        with compat.outside_of_traces():
+            assert not compat.is_traced(torch.ones(2))
+    assert not compat.is_traced(torch.nn.Parameter(torch.ones(2)))
+
+
+def test_ops_that_stay_in_order():
+    """Tokens lead from each to the next in graphs of AOTAutograd, although results do not depend on each other."""
+    library = torch.library.Library("meshweave_test", "FRAGMENT")
+    library.define("ordered(Tensor x) -> Tensor")
+    library.impl("ordered", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("meshweave_test::ordered", torch.empty_like, lib=library)
+    op = torch.ops.meshweave_test.ordered.default
+    compat.keep_in_order(op)
+    graphs = []
+
+    def backend(module, example):
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph.forward)(
+            module, example
+        )
+
+    function = torch.compile(lambda x: (op(x), op(x + 1)), backend=backend, fullgraph=True)
+    assert torch.equal(function(torch.ones(2))[1], torch.full((2,), 2.0))
+    assert str(graphs[0].code).count("with_effects") >= 2
+
+
+def test_ops_that_stay_in_order_where_inductor_is_not_in_use(monkeypatch):
+    monkeypatch.delitem(importlib.import_module("sys").modules, "torch._inductor.lowering", raising=False)
+    compat.keep_in_inductor(torch.ops.aten.add.Tensor)

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memory_rank_functions import program_of  # noqa: E402
+from memory_rank_functions import FUSED, IN_TILES, program_of  # noqa: E402
 
 from meshweave.base.errors import BindError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.memory import open_memory  # noqa: E402
@@ -23,7 +23,8 @@ from meshweave.execute.ranks.agreement import agree  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
-from meshweave.execute.torch.one_sided import completion_flags, fence_groups, without_fences  # noqa: E402
+from meshweave.execute.torch.counters import completion_counters  # noqa: E402
+from meshweave.execute.torch.one_sided import fence_groups, without_fences  # noqa: E402
 from meshweave.ir.analysis.sums import update_order  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
 from meshweave.ir.program.ops import UPDATE, Fence  # noqa: E402
@@ -31,7 +32,7 @@ from meshweave.ir.program.parse import parse  # noqa: E402
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}
-PROGRAMS = ["universal_b", "universal_c", "t3_ring", "views"]
+PROGRAMS = ["universal_b", "universal_c", "t3_ring", *FUSED, *IN_TILES, "views"]
 needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
 
 
@@ -142,22 +143,28 @@ def test_fences_and_flags_are_the_same_list_everywhere():
     assert fence_groups(views) == [(0, 1, 2, 3), (0, 1), (2, 3)]
     assert not any(isinstance(op, Fence) for op in without_fences(views).ops())
     assert len(list(without_fences(views).ops())) == len(list(views.ops())) - 3
-    assert completion_flags(program_of("universal_b"), in_arrival_order=True).sets == {}
+    assert completion_counters(program_of("universal_b"), in_arrival_order=True).totals == {}
     for in_arrival_order in (False, True):
-        flags = completion_flags(program_of("t3_ring"), in_arrival_order=in_arrival_order)
-        assert all(flags.sets.values()) and {(rank, 2) for rank in range(4)}.isdisjoint(flags.to_start)
-        for rank in range(4):
-            set_here = [to[rank] for to in flags.sets.values() if rank in to]
-            awaited = (mine for each in (flags.to_start, flags.to_update) for mine in each.items())
-            waited = {flag for (reader, _), mine in awaited if reader == rank for flag in mine}
-            assert set(set_here) == waited == set(range(len(set_here))) and len(set_here) > 2
+        counters = completion_counters(program_of("t3_ring"), in_arrival_order=in_arrival_order)
+        assert {(rank, 2) for rank in range(4)}.isdisjoint(counters.to_start)
+        counted = [counter for to in counters.counts.values() for counter in to]
+        assert {counter: counted.count(counter) for counter in counted} == counters.totals
+        awaited = [
+            (reader, count)
+            for each in (counters.to_start, counters.to_update)
+            for (reader, _), counts in each.items()
+            for count in counts
+        ]
+        assert {(reader, count.counter) for reader, count in awaited} == counters.totals.keys()
+        assert all(0 < count.needed <= counters.totals[reader, count.counter] for reader, count in awaited)
+        assert counters.num_counters() > 1
 
 
 def test_updates_of_the_same_elements_wait_for_each_other_in_one_order():
     program = program_of("universal_b")
-    flags = completion_flags(program)
+    counters = completion_counters(program)
     before = update_order(program)
-    assert flags.to_update.keys() == before.keys() and not flags.to_start
+    assert counters.to_update.keys() == before.keys() and not counters.to_start
     ops = program.ops_by_rank
     updates = [
         ((rank, index), view)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import meshweave.cli.bench_options as options
+from meshweave.cli.bench_fused import fused
 from meshweave.cli.bench_tables import heading, report_results
 from meshweave.cli.fidelity import fidelity
 from meshweave.describe.machine.cluster import Cluster
@@ -150,3 +151,4 @@ def _record(kind: str, calibrated: Cluster | None, repeat: int) -> dict[str, Any
 
 
 bench.command()(fidelity)
+bench.command()(fused)

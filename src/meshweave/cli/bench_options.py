@@ -103,6 +103,9 @@ DescribedLab = Annotated[
     typer.Option(help="Calibrated description of the lab. Default: its nominal rates and no other costs."),
 ]
 NumCases = Annotated[int, typer.Option(help="Number of random cases, 1 to 1000.")]
+FusedRatio = Annotated[
+    float, typer.Option("--ratio", help="Seconds of the product over those of the transfer; sets the pace.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the cases and operands.")]
 CaseRepeat = Annotated[int, typer.Option(help="Measured runs of each case, after one to warm up.")]
 TraceFile = Annotated[

@@ -27,7 +27,7 @@ Key = tuple[str, int]
 """A buffer and a slot of it."""
 
 SIGNALS: Key = ("", 0)
-"""Each rank's counters: one for each group it meets in fences, then one flag for each write it is told of."""
+"""Each rank's counters: one for each group it meets in fences, then its flags, each of which another rank sets."""
 
 _T = TypeVar("_T")
 
@@ -115,8 +115,10 @@ class Window(ABC):
         """Return what sets a flag of a rank to a value, after all that this thread put or accumulated there."""
 
     @abstractmethod
-    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
-        """Return what waits until own flags, which `peers` set, are at least at a value."""
+    def await_flags(
+        self, flags: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
+        """Return what waits until each own flag, which the peer at its place sets, is at least at its value."""
 
     def flag_at(self, flag: int) -> int:
         """Return the place of a flag in `SIGNALS`."""

@@ -110,6 +110,7 @@ class MpiMemory(RemoteMemory):
     # -- the pool --------------------------------------------------------------------------------------------
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._wins[self._name_of[number]].tomemory().address
             if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
@@ -313,13 +314,15 @@ class _MpiWindow(Window):
 
         return run
 
-    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+    def await_flags(
+        self, flags: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
         memory, mine = self.memory, self.own[SIGNALS].numpy()
         places, wins = [self.flag_at(flag) for flag in flags], self._all_wins()
 
-        def run(value: int) -> None:
+        def run(values: Sequence[int]) -> None:
             with waiting(memory.context, what, [peer for peer in peers if peer != self.rank]) as overdue:
-                while not all(mine[at] >= value for at in places):
+                while not all(mine[at] >= value for at, value in zip(places, values, strict=True)):
                     overdue()
                     memory.comm.Iprobe(memory.mpi.ANY_SOURCE, _TALK_TAG)  # so that MPI gets on
                     wins[0].Sync()

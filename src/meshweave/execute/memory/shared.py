@@ -108,6 +108,7 @@ class SharedMemory(RemoteMemory):
     # -- the pool --------------------------------------------------------------------------------------------
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._bytes_of(self.rank, number).data_ptr()
             if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
@@ -115,6 +116,7 @@ class SharedMemory(RemoteMemory):
         return None
 
     def close(self) -> None:
+        """Give up the memory of this rank."""
         if not self.is_closed:
             self.is_closed = True
             self._finalizer()
@@ -329,16 +331,22 @@ class _SharedWindow(Window):
 
         return run
 
-    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+    def await_flags(
+        self, flags: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
         mine, places = self.counters[self.rank], [self.flag_at(flag) for flag in flags]
-        others = [peer for peer in peers if peer != self.rank]
+        others = sorted({peer for peer in peers if peer != self.rank})
 
-        def run(value: int) -> None:
+        def run(values: Sequence[int]) -> None:
             def ready() -> bool:
-                return all(mine[at] >= value for at in places)
+                return all(mine[at] >= value for at, value in zip(places, values, strict=True))
+
+            def missing() -> list[int]:
+                listed = zip(places, values, peers, strict=True)
+                return sorted({peer for at, value, peer in listed if mine[at] < value} & {*others})
 
             if not ready():
-                self.memory.wait_until(ready, what, others, lambda: others)
+                self.memory.wait_until(ready, what, others, missing)
             _full_fence()
 
         return run

@@ -71,6 +71,7 @@ class SymmetricMemory(RemoteMemory):
         num_flags: int,
         what: str,
     ) -> Window:
+        """Return a window for a program on `ranks`, whose signals are in host memory. Raises as the base does."""
         assert self.host is not None
         self._signals = self.host.expose(ranks, {}, {}, groups, num_flags, what)
         with torch.cuda.device(self.context.device):
@@ -79,6 +80,7 @@ class SymmetricMemory(RemoteMemory):
         return window
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._tensors[self._name_of[number]][0].data_ptr()
             if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
@@ -86,6 +88,7 @@ class SymmetricMemory(RemoteMemory):
         return None
 
     def close(self) -> None:
+        """Give up the memory of this rank."""
         if not self.is_closed:
             self.is_closed = True
             assert self.host is not None
@@ -205,5 +208,7 @@ class _SymmetricWindow(Window):
 
         return run
 
-    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+    def await_flags(
+        self, flags: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
         return self.host.await_flags(flags, peers, what)

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +62,7 @@ class ForkRequest:
         is_ours: whether the rank runs a function of this package, and imports nothing from the working directory.
         network_namespace: the name of the network namespace that the rank enters; empty for that of the server.
         startup: functions to call before the rank's own, as "module:function".
+        imports: modules that the server imports before it forks, unless it has them.
     """
 
     folder: str
@@ -70,6 +71,7 @@ class ForkRequest:
     is_ours: bool
     network_namespace: str = ""
     startup: Sequence[str] = ()
+    imports: Sequence[str] = ()
 
 
 class ForkedRank:
@@ -189,6 +191,7 @@ class ForkServers:
 
     def __init__(self, preload: Sequence[str], num_servers: int) -> None:
         self._preload = tuple(preload)
+        self._imports: tuple[str, ...] = ()
         self._servers: list[ForkServer | None] = [None] * num_servers
         self._lock = threading.Lock()
 
@@ -196,8 +199,13 @@ class ForkServers:
         """Whether a rank with these variables may be forked: on Linux, if those read at import agree."""
         return sys.platform == "linux" and all(environment.get(name) == "1" for name in _IMPORTED_WITH)
 
+    def import_also(self, *modules: str) -> None:
+        """Let the servers import further modules, before the next rank is forked."""
+        self._imports = tuple(dict.fromkeys([*self._imports, *modules]))
+
     def start(self, rank: int, request: ForkRequest) -> ForkedRank:
         """Return rank `rank` of a launch, started."""
+        request = replace(request, imports=self._imports)
         try:
             return self._server_of(rank).start(request)
         except ChildProcessError:  # the server was killed a moment ago
@@ -272,18 +280,31 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
             message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
             if not message:
                 return
+            request = ForkRequest(**json.loads(message))
+            _import_missing(request.imports)
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 os.close(reader)
                 os.close(writer)
-                _become_rank(ForkRequest(**json.loads(message)), fds)
+                _become_rank(request, fds)
             for fd in fds:
                 os.close(fd)
             _reply(connection, pid, None)
         if reader in readable:
             os.read(reader, 4096)
             _report_ended(connection)
+
+
+def _import_missing(modules: Sequence[str]) -> None:
+    """Import the modules that this process has not imported; one that fails is left to the rank."""
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    if missing:
+        gc.collect()
+        gc.freeze()
 
 
 def _import_or_call(name: str) -> None:

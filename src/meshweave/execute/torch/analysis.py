@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshweave.execute.torch.counters import CompletionCounters, completion_counters
 from meshweave.execute.torch.groups import assign_channels
-from meshweave.execute.torch.one_sided import CompletionFlags, completion_flags, fence_groups, without_fences
+from meshweave.execute.torch.one_sided import fence_groups, without_fences
 from meshweave.execute.torch.views import Order
 from meshweave.execute.torch.wire import WireKey, wire_orders
 from meshweave.ir.analysis.edges import (
@@ -97,6 +98,6 @@ class RankAnalysis:
         return fence_groups(self.program)
 
     @cached_property
-    def completion_flags(self) -> CompletionFlags:
-        """The flags by which released remote writes and updates say that they are complete."""
-        return completion_flags(self.program, in_arrival_order=self.in_arrival_order)
+    def completion_counters(self) -> CompletionCounters:
+        """The counters by which released remote writes and updates say that they are complete."""
+        return completion_counters(self.program, in_arrival_order=self.in_arrival_order)

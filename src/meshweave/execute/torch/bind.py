@@ -42,7 +42,7 @@ class BoundProgram:
 
     `inputs` and `outputs` are the tensors of the rank's input and output buffers, by buffer name. They stay
     the same from run to run: read results before the next run, or copy them. To give new input without a
-    copy, write into `inputs`.
+    copy, write into `inputs`. `scratch` is the first slot of its scratch buffers, as a run leaves them.
     """
 
     def __init__(
@@ -58,11 +58,12 @@ class BoundProgram:
         self.program, self.rank, self.context = analysis.program, analysis.rank, context
         self._call, self._calls = call, calls
         self._unset, self._execute, self._is_traced = memory.unset, execute, trace
-        self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in analysis.ops] if trace else []
+        self._analysis = analysis
         buffers = analysis.buffers
         visible = {name: memory.given.get(name, memory.slots[name, 0]) for name in buffers}
         self.inputs = {name: visible[name] for name, b in buffers.items() if b.kind == "input"}
         self.outputs = {name: visible[name] for name, b in buffers.items() if b.kind == "output"}
+        self.scratch = {name: memory.slots[name, 0] for name, b in buffers.items() if b.kind == "scratch"}
         self._copies_in = [
             (memory.slots[name, slot], value)
             for name, value in self.inputs.items()
@@ -111,6 +112,9 @@ class BoundProgram:
             else:
                 with self._call:
                     spans = self._execute_on_copies()
+        recorder = self.context.recorder
+        if recorder is not None and spans:
+            recorder.add(self.program, self._trace(spans))
         return self._trace(spans) if self._is_traced else None
 
     def _execute_on_copies(self) -> Mapping[int, tuple[int, int]]:
@@ -140,9 +144,10 @@ class BoundProgram:
 
     def _trace(self, spans: Mapping[int, tuple[int, int]]) -> Trace:
         listed: list[Span] = []
-        for index, (lane, kind, label) in enumerate(self._ops):
+        for index, bound in enumerate(self._analysis.ops):
             start_ns, end_ns = spans[index]
-            listed.append(Span(self.rank, index, lane, kind, label, start_ns * 1000, end_ns * 1000))
+            times = start_ns * 1000, end_ns * 1000
+            listed.append(Span(self.rank, index, bound.op.lane, bound.op.kind, bound.label, *times))
         return Trace(self.program.name, "torch", tuple(listed))
 
 
@@ -244,6 +249,9 @@ def _bound(
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call)
 
     actions = _bind_ops(ops, binder, wire, remote)
+    if (waits := context.waits) is not None:
+        computes = [bound.op.kind in COMPUTE_KINDS for bound in ops]
+        actions = [waits.around_compute(each) if computes[at] else each for at, each in enumerate(actions)]
     if mode == "linear":
         if order is None:
             order = range(len(ops)) if remote else linearise(program)[rank]
@@ -251,6 +259,8 @@ def _bound(
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
     execute = remote.between_fences(execute) if remote else execute
+    if context.waits is not None:
+        execute = context.waits.around_run(execute)
     return BoundProgram(analysis, context, buffers, execute, trace, call, table)
 
 

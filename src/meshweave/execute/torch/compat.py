@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -190,6 +191,73 @@ def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
         return _private("torch.distributed.tensor", "DTensor")(local, spec, requires_grad=False)
     except TypeError as error:
         raise _missing(f"DTensor(local, spec, requires_grad=) ({error})") from None
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether a tensor has no elements, for torch only traces what is computed with it.
+
+    Relies on `torch._subclasses.fake_tensor.FakeTensor` and `functional_tensor.FunctionalTensor` (torch 2.9 and
+    2.13). Raises UnsupportedError where either is gone.
+    """
+    if type(tensor) is Tensor:
+        return False
+    subclasses = "torch._subclasses"
+    fake = _private(f"{subclasses}.fake_tensor", "FakeTensor")
+    return isinstance(tensor, (fake, _private(f"{subclasses}.functional_tensor", "FunctionalTensor")))
+
+
+def outside_of_traces() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which tensors are real, although torch traces what calls it.
+
+    Relies on `torch.utils._python_dispatch._disable_current_modes` (torch 2.9 and 2.13). Raises UnsupportedError
+    where it is gone.
+    """
+    disabled: contextlib.AbstractContextManager[None] = _private(
+        "torch.utils._python_dispatch", "_disable_current_modes"
+    )()
+    return disabled
+
+
+def keep_in_order(op: Any) -> None:
+    """Let all calls of ops that were given to this function stay in the order of the program in compiled graphs.
+
+    Without it a compiler sorts calls that do not depend on each other, and ranks with shards of different sizes
+    sort differently. Graphs of AOTAutograd then have tokens from each to the next; see `keep_in_inductor`, too.
+
+    Relies on `_register_effectful_op` and `_EffectType` of `torch._higher_order_ops.effects` (torch 2.9 and
+    2.13). Raises UnsupportedError where either is gone.
+    """
+    _private(_EFFECTS, "_register_effectful_op")(op, _private(_EFFECTS, "_EffectType").ORDERED)
+
+
+_EFFECTS = "torch._higher_order_ops.effects"
+
+
+def keep_in_inductor(op: Any) -> None:
+    """Let inductor keep the order of an op of `keep_in_order`; to be called where such an op is traced.
+
+    Inductor of torch 2.13 puts the dependency of an op on the one before under the name of its buffer, and looks
+    it up by the name of its operation, so that it sorts them all the same. Does nothing where inductor is not in
+    use. Relies on `lowerings` and `fallback_handler` of `torch._inductor.lowering`, on
+    `torch._inductor.virtualized.V` and on `effectful_ops`, `operations`, `additional_star_deps` of its graph
+    (torch 2.13; 2.9 does not look at the last, and keeps the order).
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or op in lowering.lowerings:
+        return
+    fall_back = lowering.fallback_handler(op, add_to_fallback_set=False)
+    ordered = _private(_EFFECTS, "_EffectType").ORDERED
+    virtualized = importlib.import_module("torch._inductor.virtualized")
+
+    def lower(*arguments: Any, **named: Any) -> Any:
+        graph = virtualized.V.graph
+        before, num_operations = graph.effectful_ops.get(ordered), len(graph.operations)
+        result = fall_back(*arguments, **named)
+        for operation in graph.operations[num_operations:] if before is not None else ():
+            graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())
+        return result
+
+    lowering.lowerings[op] = lower
 
 
 def shard_order(spec: DTensorSpec) -> ShardOrder | None:

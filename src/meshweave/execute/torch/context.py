@@ -10,6 +10,7 @@ are freed by all ranks together, so that a dropped context keeps them, and only 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -20,7 +21,13 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.base.errors import (
+    BindError,
+    DeadlineError,
+    MeshweaveError,
+    RankLostError,
+    UnsupportedError,
+)
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
@@ -29,8 +36,10 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
 from meshweave.execute.torch.lanes import LaneThreads
+from meshweave.execute.torch.waits import WaitClock
 from meshweave.execute.torch.world import world_liveness
 from meshweave.ir.program import Program
+from meshweave.trace import Trace
 
 CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
 
@@ -44,12 +53,23 @@ class GuardedWait(Protocol):
     unheard: Sequence[int]
 
     @property
-    def timeout(self) -> timedelta: ...
-    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None: ...
+    def timeout(self) -> timedelta:
+        """Return what is left of the deadline."""
+
+    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
+        """Raise RankLostError or DeadlineError where it is time to, for ranks that have not come."""
+
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
+
+
+class RunRecorder(Protocol):
+    """Who wants the traces of programs as they run: those on a CPU, and those that are bound with `trace`."""
+
+    def add(self, program: Program, trace: Trace) -> None:
+        """Take the trace of this rank of one run of a program."""
 
 
 class _WaitWithoutLiveness:
@@ -86,6 +106,10 @@ class _WaitWithoutLiveness:
                 ) from error
 
 
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, TorchContext] = weakref.WeakValueDictionary()
+
+
 class TorchContext:
     """This process among the ranks of `torch.distributed`, as bound programs see it.
 
@@ -118,11 +142,18 @@ class TorchContext:
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank: int | None = dist.get_rank() if self.is_distributed else None
         self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
+        self.number = next(_numbers)
+        """Which context of this process it is: text that a graph can hold."""
+        _by_number[self.number] = self
+        self.recorder: RunRecorder | None = None
+        """Gets the trace of each program that runs from here on; None, the default, times nothing."""
         self.lane_threads = LaneThreads(deadline_s)
         self._timeout = timedelta(seconds=deadline_s)
         self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
         """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
         self._caches: dict[type[MutableMapping[Any, Any]], MutableMapping[Any, Any]] = {}
+        self.waits: WaitClock | None = None
+        """Counts the waits of programs that are bound from `count_waits` on; None before."""
         self.programs = ProgramCache(cache_bytes)
         """The products and reshards that are bound in this context."""
         keeps_groups = self.device.type == "cuda"
@@ -132,6 +163,14 @@ class TorchContext:
         self._finalizer.atexit = (
             False  # the ends of the others' connections are theirs until this process ends
         )
+
+    @classmethod
+    def numbered(cls, number: int) -> TorchContext:
+        """Return the context of a number. Raises BindError where it is gone."""
+        context = _by_number.get(number)
+        if context is None:
+            raise BindError(f"context {number} of this process is gone; what was compiled with it cannot run")
+        return context
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
@@ -210,6 +249,17 @@ class TorchContext:
         if self.liveness is None:
             return _WaitWithoutLiveness(what, self._timeout)
         return self.liveness.guard(what, self.deadline_s, peers=peers)
+
+    def count_waits(self) -> WaitClock:
+        """Return a clock that counts how long runs of programs wait that are bound in this context from now on.
+
+        Raises UnsupportedError on CUDA, where runs are issued and not awaited.
+        """
+        if self.device.type == "cuda":
+            raise UnsupportedError("waits are counted on a CPU; on CUDA bind with trace=True")
+        if self.waits is None:
+            self.waits = WaitClock()
+        return self.waits
 
     def cache(self, kind: type[CacheT]) -> CacheT:
         """Return this context's one mapping of class `kind`; the first call makes it, empty.

@@ -43,9 +43,10 @@ def thread_per_lane(
     lane_threads = context.lane_threads
 
     def execute() -> Mapping[int, tuple[int, int]]:
+        is_traced = trace or context.recorder is not None
         if lanes:
-            lane_threads.run(lanes, trace=trace)
-        if not trace:
+            lane_threads.run(lanes, trace=is_traced)
+        if not is_traced:
             return {}
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
 

@@ -4,17 +4,18 @@ Where remote views can be aliased, they are operands like any others. Where not,
 rank is fetched to staging first, and what it writes there is delivered from staging. An update of an exposed
 buffer is made element by element in one go, also by the rank that owns it: others may update at the same time.
 
-A released write that a later op of its target's rank reads sets a flag there once it is done; flags hold the
-number of the run, so that nothing has to be reset. Updates of the same elements wait for one another by such
-flags, so that their sums have the same bits in every run, unless they may be made in order of arrival. A run
-begins and ends with a fence of all ranks: no rank reads what a peer has not written yet, or overwrites what a
-peer still reads.
+A region that an op reads and others have released has counters in the reader's memory, one for each lane that
+writes to it (`counters`): each released write there counts one, and the op starts when the region is whole.
+Counters go on from run to run, so that nothing has to be reset. Updates of the same elements wait for one another
+by such counters, so that their sums have the same bits in every run, unless they may be made in order of arrival.
+A run begins and ends with a fence of all ranks: no rank reads what a peer has not written yet, or overwrites what
+a peer still reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -25,10 +26,9 @@ from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counters import Count
 from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up
-from meshweave.ir.analysis.edges import is_tracked, tracked_edges
-from meshweave.ir.analysis.matching import Node, match
-from meshweave.ir.analysis.sums import has_updates, update_order
+from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
 from meshweave.ir.program.statements import rewrite
@@ -57,45 +57,6 @@ def fence_groups(program: Program) -> list[tuple[int, ...]]:
     return list(groups)
 
 
-Awaited = dict[Node, dict[int, int]]
-"""By op: the own flags that it waits for, and the rank that sets each."""
-
-
-@dataclass(frozen=True)
-class CompletionFlags:
-    """By which flags ops of different ranks wait for each other.
-
-    Attributes:
-        sets: by op the flag that it sets on each rank once it is complete.
-        to_start: what an op waits for before it starts, because it reads what others have released.
-        to_update: what an op waits for before it updates memory, because others update the same elements first.
-    """
-
-    sets: dict[Node, dict[int, int]]
-    to_start: Awaited
-    to_update: Awaited
-
-
-def completion_flags(program: Program, *, in_arrival_order: bool = False) -> CompletionFlags:
-    """Return the flags for released remote writes and, unless updates go `in_arrival_order`, for updates."""
-    flags = CompletionFlags({}, {}, {})
-    num_flags: dict[int, int] = {}
-
-    def add(edges: Mapping[Node, Sequence[Node]], awaited: Awaited) -> None:
-        for later, earlier in sorted(edges.items()):
-            for node in earlier:
-                mine = flags.sets.setdefault(node, {})
-                if later[0] not in mine:
-                    mine[later[0]] = num_flags[later[0]] = num_flags.get(later[0], -1) + 1
-                awaited.setdefault(later, {})[mine[later[0]]] = node[0]
-
-    if any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
-        add(tracked_edges(match(program)), flags.to_start)
-    if not in_arrival_order and has_updates(program):
-        add(update_order(program), flags.to_update)
-    return flags
-
-
 class OneSidedAccess:
     """A bound program's use of a remote memory. Set up in steps: buffers come before what is bound to them.
 
@@ -118,8 +79,9 @@ class OneSidedAccess:
         self._memory, self._context, self._program, self._rank = memory, context, program, rank
         agree(context, program, talk=memory.talk)
         self.exposed = analysis.exposed
-        self._flags = analysis.completion_flags
+        self._counters = analysis.completion_counters
         self._updating: Node = (rank, -1)
+        self._counted: dict[tuple[int, int], list[int]] = {}  # steps so far, in all runs
         wanted: dict[Key, Slot] = {}
         given: dict[Key, Tensor] = {}
         for buffer in analysis.buffers.values():
@@ -133,7 +95,7 @@ class OneSidedAccess:
             tensor = tensors.get(buffer.name)
             if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
                 given[buffer.name, 0] = tensor.detach()
-        num_flags = 1 + max((flag for to in self._flags.sets.values() for flag in to.values()), default=-1)
+        num_flags = self._counters.num_counters()
         self._groups = analysis.fence_groups
         what = f"program {program.name}"
         self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
@@ -184,18 +146,35 @@ class OneSidedAccess:
         else:
             action = bind_local_or_matched(bound)
         steps = [action]
-        if flags := self._flags.to_start.get(node):
-            steps.insert(0, self._wait_for(flags, f"what {bound.label} reads"))
-        for rank, flag in self._flags.sets.get(node, {}).items():
-            steps.append(self._completion_signal(self._window.notify(rank, flag)))
+        if counts := self._counters.to_start.get(node):
+            steps.insert(0, self._wait_for(counts, f"which {bound.label} reads"))
+        for reader, counter in self._counters.counts.get(node, ()):
+            steps.append(self._count(reader, counter))
         return chain_actions(steps)
 
-    def _wait_for(self, flags: Mapping[int, int], what: str) -> Action:
-        wait_for = self._window.await_flags(list(flags), sorted(set(flags.values())), what)
-        return lambda: wait_for(self._run)
+    def _wait_for(self, counts: Sequence[Count], why: str) -> Action:
+        """Return what waits until counters of this rank have counted what an op needs."""
+        region = " and ".join(dict.fromkeys(count.region for count in counts))
+        what = f"region {region} of rank {self._rank}, {why}"
+        totals = [self._counters.totals[self._rank, count.counter] for count in counts]
+        needed = [(total, total - count.needed) for total, count in zip(totals, counts, strict=True)]
+        wait_for = self._window.await_flags(
+            [count.counter for count in counts], [count.writer for count in counts], what
+        )
+        return lambda: wait_for([self._run * total - short for total, short in needed])
 
-    def _completion_signal(self, notify: Callable[[int], object]) -> Action:
-        return lambda: notify(self._run)
+    def _count(self, reader: int, counter: int) -> Action:
+        """Return what counts one more step. The lane that this op is in is the only one that counts here."""
+        notify, counted = (
+            self._window.notify(reader, counter),
+            self._counted.setdefault((reader, counter), [0]),
+        )
+
+        def count() -> None:
+            counted[0] += 1
+            notify(counted[0])
+
+        return count
 
     def _bind(self, bound: BoundOp) -> Action:
         op = bound.op
@@ -283,8 +262,8 @@ class OneSidedAccess:
     def _update(self, op: Op, out: View, src: StridedView) -> list[Action]:
         slot, pairs, before = self._paired(op.lane, out, src)
         how = op.op if isinstance(op, Accumulate) else "sum"
-        if flags := self._flags.to_update.get(self._updating):
-            before = [*before, self._wait_for(flags, f"earlier updates of {out.buffer}")]
+        if counts := self._counters.to_update.get(self._updating):
+            before = [*before, self._wait_for(counts, "which others update first")]
         return [*before, *(self._window.accumulate(slot, piece, value, how) for piece, value in pairs)]
 
     def _paired(

@@ -20,7 +20,7 @@ from meshweave.ir.program import Program
 _NOTHING = 3.4e38
 """Stands for the error of an element that a run did not write (NaN)."""
 
-_BoundRival = tuple[Callable[[], float], Callable[[], float]]
+BoundRival = tuple[Callable[[], float], Callable[[], float]]
 """Two functions: one runs the product and returns when it ended (monotonic seconds); one checks the result of that
 run and returns its largest absolute error."""
 
@@ -55,7 +55,7 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
         rivals = _bind(product, int(payload["seed"]), shared, meshes)
         with without_garbage_collection():
             out.append(
-                [_run_round(round_, rivals, int(payload["repeat"]), shared) for round_ in product["rounds"]]
+                [run_round(round_, rivals, int(payload["repeat"]), shared) for round_ in product["rounds"]]
             )
         del rivals
         gc.collect()
@@ -72,9 +72,10 @@ def running_order(count: int, repetition: int) -> list[int]:
     return [(repetition + i * step) % count for i in range(count)]
 
 
-def _run_round(
-    round_: Mapping[str, Any], rivals: Sequence[_BoundRival], repeat: int, shared: Any
+def run_round(
+    round_: Mapping[str, Any], rivals: Sequence[BoundRival], repeat: int, shared: Any
 ) -> dict[str, Any]:
+    """Run the rivals of a round by turns; see `bench_matmul` for what is given and returned."""
     from meshweave.execute.torch.measure import start_together
     from meshweave.lab.pace import paced
 
@@ -102,13 +103,13 @@ def _run_round(
 
 def _bind(
     product: Mapping[str, Any], seed: int, shared: Any, meshes: dict[tuple[int, ...], Any]
-) -> list[_BoundRival]:
+) -> list[BoundRival]:
     from meshweave.ir.program.parse import parse
 
     m, n, k, mesh_shape, dataflow = product["problem"]
     problem = Matmul2dProblem(m, n, k, tuple(mesh_shape), dataflow)
     operands = _Operands(problem, seed, shared.rank)
-    rivals: list[_BoundRival] = []
+    rivals: list[BoundRival] = []
     for rival in product["rivals"]:
         if "program" in rival:
             rivals.append(_bind_program(parse(rival["program"]), operands, shared))
@@ -161,11 +162,12 @@ class _Operands:
         return self._known[key]
 
 
-def _difference(result: Any, expected: Any) -> float:
+def difference(result: Any, expected: Any) -> float:
+    """Return the largest absolute error of a result; one that was not written counts as huge."""
     return float((result - expected).abs().nan_to_num(nan=_NOTHING).max()) if expected.numel() else 0.0
 
 
-def _bind_program(program: Program, operands: _Operands, shared: Any) -> _BoundRival:
+def _bind_program(program: Program, operands: _Operands, shared: Any) -> BoundRival:
     from meshweave.execute.torch.bind import bind
 
     shards = {}
@@ -185,14 +187,14 @@ def _bind_program(program: Program, operands: _Operands, shared: Any) -> _BoundR
         return time.monotonic()
 
     def check() -> float:
-        error = _difference(out, expected)
+        error = difference(out, expected)
         out.fill_(float("nan"))  # the next run must write every element
         return error
 
     return run, check
 
 
-def _bind_dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> _BoundRival:
+def _bind_dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> BoundRival:
     """Bind PyTorch's DTensor to the same operands, row-major, with the placements given for a, b and c."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -221,6 +223,6 @@ def _bind_dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh
         return end
 
     def check() -> float:
-        return _difference(results.pop(), expected)
+        return difference(results.pop(), expected)
 
     return run, check

@@ -1,0 +1,108 @@
+"""By which counters ops of different ranks wait for each other: T3's tracker on CPU ranks.
+
+T3 counts the updates of a region in hardware, and starts its copy when all expected ones are there (Pati et al.,
+ASPLOS '24, section 4.2). Here each lane that writes to a region counts for itself, in the memory of the rank that
+reads it: no two processes count in one word, so that none needs an atomic add. The region is whole when each of
+its counters has come to the tiles that its lane writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.ir.analysis.edges import is_tracked, tracked_edges
+from meshweave.ir.analysis.matching import Node, match
+from meshweave.ir.analysis.sums import has_updates, update_order
+from meshweave.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Count:
+    """What an op waits for of one lane of one rank: so many of the steps that a counter counts.
+
+    Attributes:
+        counter: number of the counter, which is this rank's.
+        writer: the rank that counts.
+        needed: steps of a run that must be complete.
+        region: what they write to, in words.
+    """
+
+    counter: int
+    writer: int
+    needed: int
+    region: str
+
+
+Awaited = dict[Node, list[Count]]
+
+
+@dataclass(frozen=True)
+class CompletionCounters:
+    """By which counters ops of different ranks wait for each other. Each is counted by one lane of one rank.
+
+    Attributes:
+        counts: by op the (rank, counter) that it counts once it is complete.
+        totals: by (rank, counter) the steps of a run.
+        to_start: what an op waits for before it starts: the regions that it reads, which others have released.
+        to_update: what an op waits for before it updates memory, because others update the same elements first.
+    """
+
+    counts: dict[Node, list[tuple[int, int]]]
+    totals: dict[tuple[int, int], int]
+    to_start: Awaited
+    to_update: Awaited
+
+    def num_counters(self) -> int:
+        """Return the most counters that any rank has."""
+        return 1 + max((counter for _, counter in self.totals), default=-1)
+
+
+def completion_counters(program: Program, *, in_arrival_order: bool = False) -> CompletionCounters:
+    """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
+
+    A region has a counter for each lane that writes to it, and is whole when each has counted all its tiles. The
+    updates that a lane makes in a rank's memory have one counter together: each waits for a number of them.
+    """
+    counters = CompletionCounters({}, {}, {}, {})
+    ops = program.ops_by_rank
+    known: dict[tuple[object, ...], int] = {}
+    num_counters: dict[int, int] = {}
+
+    def counter_of(reader: int, steps: tuple[Node, ...], kind: str) -> int:
+        key = reader, steps, kind
+        if key not in known:
+            number = known[key] = num_counters.get(reader, 0)
+            num_counters[reader] = number + 1
+            counters.totals[reader, number] = len(steps)
+            for node in steps:
+                counters.counts.setdefault(node, []).append((reader, number))
+        return known[key]
+
+    def by_lane(nodes: Sequence[Node]) -> dict[tuple[int, str], list[Node]]:
+        lanes: dict[tuple[int, str], list[Node]] = {}
+        for node in sorted(nodes):
+            lanes.setdefault((node[0], ops[node[0]][node[1]].op.lane), []).append(node)
+        return lanes
+
+    if any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
+        for later, earlier in sorted(tracked_edges(match(program)).items()):
+            op = ops[later[0]][later[1]].op
+            released = {view.buffer for rank, index in earlier for view in ops[rank][index].op.writes}
+            region = " and ".join(dict.fromkeys(str(view) for view in op.reads if view.buffer in released))
+            for (writer, _), steps in by_lane(earlier).items():
+                counter = counter_of(later[0], tuple(steps), "tiles")
+                counters.to_start.setdefault(later, []).append(Count(counter, writer, len(steps), region))
+    if not in_arrival_order and has_updates(program):
+        edges = update_order(program)
+        awaited: dict[tuple[int, int, str], set[Node]] = {}
+        for later, earlier in edges.items():
+            for (writer, lane), steps in by_lane(earlier).items():
+                awaited.setdefault((later[0], writer, lane), set()).update(steps)
+        for later, earlier in sorted(edges.items()):
+            region = " and ".join(str(replace(view, rank=None)) for view in ops[later[0]][later[1]].op.writes)
+            for (writer, lane), steps in by_lane(earlier).items():
+                all_steps = tuple(sorted(awaited[later[0], writer, lane]))
+                counter, needed = counter_of(later[0], all_steps, "updates"), all_steps.index(steps[-1]) + 1
+                counters.to_update.setdefault(later, []).append(Count(counter, writer, needed, region))
+    return counters
