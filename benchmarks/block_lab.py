@@ -281,9 +281,10 @@ def print_table(result: dict[str, Any]) -> None:
         print(f"    {gain['measured']:.3f} times faster than {name}{predicted}")
 
 
-def main() -> None:
+def lab_parser(description: str | None, repeat: int, timeout_s: float) -> argparse.ArgumentParser:
+    """Return a parser of a lab, the sizes of a layer, repetitions, and where results go."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("lab", type=Path)
     parser.add_argument(
@@ -292,12 +293,22 @@ def main() -> None:
         default=[8, 128, 384, 8],
         help="batch, sequence, hidden, heads",
     )
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=580.0)
+    parser.add_argument("--repeat", type=int, default=repeat)
+    parser.add_argument("--timeout", type=float, default=timeout_s)
     parser.add_argument("--save", help="the name of a file in benchmarks/results, without .json")
-    options = parser.parse_args()
-    batch, sequence, hidden, heads = options.sizes
-    problem = BlockProblem(batch, sequence, hidden, heads, heads, hidden // heads, 4 * hidden, (8, 1))
+    return parser
+
+
+def problem_of(sizes: list[int]) -> BlockProblem:
+    """Return a layer on eight ranks of these sizes: batch, sequence, hidden, heads."""
+    batch, sequence, hidden, heads = sizes
+    return BlockProblem(batch, sequence, hidden, heads, heads, hidden // heads, 4 * hidden, (8, 1))
+
+
+def main() -> None:
+    """Measure in a lab, print tables and verdicts, and save them."""
+    options = lab_parser(__doc__, repeat=5, timeout_s=580).parse_args()
+    problem = problem_of(options.sizes)
     lab = Lab.load(options.lab)
     with lab.up() as running:
         constants = calibrate(running, lab.cluster(), 3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,16 @@ def test_the_picture_of_overlap(run, tmp_path: Path) -> None:
     out = run("overlap_picture.py", str(tmp_path / "timeline.svg"))
     assert "MeshSlice" in out
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_training_in_jax() -> None:
+    pytest.importorskip("jax", reason="jax is not installed: the jax rung cannot run here")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "jax_training.py")],
+        capture_output=True, text=True, timeout=180, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("on 8 devices") == 6
 
 
 @pytest.mark.slow  # tests/docs run it in a lab
@@ -70,3 +82,43 @@ def test_a_pipeline(run) -> None:
     out = run("pipeline.py")
     assert "rank 0: 0F 0F" in out
     assert "gradients are those of the whole model" in out
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_training_of_a_gpt_that_is_resumed_on_fewer_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorboard")
+
+    def trained(num_ranks: int, *arguments: str) -> dict[str, Any]:
+        torchrun = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            f"{num_ranks}",
+        )
+        script = (
+            str(EXAMPLES / "train_gpt.py"),
+            "--hidden",
+            "32",
+            "--seq",
+            "16",
+            "--folder",
+            str(tmp_path),
+            "--json",
+        )
+        done = subprocess.run(
+            [*torchrun, *script, *arguments], capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    first = trained(4, "--parallel", "tp=2,pp=2", "--steps", "6", "--save-every", "4", "--predict")
+    assert first["steps"] == [1, 2, 3, 4, 5, 6]
+    assert first["predicted_step_s"] > 0
+    second = trained(1, "--steps", "8", "--resume")
+    assert second["steps"] == [7, 8]
+    assert second["losses"][0] < first["losses"][0]
+    assert {"events", "step-00000006", "step-00000008"} <= {path.name for path in tmp_path.iterdir()}

@@ -13,6 +13,7 @@ simulation work without torch.
     readings      estimate, simulation, execution by numpy and torch, and traces of them
     proofs        checks of plans, programs and algorithms
     torch         products and resharding of DTensors and of local shards, pipelines of modules
+    jax           products of sharded jax arrays: mw.jax.matmul2d
     pictures      timelines of traces
     measurement   the lab, and what DTensor moves
     errors        what a user can cause and mend
@@ -51,7 +52,7 @@ _GROUPS = {
             "Zero maximum minimum parse rewrite select to_text view"
         ),
         "ir.analysis.validate": "validate",
-        "lower": "lower_chains lower_one_sided lower_rings read_in_place",
+        "lower": "lower_chains lower_one_sided lower_rings read_in_place write_out_tiles",
     },
     "algorithms": {
         "algorithms.contract": "Algorithm Gradient",
@@ -72,9 +73,11 @@ _GROUPS = {
     "planning": {
         "tune": "Plan load_plan plan_model tune_product",
         "tune.step_search": "SpaceOptions plan",
+        "tune.exports": "Export export_plan",
         "tune.ranking": "RankedConfig rank_configs simulate_best",
         "tune.blocks": "BlockRanking rank_blocks",
         "tune.block_reasons": "block_reason",
+        "tune.fused": "FusedChoice tune_fused",
         "tune.universal": "tune_universal",
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
@@ -101,13 +104,26 @@ _GROUPS = {
     },
     "torch": {
         "nn.matmul": "matmul",
+        "nn": "fused",
         "nn.linear": "universal_linear",
         "nn.matmul2d": "matmul2d",
         "nn.products": "prepare",
+        "nn.parallel_style": "UniversalParallel",
+        "nn.weights": "StoredTensor load_weights save_weights",
+        "nn.step_watch": "FallingBehindWarning StepComparison StepWatch",
         "nn.reshard": "reshard",
         "nn.reshard_state": "reshard_state_dict",
+        "nn.parallel.linear": "ParallelLinear",
         "nn.pipelining.pipeline": "Pipeline pipeline",
         "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
+        "nn.parallel.model": "ParallelModel parallelize",
+        "nn.parallel.structure": "LayerMap ModelMap",
+        "nn.pipelining.parallel_stage": "ParallelStage",
+        "nn.training.checkpoints": "Checkpoints",
+        "nn.training.state": "TrainingState",
+    },
+    "jax": {
+        "nn": "jax",
     },
     "pictures": {
         "report.timeline": "timeline_svg timeline_text",
@@ -285,9 +301,19 @@ if TYPE_CHECKING:
     from meshweave.lower import lower_one_sided as lower_one_sided
     from meshweave.lower import lower_rings as lower_rings
     from meshweave.lower import read_in_place as read_in_place
+    from meshweave.lower import write_out_tiles as write_out_tiles
+    from meshweave.nn import fused as fused
+    from meshweave.nn import jax as jax
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.parallel.linear import ParallelLinear as ParallelLinear
+    from meshweave.nn.parallel.model import ParallelModel as ParallelModel
+    from meshweave.nn.parallel.model import parallelize as parallelize
+    from meshweave.nn.parallel.structure import LayerMap as LayerMap
+    from meshweave.nn.parallel.structure import ModelMap as ModelMap
+    from meshweave.nn.parallel_style import UniversalParallel as UniversalParallel
+    from meshweave.nn.pipelining.parallel_stage import ParallelStage as ParallelStage
     from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline
     from meshweave.nn.pipelining.pipeline import pipeline as pipeline
     from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
@@ -295,6 +321,14 @@ if TYPE_CHECKING:
     from meshweave.nn.products import prepare as prepare
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
+    from meshweave.nn.step_watch import FallingBehindWarning as FallingBehindWarning
+    from meshweave.nn.step_watch import StepComparison as StepComparison
+    from meshweave.nn.step_watch import StepWatch as StepWatch
+    from meshweave.nn.training.checkpoints import Checkpoints as Checkpoints
+    from meshweave.nn.training.state import TrainingState as TrainingState
+    from meshweave.nn.weights import StoredTensor as StoredTensor
+    from meshweave.nn.weights import load_weights as load_weights
+    from meshweave.nn.weights import save_weights as save_weights
     from meshweave.report.timeline import timeline_svg as timeline_svg
     from meshweave.report.timeline import timeline_text as timeline_text
     from meshweave.simulate import Simulation as Simulation
@@ -310,6 +344,10 @@ if TYPE_CHECKING:
     from meshweave.tune.block_reasons import block_reason as block_reason
     from meshweave.tune.blocks import BlockRanking as BlockRanking
     from meshweave.tune.blocks import rank_blocks as rank_blocks
+    from meshweave.tune.exports import Export as Export
+    from meshweave.tune.exports import export_plan as export_plan
+    from meshweave.tune.fused import FusedChoice as FusedChoice
+    from meshweave.tune.fused import tune_fused as tune_fused
     from meshweave.tune.layouts import tune_layouts as tune_layouts
     from meshweave.tune.ranking import RankedConfig as RankedConfig
     from meshweave.tune.ranking import rank_configs as rank_configs

@@ -20,7 +20,7 @@ started after what it had to wait for had ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -60,12 +60,31 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Counter:
+    """Values over time of one rank: each holds from its time to the next.
+
+    Attributes:
+        times_ps: ascending.
+        values: by series, as many as there are times.
+    """
+
+    rank: int
+    name: str
+    times_ps: tuple[int, ...]
+    values: Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
 class Trace:
-    """The spans of one run of a program; `source` says who made it: "estimate", "simulate", "numpy", "torch"."""
+    """The spans of one run of a program; `source` says who made it: "estimate", "simulate", "numpy", "torch".
+
+    `counters` are what a simulation in detail counts over time; other traces have none, and JSON leaves them out.
+    """
 
     program: str
     source: str
     spans: tuple[Span, ...]
+    counters: tuple[Counter, ...] = ()
 
     @cached_property
     def span_of(self) -> Mapping[tuple[int, int], Span]:
@@ -160,7 +179,10 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 
 
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us."""
+    """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us.
+
+    Counters are counter tracks of their rank's process.
+    """
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):
         lanes = sorted({span.lane for span in trace.spans})
@@ -191,4 +213,24 @@ def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
             }
             for span in trace.spans
         ]
+        events += [
+            event for counter in trace.counters for event in _counter_events(counter, number, len(traces))
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _counter_events(counter: Counter, number: int, num_traces: int) -> Iterator[dict[str, Any]]:
+    """Yield a value where it differs from the one before."""
+    before: tuple[float, ...] = ()
+    for place, at_ps in enumerate(counter.times_ps):
+        values = tuple(series[place] for series in counter.values.values())
+        if values == before:
+            continue
+        before = values
+        yield {
+            "ph": "C",
+            "name": counter.name,
+            "pid": counter.rank * num_traces + number,
+            "ts": at_ps / 1e6,
+            "args": dict(zip(counter.values, values, strict=True)),
+        }

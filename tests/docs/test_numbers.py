@@ -18,9 +18,9 @@ import pytest
 
 import meshweave as mw
 from meshweave.base.units import format_s
-from meshweave.calibrate.tpu_compiler import TPU_TARGETS
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
+from meshweave.execute.jax.tpu import TPU_TARGETS
 from meshweave.reproduce.meshslice.measured_mesh import local_shapes
 from meshweave.reproduce.meshslice.readings import reading_named
 
@@ -119,7 +119,7 @@ def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
     assert run is not None
     local = set(local_shapes(run))
     fitted, plain = (mw.load_cluster(f"tpu-v4-4x4-{name}").chip for name in ("fitted", "effective"))
-    peak = TPU_TARGETS["tpu-v4-core"].hardware.peak_flops_per_s
+    peak = TPU_TARGETS["tpu-v4-core"].peak_flops_per_s
     for row in products:
         if (row.device, row.group) == ("TPU v4 core", "bfloat16") and row.sizes in local:
             shares.append(2 * math.prod(row.sizes) / row.seconds / peak)

@@ -34,6 +34,15 @@ def test_products_in_modes_of_torch(section: str, findings: list[dict[str, list[
     assert [answer[SECTIONS[section]] for answer in findings] == [[]] * 4
 
 
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_products_in_graphs_of_every_backend() -> None:
+    section = f"{MODULE}:compiled_by_inductor"
+    assert [
+        one[section] for one in launched("matmul_rank_functions:sections", {"inductor": section}, HERE)
+    ] == [[]] * 4
+
+
 def test_ranks_of_other_network_namespaces_are_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lab's hosts are namespaces of one machine: memory that they shared would bypass their links."""
     from meshweave.nn import transports

@@ -16,6 +16,8 @@ from meshweave.base.errors import MeshweaveError, printable, shortened, without_
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
+from meshweave.cli.compile import compile_plan
+from meshweave.cli.export import export
 from meshweave.cli.lab import lab
 from meshweave.cli.pipeline import pipeline
 from meshweave.cli.plan import plan
@@ -40,12 +42,14 @@ app = typer.Typer(
     "meshweave --install-completion, then start the shell again.",
 )
 app.command()(plan)
+app.command()(export)
 app.command()(simulate)
 app.command()(reshard)
 app.command()(pipeline)
 app.command()(run)
 app.command()(verify)
 app.command()(show)
+app.command(name="compile")(compile_plan)
 app.command()(catalog)
 app.command()(calibrate)
 app.add_typer(tune, name="tune")

@@ -1,4 +1,4 @@
-"""`meshweave catalog`: models, clusters and kernels that ship with the package, and their sources."""
+"""`meshweave catalog`: models, clusters, kernels and GPUs in detail of the package, and their sources."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
-from meshweave.describe.catalog import catalog_text, cluster_names, kernels_names, model_names
+from meshweave.describe.catalog import catalog_text, cluster_names, gpu_names, kernels_names, model_names
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.model import Transformer, load_model
@@ -21,14 +22,16 @@ from meshweave.describe.model.workload import Workload
 if TYPE_CHECKING:
     from rich.console import Console
 
-KINDS = ("models", "clusters", "kernels")
+KINDS = ("models", "clusters", "kernels", "gpus")
 ONE_SEQUENCE = Workload(1, 2048)
 
 _RECOMPUTED = {"none": "", "selective": "_selective_recomputation", "full": "_full_recomputation"}
 
 
 def catalog(
-    kind: Annotated[str | None, typer.Argument(help="models, clusters or kernels. Default: all.")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(help="models, clusters, kernels or gpus. Default: all.")
+    ] = None,
     name: Annotated[
         str | None, typer.Argument(help="An entry: all of its numbers and their sources.")
     ] = None,
@@ -37,7 +40,7 @@ def catalog(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """List the models, clusters and constants of kernels that can be named, with their key figures and sources.
+    """List the models, clusters, constants of kernels and GPUs in detail, with their key figures and sources.
 
     Memory and FLOPs of a model follow from its sizes: mixed-precision training with Adam, one sequence of
     2048 tokens.
@@ -70,17 +73,13 @@ def catalog(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 120)
+    printers = dict(zip(KINDS, (_print_models, _print_clusters, _print_kernels, _print_gpus), strict=True))
     for k in kinds:
-        if k == "models":
-            _print_models(console)
-        elif k == "kernels":
-            _print_kernels(console)
-        else:
-            _print_clusters(console)
+        printers[k](console)
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return {"models": model_names, "clusters": cluster_names, "kernels": kernels_names}[kind]()
+    return dict(zip(KINDS, (model_names, cluster_names, kernels_names, gpu_names), strict=True))[kind]()
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
@@ -90,6 +89,8 @@ def _entry(kind: str, name: str) -> dict[str, Any]:
         derived = _model_figures(load_model(name))
     elif kind == "kernels":
         derived = _kernels_figures(load_kernels(name))
+    elif kind == "gpus":
+        derived = _gpu_figures(load_gpu(name))
     else:
         derived = _cluster_figures(load_cluster(name))
     return {"name": name, "derived": derived, "file": data}
@@ -101,6 +102,13 @@ def _kernels_figures(kernels: ChipKernels) -> dict[str, Any]:
         "products_flops_per_s": {dtype: constants.flops_per_s for dtype, constants in kernels.products},
         "attention_flops_per_s": {dtype: constants.flops_per_s for dtype, constants in kernels.attention},
         "collectives": [kind for kind, _ in kernels.collectives],
+    }
+
+
+def _gpu_figures(gpu: GpuFile) -> dict[str, Any]:
+    return {
+        "flops_per_s_of_a_unit": gpu.flops_per_s / gpu.compute_units,
+        "memory_bytes_per_s": gpu.memory.bytes_per_s,
     }
 
 
@@ -213,6 +221,20 @@ def _print_kernels(console: Console) -> None:
         kernels = load_kernels(name)
         lists = (", ".join(key for key, _ in of) for of in (kernels.products, kernels.attention))
         table.add_row(name, *lists, ", ".join(kind for kind, _ in kernels.collectives), kernels.source)
+    console.print(table)
+
+
+def _print_gpus(console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="GPUs in detail", title_justify="left")
+    for column in ("name", "compute units", "peak", "cache", "memory", "source"):
+        table.add_column(column, justify="left" if column in ("name", "source") else "right")
+    for name in gpu_names():
+        gpu = load_gpu(name)
+        memory = f"{format_bytes(gpu.memory.bytes_per_s)}/s"
+        peak, cache = f"{gpu.flops_per_s / 1e12:g} TFLOP/s", format_bytes(gpu.cache.num_bytes)
+        table.add_row(name, str(gpu.compute_units), peak, cache, memory, gpu.source)
     console.print(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -356,3 +357,32 @@ def zero_bubble(
     selection = select(ZERO_BUBBLE, split_names(rows))
     outputs.check()
     outputs.write(reproduce_zero_bubble(selection, progress_bar=progress_bar))
+
+
+@reproduce.command()
+def t3(
+    rows: Rows = "",
+    figures: Annotated[
+        str, typer.Option(help="Compute only these figures: 4, 6, or some of 14 to 20, separated by commas.")
+    ] = "",
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
+) -> None:
+    """T3 (ASPLOS '24): a product overlapped with its reduce-scatter in hardware, figures 4, 6 and 14 to 20.
+
+    Sliced sub-layers of five models and one of a trillion parameters run sequentially, under T3 and under
+    T3-MCA on a GPU that is simulated down to its memory controllers, one standing for a ring of 8 to 64
+    (minutes; two simulations at a time). A gain holds within a quarter of itself. Without --rows and --figures,
+    all rows and figures are computed.
+
+    Example: meshweave reproduce t3 --rows mca,traffic
+    """
+    from meshweave.reproduce.papers import T3, reproduce_t3, select
+
+    outputs = Outputs(out, png, report, json)
+    selection = select(T3, split_names(rows), split_names(figures))
+    outputs.check()
+    bar = partial(progress_bar, plain_lines=True)
+    outputs.write(reproduce_t3(selection, progress_bar=bar))

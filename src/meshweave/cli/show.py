@@ -13,6 +13,7 @@ from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
 from meshweave.describe.files import format_value
+from meshweave.execute.jax.source import jax_source
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
@@ -51,6 +52,9 @@ def show(
     ] = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
     config: ConfigOption = 0,
+    form: Annotated[
+        str, typer.Option("--as", help="text, or jax: the source of a function for jax.shard_map.")
+    ] = "text",
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Print a program: its text form parses back to the same program.
@@ -63,7 +67,9 @@ def show(
 
     More:    meshweave show meshslice --dataflow ls --mesh 2x4 --slices 4 --rings 1
              meshweave show 1f1b --set micro_batches=8 --config 1
+             meshweave show meshslice --rings 1 --as jax
     """
+    _check_form(form, json or expand or rank is not None)
     if rings not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {rings}")
     if settings or config or not _is_product(what):
@@ -84,12 +90,22 @@ def show(
     if json:
         print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
         return
-    if rank is not None:
-        for bound in program.expanded.ops_on_rank(rank):
-            typer.echo(f"{'.'.join(map(str, bound.key)):<10} {op_to_text(bound.op)}")
-    else:
-        typer.echo(to_text(program), nl=False)
+    typer.echo(jax_source(program) if form == "jax" else _text(program, rank), nl=False)
     typer.echo(f"# {verdict}", err=True)
+
+
+def _text(program: Program, rank: int | None) -> str:
+    """Return the text of a program, or what one rank executes, with plain numbers."""
+    if rank is None:
+        return to_text(program)
+    bound = program.expanded.ops_on_rank(rank)
+    return "".join(f"{'.'.join(map(str, op.key)):<10} {op_to_text(op.op)}\n" for op in bound)
+
+
+def _check_form(form: str, has_form_of_text: bool) -> None:
+    """Raise LayoutError for a form that there is not, or options that only the text has."""
+    if form not in ("text", "jax") or (form == "jax" and has_form_of_text):
+        raise LayoutError(f"--as {printable(form)}: give text, or jax without --json, --expand and --rank")
 
 
 def _verdict(what: str, program: Program, check: bool | None) -> str:

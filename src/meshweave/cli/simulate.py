@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, printable
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError, printable
 from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
@@ -23,6 +22,28 @@ from meshweave.cli.options import (
     read_names,
     read_ranks,
 )
+from meshweave.cli.simulate_options import (
+    AgainstOption,
+    AlgorithmsOption,
+    ArbitrationOption,
+    CallsOption,
+    ClusterOption,
+    FastOption,
+    LimitsOption,
+    LogicalOption,
+    Lowering,
+    LowerOption,
+    MeshOption,
+    PassesOption,
+    PlaceOption,
+    PngOption,
+    ProgramArgument,
+    RanksOption,
+    ReportOption,
+    StarvationOption,
+    ThresholdOption,
+    TraceOption,
+)
 from meshweave.report.timeline import write_chrome, write_text
 from meshweave.trace import Trace
 from meshweave.tune import load_plan
@@ -31,87 +52,6 @@ if TYPE_CHECKING:
     from meshweave.tune.cases import SimulatedCase, SimulationCase
 
 _TOP_LINKS = 5
-
-
-class Lowering(StrEnum):
-    """What collectives are written out as."""
-
-    none = "none"
-    rings = "rings"
-    chains = "chains"
-
-
-class Comparison(StrEnum):
-    """What a simulation is compared with."""
-
-    estimate = "estimate"
-
-
-ProgramArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A plan.json of `meshweave plan`, a program text file, '-' for one on stdin, or an algorithm."
-    ),
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: the plan's own, or as "
-        "many chips as the program has ranks."
-    ),
-]
-LogicalOption = Annotated[
-    bool,
-    typer.Option(
-        "--logical", help="Lay meshes on a torus that does not carry them, over links of several hops."
-    ),
-]
-PassesOption = Annotated[
-    str, typer.Option("--pass", help="Of a plan: forward, backward_data, backward_weight or all.")
-]
-AlgorithmsOption = Annotated[
-    str, typer.Option("--algorithm", help="Of a plan: algorithms separated by commas; 'best'; or 'all'.")
-]
-MeshOption = Annotated[
-    str | None,
-    typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
-]
-PlaceOption = Annotated[
-    int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
-]
-CallsOption = Annotated[
-    bool,
-    typer.Option(
-        "--calls",
-        help="Of a plan of a step: layers are calls of their estimated time, in place of their programs.",
-    ),
-]
-LowerOption = Annotated[
-    Lowering,
-    typer.Option(
-        help="Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
-        "simulator runs them step by step either way."
-    ),
-]
-AgainstOption = Annotated[
-    Comparison | None, typer.Option(help="Show the closed form, which knows no contention, beside it.")
-]
-RanksOption = Annotated[
-    str,
-    typer.Option(
-        help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
-        "one in the middle of the mesh, the one that ends last, and 0."
-    ),
-]
-TraceOption = Annotated[Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")]
-PngOption = Annotated[Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")]
-LimitsOption = Annotated[
-    bool, typer.Option("--limits/--no-limits", help="Of a program: refuse one that takes more than seconds.")
-]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
-]
 
 
 def simulate(
@@ -126,6 +66,10 @@ def simulate(
     calls: CallsOption = False,
     lower: LowerOption = Lowering.none,
     against: AgainstOption = None,
+    fast: FastOption = False,
+    arbitration: ArbitrationOption = None,
+    threshold: ThresholdOption = "auto",
+    starvation: StarvationOption = None,
     ranks: RanksOption = "",
     trace: TraceOption = None,
     svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")] = None,
@@ -139,13 +83,17 @@ def simulate(
     """Simulate programs on a machine, op by op on every rank, and say what bounds them.
 
     Collectives run as ring steps and chains of packets; messages share links and memory. Shown are the duration,
-    where each rank's time goes, the busiest links, and the critical path with lower bounds beside it.
+    where each rank's time goes, the busiest links, and the critical path with lower bounds beside it. On a cluster
+    whose chip has a GPU in detail (t3-8), a program is simulated down to caches and memory controllers instead;
+    page and trace then show memory over time, and who waited for whom.
 
     Example: meshweave simulate plan.json --layer ff1 --pass forward --algorithm wang,meshslice --svg timeline.svg
 
     More:    meshweave simulate 1f1b --set rows=32 --cluster dgx-h100:8
 
     More:    meshweave simulate step.json --against estimate
+
+    More:    meshweave simulate program.txt --cluster t3-8 --arbitration communication-aware --report memory.html
     """
     for path in (trace, svg, png, report):
         check_writable(path)
@@ -163,19 +111,36 @@ def simulate(
         cases = [_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
     for case in cases:
         _check_ranks(case, shown)
-    try:
-        simulated = [
-            _simulated(case, shown, closed_form=against is not None, limited=limits) for case in cases
-        ]
-    except ProgramError as error:
-        raise ProgramError(f"{printable(what)}: {error}") from None
+    in_detail = not what.endswith(".json") and bool(cases[0].machine.cluster.chip.gpu) and not fast
+    if in_detail:
+        from meshweave.cli.simulate_gpu import read_arbiter, simulate_on_gpu
+
+        wants_other = against is not None or svg is not None or png is not None
+        arbiter = read_arbiter(arbitration, threshold, starvation)
+        simulate_on_gpu(what, cases[0], arbiter, trace, report, json=json, wants_other=wants_other)
+        return
+    _refuse_arbiter(arbitration, threshold, starvation)
+    simulated = _all_simulated(what, cases, shown, closed_form=against is not None, limited=limits)
     _write(simulated, trace, svg, png, report)
     if json:
         print_json([item.to_json(_TOP_LINKS) for item in simulated])
-        return
+    else:
+        _show(simulated, (trace, svg, png, report))
+
+
+def _refuse_arbiter(arbitration: str | None, threshold: str, starvation: int | None) -> None:
+    """Raise UnsupportedError where options of memory controllers are given to the fast model."""
+    if (arbitration, threshold, starvation) != (None, "auto", None):
+        raise UnsupportedError(
+            "--arbitration, --threshold and --starvation are of a GPU in detail; give a program and a cluster "
+            "whose chip has one, such as t3-8"
+        )
+
+
+def _show(simulated: Sequence[SimulatedCase], written: Sequence[Path | None]) -> None:
     for item in simulated:
         _print(item)
-    for path in (trace, svg, png, report):
+    for path in written:
         if path is not None:
             typer.echo(f"written: {path}")
 
@@ -244,6 +209,15 @@ def _check_ranks(case: SimulationCase, shown: tuple[int, ...]) -> None:
             raise LayoutError(
                 f"program {printable(case.program.name)} has ranks {known[0]} to {known[-1]}, not {rank}"
             )
+
+
+def _all_simulated(
+    what: str, cases: Sequence[SimulationCase], ranks: tuple[int, ...], *, closed_form: bool, limited: bool
+) -> list[SimulatedCase]:
+    try:
+        return [_simulated(case, ranks, closed_form=closed_form, limited=limited) for case in cases]
+    except ProgramError as error:
+        raise ProgramError(f"{printable(what)}: {error}") from None
 
 
 def _simulated(

@@ -18,18 +18,21 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import MatrixView, mesh_of, size_text
+from meshweave.nn.in_graphs import (
+    CLUSTER_NO_CONSTANT,
+    allow_in_graph,
+    context_of,
+    placement_texts,
+    placements_from,
+)
 from meshweave.nn.matmul import (
-    NOT_COMPILED,
-    MatmulOptions,
-    autocast_operands,
-    check_dtypes,
-    checked_placements,
     matmul,
-    multiply,
-    refuse_second_derivative,
     saved_operands,
 )
+from meshweave.nn.matmul_plans import MatmulOptions, check_dtypes, checked_placements, multiply
 from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Transport
 
@@ -89,7 +92,10 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
                 )
         return func(*args, **kwargs)
 
-    @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DTensor:
+        """Return input @ weight.t() + bias, as `torch.nn.functional.linear` is inside of the context."""
+        return self._linear(input, weight, bias)
+
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DTensor:
         given = {"input": input, "weight": weight, "bias": bias}
         plain = [name for name, one in given.items() if one is not None and not isinstance(one, DTensor)]
@@ -98,12 +104,25 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
                 f"linear of DTensors with a plain {' and '.join(plain)}: make every one a DTensor, by "
                 "distribute_tensor(tensor, device_mesh, placements) or, of local parts, DTensor.from_local"
             )
+        if torch.compiler.is_dynamo_compiling():
+            return self._linear_in_graph(input, weight, bias)
         require_process_group()
         device_type = input.device_mesh.device_type
         context = self.context or TorchContext.default(device_type)
         title = f"linear of {size_text(input.shape)} with weight {size_text(weight.shape)}"
         with share_refusal(context, mesh_of(input.device_mesh).ranks, title):
             return self._checked_linear(input, weight, bias, context)
+
+    def _linear_in_graph(self, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+        if not (self.cluster is None or isinstance(self.cluster, str)):
+            return self._uncompiled_linear(input, weight, bias)
+        number = -1 if self.context is None else self.context.number
+        out = placement_texts(self.out)
+        return _linear_in_graph(input, weight, bias, out, self.transport, self.cluster, number)
+
+    @torch.compiler.disable(reason=CLUSTER_NO_CONSTANT)  # type: ignore[untyped-decorator]
+    def _uncompiled_linear(self, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+        return self._linear(input, weight, bias)
 
     def _checked_linear(
         self, input: DTensor, weight: DTensor, bias: DTensor | None, context: TorchContext
@@ -122,6 +141,22 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         placements = checked_placements(self.out, input.ndim)
         result: DTensor = _LinearFunction.apply(input, weight, bias, placements, options)
         return result
+
+
+@allow_in_graph  # type: ignore[untyped-decorator]
+def _linear_in_graph(
+    input: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    out: Any,
+    transport: Transport,
+    cluster: str | None,
+    number: int,
+) -> DTensor:
+    """Return a linear layer of `universal_linear` whose arguments are those of a graph."""
+    context = context_of(number, input.device_mesh.device_type)
+    mode = universal_linear(placements_from(out), transport=transport, cluster=cluster, context=context)
+    return mode(input, weight, bias)
 
 
 class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
@@ -149,7 +184,7 @@ class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative("a linear layer of DTensors")
         x, weight = ctx.saved_tensors
         grad, shapes, specs, options = MatrixView(grads[0]), ctx.shapes, ctx.specs, ctx.options
         grad_x = grad_weight = grad_bias = None

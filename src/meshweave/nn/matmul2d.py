@@ -7,34 +7,32 @@ of. Programs are bound once per size and reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Dataflow, Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.algorithms.matmul2d import Dataflow, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
-from meshweave.algorithms.matmul2d.common.problem import two_d_placements
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout import Layout, Shard
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.ir.program import Program
-from meshweave.lower import lower_rings
+from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.dtensor import mesh_of, size_text
-from meshweave.nn.matmul import NOT_COMPILED, autocast_operands
+from meshweave.nn.in_graphs import context_of, traced_product
+from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
 from meshweave.nn.products import DTYPES
 
-Slices = int | Sequence[int]
 
-
-@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def matmul2d(
     a: Tensor,
     b: Tensor,
@@ -50,7 +48,8 @@ def matmul2d(
 ) -> Tensor:
     """Return this rank's shard of a distributed product; every rank of `mesh` calls it with its shards.
 
-    Under `torch.autocast` operands are cast as for `torch.matmul`. `torch.compile` breaks the graph at the call.
+    Under `torch.autocast` operands are cast as for `torch.matmul`. In a graph of
+    `torch.compile` a call is one op, forward and backward each.
 
     Rows of each global matrix are sharded over mesh dim 0, columns over dim 1, by DTensor's chunk rule
     (`[Shard(0), Shard(1)]`), uneven sizes included:
@@ -80,11 +79,55 @@ def matmul2d(
             is in another call; there is no process group.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
+    if torch.compiler.is_dynamo_compiling():
+        number = -1 if context is None else context.number
+        settings = shape, dataflow, algorithm, slices if isinstance(slices, int) else tuple(slices), block
+        return _matmul2d_in_graph(
+            _with_mesh(a, mesh), _with_mesh(b, mesh), *settings, ring_ways, number
+        ).to_local()
     require_process_group()
     context = context or TorchContext.default(a.device)
     ranks = mesh_of(mesh).ranks  # kept, where DeviceMesh.mesh is computed at each access
     with share_refusal(context, ranks, _title(dataflow, shape)):
         return _matmul2d(a, b, mesh, ranks, shape, dataflow, algorithm, slices, block, ring_ways, context)
+
+
+_BOTH = [TorchShard(0), TorchShard(1)]
+
+
+def _with_mesh(local: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor, which can carry a mesh into a graph; its global shape says nothing."""
+    carrier: DTensor = DTensor.from_local(local, mesh, _BOTH, run_check=False)
+    return carrier
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _matmul2d_in_graph(
+    a: DTensor,
+    b: DTensor,
+    shape: tuple[int, int, int],
+    dataflow: Dataflow,
+    algorithm: str,
+    slices: Slices,
+    block: int,
+    ring_ways: Literal[0, 1, 2] | None,
+    number: int,
+) -> DTensor:
+    """Return a product of `matmul2d` whose arguments are those of a graph."""
+    mesh, local_a = a.device_mesh, a.to_local()
+    local = matmul2d(
+        local_a,
+        b.to_local(),
+        mesh=mesh,
+        shape=shape,
+        dataflow=dataflow,
+        algorithm=algorithm,
+        slices=slices,
+        block=block,
+        ring_ways=ring_ways,
+        context=context_of(number, mesh.device_type),
+    )
+    return _with_mesh(local, mesh)
 
 
 def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
@@ -115,7 +158,7 @@ def _matmul2d(
     rank = ranks[_position(mesh)]
     _check_shard(problem, "a", a, rank)
     _check_shard(problem, "b", b, rank)
-    widths = _widths(slices)
+    widths = slice_widths(slices)
     if ring_ways is None:
         ring_ways = 1 if a.device.type == "cpu" else 0
     if ring_ways not in (0, 1, 2):
@@ -124,14 +167,6 @@ def _matmul2d(
         a, b, problem, rank, algorithm, Matmul2dConfig(widths, block), ring_ways, context
     )
     return out
-
-
-def _widths(slices: Slices) -> tuple[int, ...]:
-    if isinstance(slices, int) and slices > 0:
-        return (1,) * slices
-    if isinstance(slices, (int, str)) or not all(isinstance(width, int) and width > 0 for width in slices):
-        raise BindError(f"slices {slices!r} is neither a positive count nor a sequence of positive widths")
-    return tuple(slices)
 
 
 def _position(mesh: DeviceMesh) -> int:
@@ -187,14 +222,6 @@ class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
         return (*out, None, None, None, None, None, None)
 
 
-def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProblem:
-    """Return the product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
-    rule = TABLE[STATIONARY_OF[forward.dataflow]][name]
-    size = {"t": forward.m, "o": forward.n, "i": forward.k}
-    m, n, k = (size[letter] for letter in rule.sizes)
-    return replace(forward, m=m, n=n, k=k, dataflow=rule.dataflow)
-
-
 def _run(
     problem: Matmul2dProblem,
     rank: int,
@@ -205,9 +232,34 @@ def _run(
     a: Tensor,
     b: Tensor,
 ) -> Tensor:
-    bound = _bound(problem, rank, name, config, ring_ways, context)
-    bound.run({"a": a.detach(), "b": b.detach()})
-    return bound.outputs["c"].clone()
+    if compat.is_traced(a):
+        key = "matmul2d", problem, name, config, ring_ways
+        local = Layout(problem.mesh, (Shard(0), Shard(1))).local_shape((problem.m, problem.n), rank)
+        title = _title(problem.dataflow, (problem.m, problem.n, problem.k))
+
+        def plan() -> _LocalProduct2d:
+            return _LocalProduct2d(problem, rank, name, config, ring_ways, context)
+
+        return traced_product(context, key, title, (local[0], local[1]), plan, a.detach(), b.detach())
+    return _LocalProduct2d(problem, rank, name, config, ring_ways, context).multiply(a, b)
+
+
+@dataclass(frozen=True)
+class _LocalProduct2d:
+    """A product of `matmul2d`, bound at its first run."""
+
+    problem: Matmul2dProblem
+    rank: int
+    name: str
+    config: Matmul2dConfig
+    ring_ways: int
+    context: TorchContext
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return this rank's shard of C."""
+        bound = _bound(self.problem, self.rank, self.name, self.config, self.ring_ways, self.context)
+        bound.run({"a": a.detach(), "b": b.detach()})
+        return bound.outputs["c"].clone()
 
 
 def _bound(
@@ -228,21 +280,3 @@ def _bound(
         cached = context.programs.put(ranks, key, bound, program_bytes(program))
     value: BoundProgram = cached.value
     return value
-
-
-def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
-    """Return the program that `matmul2d` runs for a product: slices cut down to the dim's size, rings lowered."""
-    if config.slice_count > problem.sliced_size:
-        config = replace(config, slices=config.slices[: problem.sliced_size])
-    entry = algorithm(name)
-    if entry.operand_placements(problem) != two_d_placements(problem):
-        known = [
-            n for n, e in ALGORITHMS.items() if e.operand_placements(problem) == two_d_placements(problem)
-        ]
-        raise LayoutError(
-            f"{name} shards otherwise than [Shard(0), Shard(1)]; take one of {', '.join(known)}"
-        )
-    program = entry.program(problem, config)
-    if ring_ways == 0:
-        return program
-    return lower_rings(program, 1 if ring_ways == 1 else 2)

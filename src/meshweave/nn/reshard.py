@@ -34,7 +34,10 @@ from meshweave.nn.resharding import (
 )
 from meshweave.nn.shard_spec import ShardSpec
 
+NOT_COMPILED = "ranks outside of one mesh take part without elements, which a graph has no word for"
 
+
+@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def reshard(
     tensor: DTensor,
     device_mesh: DeviceMesh,
@@ -47,7 +50,7 @@ def reshard(
 
     The first reshard of a kind is planned and bound. What it is bound to, an input, an output and room for
     messages, is kept for the next of its kind as long as the context lives; `reshard_state_dict` keeps none of
-    that.
+    that. `torch.compile` breaks the graph at the call.
 
     A rank outside the source mesh calls it with the DTensor that torch has there, without elements and with the
     global shape: `torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)`,

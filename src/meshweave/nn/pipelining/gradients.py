@@ -1,15 +1,18 @@
 """Gradients of a stage's parameters during a step: fresh at its begin, added to `.grad` at its end.
 
 Where several data-parallel ranks add up gradients, those of all parameters are one vector, which the program
-reduces; its last element is the sum of the losses.
+reduces; its last element is the sum of the losses. A parameter that is a DTensor has its local shard there. Shards
+take as much room as the largest of any rank, so that the vectors of a stage's ranks are of one length.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import UnsupportedError
 
@@ -34,21 +37,22 @@ class StageGradients:
         """Return the gradients of a module; of stage `number`, for errors.
 
         Raises:
-            UnsupportedError: gradients are reduced, and parameters have several dtypes or are no plain tensors.
+            UnsupportedError: gradients are reduced, and parameters have several dtypes, or are neither plain
+                tensors nor DTensors.
         """
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not is_reduced:
             return cls(parameters)
         kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
-        plain = all(type(parameter) is nn.Parameter for parameter in parameters)
-        if len(kinds) > 1 or not plain:
-            what = "of several dtypes or devices" if plain else "that are no plain tensors"
+        known = all(type(each) is nn.Parameter or isinstance(each, DTensor) for each in parameters)
+        if len(kinds) > 1 or not known:
+            what = "of several dtypes or devices" if known else "that are neither plain tensors nor DTensors"
             raise UnsupportedError(
                 f"stage {number} has parameters {what}: on several data-parallel ranks they must be plain tensors "
-                "of one dtype"
+                "or DTensors of one dtype"
             )
         dtype, device = next(iter(kinds), (torch.float64, torch.device("cpu")))
-        size = sum(parameter.numel() for parameter in parameters) + 1
+        size = sum(map(num_local_elements, parameters)) + 1
         return cls(parameters, torch.zeros(size, dtype=dtype, device=device))
 
     def begin(self) -> None:
@@ -62,11 +66,11 @@ class StageGradients:
             return
         start, base = 0, self.vector.data_ptr()
         for number, parameter in enumerate(self.parameters):
-            previous = self._previous[number]
-            if previous is not None and base <= previous.data_ptr() < base + self.vector.nbytes:
+            previous, local = self._previous[number], _local(parameter)
+            if previous is not None and base <= _local(previous).data_ptr() < base + self.vector.nbytes:
                 self._previous[number] = previous.clone()  # of the last step, in this memory
-            parameter.grad = self.vector[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
+            parameter.grad = _like(parameter, self.vector[start : start + local.numel()].view(local.shape))
+            start += num_local_elements(parameter)
 
     def end(self, divisor: int) -> None:
         """Divide the gradients of this step, and add them to earlier ones."""
@@ -82,3 +86,33 @@ class StageGradients:
                 if previous is not None:
                     parameter.grad = previous if parameter.grad is None else parameter.grad.add_(previous)
         self._previous = []
+
+
+def num_local_elements(parameter: Tensor) -> int:
+    """Return the elements of a tensor, or of the largest shard that a rank has of a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return int(parameter.numel())
+    sizes = list(parameter.shape)
+    for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            sizes[dim] = -(-sizes[dim] // ranks)
+    return max(int(math.prod(sizes)), int(parameter.to_local().numel()))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local shard as a tensor that lies as `parameter` does."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

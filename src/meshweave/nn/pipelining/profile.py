@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshweave.base.errors import LayoutError, MeshweaveError
+from meshweave.nn.pipelining.gradients import num_local_elements
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 from meshweave.nn.pipelining.stage_functions import (
     LossFunction,
@@ -126,7 +127,7 @@ def profile_stage(
         sum(tensor.numel() * tensor.element_size() for tensor in moved),
         kept,
         sum(value.numel() * value.element_size() for value in batch) if sources else 0,
-        sum(parameter.numel() for parameter in trained),
+        sum(map(num_local_elements, trained)),
         dtypes.pop() if len(dtypes) == 1 else "",
         lost,
     )

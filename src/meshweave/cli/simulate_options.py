@@ -1,0 +1,132 @@
+"""The options of `meshweave simulate`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Lowering(StrEnum):
+    """What collectives are written out as."""
+
+    none = "none"
+    rings = "rings"
+    chains = "chains"
+
+
+class Comparison(StrEnum):
+    """What a simulation is compared with."""
+
+    estimate = "estimate"
+
+
+ProgramArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A plan.json of `meshweave plan`, a program text file, '-' for one on stdin, or an algorithm."
+    ),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: the plan's own, or as "
+        "many chips as the program has ranks."
+    ),
+]
+LogicalOption = Annotated[
+    bool,
+    typer.Option(
+        "--logical", help="Lay meshes on a torus that does not carry them, over links of several hops."
+    ),
+]
+PassesOption = Annotated[
+    str, typer.Option("--pass", help="Of a plan: forward, backward_data, backward_weight or all.")
+]
+AlgorithmsOption = Annotated[
+    str, typer.Option("--algorithm", help="Of a plan: algorithms separated by commas; 'best'; or 'all'.")
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
+]
+PlaceOption = Annotated[
+    int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
+]
+CallsOption = Annotated[
+    bool,
+    typer.Option(
+        "--calls",
+        help="Of a plan of a step: layers are calls of their estimated time, in place of their programs.",
+    ),
+]
+LowerOption = Annotated[
+    Lowering,
+    typer.Option(
+        help="Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
+        "simulator runs them step by step either way."
+    ),
+]
+AgainstOption = Annotated[
+    Comparison | None, typer.Option(help="Show the closed form, which knows no contention, beside it.")
+]
+RanksOption = Annotated[
+    str,
+    typer.Option(
+        help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
+        "one in the middle of the mesh, the one that ends last, and 0."
+    ),
+]
+TraceOption = Annotated[Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")]
+PngOption = Annotated[Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")]
+LimitsOption = Annotated[
+    bool, typer.Option("--limits/--no-limits", help="Of a program: refuse one that takes more than seconds.")
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
+]
+
+# --- a GPU in detail ---------------------------------------------------------------------------------------------
+
+
+class ArbitrationPolicy(StrEnum):
+    """How memory controllers choose between computing and communication."""
+
+    round_robin = "round-robin"
+    compute_first = "compute-first"
+    communication_aware = "communication-aware"
+
+
+FastOption = Annotated[
+    bool,
+    typer.Option(
+        "--fast",
+        help="On a cluster whose chip has a GPU in detail: the fast model of other clusters instead.",
+    ),
+]
+ArbitrationOption = Annotated[
+    ArbitrationPolicy | None,
+    typer.Option(
+        help="Of a GPU in detail: how memory controllers choose between computing and communication; "
+        "communication-aware is T3's MCA. Default: round-robin."
+    ),
+]
+ThresholdOption = Annotated[
+    str,
+    typer.Option(
+        help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes 5, "
+        "10, 30 or none by how full the queues are while the first work groups run alone."
+    ),
+]
+StarvationOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
+        "the GPU's.",
+        min=1,
+        max=1 << 20,
+    ),
+]

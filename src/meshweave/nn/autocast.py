@@ -1,0 +1,21 @@
+"""Operands of a product as `torch.autocast` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
+    """Return the operands as `torch.autocast` has those of a product, differentiably: floating ones other than
+    float64 in its dtype where it is enabled. None stays None."""
+    if not torch.is_autocast_enabled(device_type):
+        return operands
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        operand.to(dtype)
+        if operand is not None and operand.is_floating_point() and operand.dtype != torch.float64
+        else operand
+        for operand in operands
+    )

@@ -1,0 +1,50 @@
+"""The programs that `matmul2d` runs, in torch and in jax: forward and backward, slices as users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.algorithms.matmul2d.common.problem import two_d_placements
+from meshweave.base.errors import BindError, LayoutError
+from meshweave.ir.program import Program
+from meshweave.lower import lower_rings
+
+Slices = int | Sequence[int]
+
+
+def slice_widths(slices: Slices) -> tuple[int, ...]:
+    """Return relative widths of slices, given those or a count of equal ones. Raises BindError otherwise."""
+    if isinstance(slices, int) and slices > 0:
+        return (1,) * slices
+    if isinstance(slices, (int, str)) or not all(isinstance(width, int) and width > 0 for width in slices):
+        raise BindError(f"slices {slices!r} is neither a positive count nor a sequence of positive widths")
+    return tuple(slices)
+
+
+def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProblem:
+    """Return the product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
+    rule = TABLE[STATIONARY_OF[forward.dataflow]][name]
+    size = {"t": forward.m, "o": forward.n, "i": forward.k}
+    m, n, k = (size[letter] for letter in rule.sizes)
+    return replace(forward, m=m, n=n, k=k, dataflow=rule.dataflow)
+
+
+def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
+    """Return the program that `matmul2d` runs: slices cut down to the dim's size, rings lowered."""
+    if config.slice_count > problem.sliced_size:
+        config = replace(config, slices=config.slices[: problem.sliced_size])
+    entry = algorithm(name)
+    if entry.operand_placements(problem) != two_d_placements(problem):
+        known = [
+            n for n, e in ALGORITHMS.items() if e.operand_placements(problem) == two_d_placements(problem)
+        ]
+        raise LayoutError(
+            f"{name} shards otherwise than [Shard(0), Shard(1)]; take one of {', '.join(known)}"
+        )
+    program = entry.program(problem, config)
+    if ring_ways == 0:
+        return program
+    return lower_rings(program, 1 if ring_ways == 1 else 2)

@@ -1,0 +1,263 @@
+"""Products of DTensors outside of autograd: their options, how they are planned, and the plans of a context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshweave.algorithms.universal import Operand, UniversalProblem
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
+from meshweave.base.errors import BindError, LayoutError
+from meshweave.cost.rates import RankRates
+from meshweave.describe.layout import Layout
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.cache import CachedProgram
+from meshweave.execute.torch.call_order import call_order
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.dtensor import MatrixView, from_the_front, layout_on
+from meshweave.nn.in_graphs import (
+    traced_product,
+)
+from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
+from meshweave.nn.shard_spec import ShardSpec
+from meshweave.nn.transports import Resolved, Transport, check_transport, resolve
+
+Stationary = Literal["auto", "a", "b", "c"]
+
+_MACHINES = {"cpu": "local-cpu", "cuda": "h100-node"}
+"""The cluster of the catalog whose rates choose among variants that move the same, where the caller names none."""
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """How a product is computed, forward and backward.
+
+    Attributes:
+        stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
+        rates: those of the cluster that the caller names, or None.
+        default_rates: what decides among equals where there is no cluster.
+        schedule, limits: in which order ranks issue their steps, and how many at once.
+    """
+
+    stationary: Operand | None
+    transport: Transport
+    rates: RankRates | None
+    default_rates: RankRates
+    context: TorchContext = field(compare=False)
+    schedule: ScheduleKind = "direct"
+    limits: StageLimits = STAGE_LIMITS
+
+    @classmethod
+    def of(
+        cls,
+        device_type: str,
+        stationary: Stationary,
+        transport: Transport,
+        cluster: Cluster | str | None,
+        context: TorchContext | None,
+        schedule: ScheduleKind = "direct",
+        limits: StageLimits = STAGE_LIMITS,
+    ) -> MatmulOptions:
+        """Return the options for arguments of `matmul`. Raises LayoutError, UnsupportedError, DescriptionError."""
+        if stationary not in ("auto", "a", "b", "c"):
+            raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
+        if schedule not in SCHEDULE_KINDS:
+            raise LayoutError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULE_KINDS)}")
+        check_transport(transport)
+        return cls(
+            None if stationary == "auto" else stationary,
+            transport,
+            None if cluster is None else _rates(cluster),
+            _rates(_MACHINES.get(device_type, "local-cpu")),
+            context or TorchContext.default(device_type),
+            schedule,
+            limits,
+        )
+
+
+def check_dtypes(**operands: Tensor) -> None:
+    """Raise BindError where operands are not of one dtype that programs have."""
+    dtypes = {operand.dtype for operand in operands.values()}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        listed = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
+        raise BindError(f"dtypes are {listed}; all must be one of {', '.join(DTYPES.values())}")
+
+
+def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[Placement, ...] | None:
+    """Return `out` of a result of `num_dims` dims, with dims counted from the front. Raises LayoutError."""
+    if out is None:
+        return None
+    if isinstance(out, (Placement, str)) or not isinstance(out, Sequence):
+        raise LayoutError(f"out is {out!r}; it must be a sequence with one placement per dim of the mesh")
+    return tuple(from_the_front(placement, num_dims, "out") for placement in out)
+
+
+_KNOWN_RATES: dict[Cluster | str, RankRates] = {}
+
+
+def _rates(cluster: Cluster | str) -> RankRates:
+    """Return the rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
+    if cluster not in _KNOWN_RATES:
+        _KNOWN_RATES[cluster] = RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
+    return _KNOWN_RATES[cluster]
+
+
+# --- plans -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """A product, tuned and bound: what multiplies local parts, the spec of the result and its local shape."""
+
+    product: CachedProgram[LocalProduct]
+    spec: compat.DTensorSpec
+    local_shape: tuple[int, ...]
+
+    def run(self, a: Tensor, b: Tensor) -> DTensor:
+        """Return the product of this rank's parts a (local rows, local k) and b (local k, local columns)."""
+        return as_dtensor(self.multiply(a, b), self.local_shape, self.spec)
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return this rank's part of the product as a matrix."""
+        return self.product.touch()(a, b)
+
+
+def as_dtensor(local: Tensor, shape: tuple[int, ...], spec: compat.DTensorSpec) -> DTensor:
+    """Return the DTensor of a local matrix whose rows are all dims of `shape` but the last."""
+    if len(shape) != 2:
+        local = local.view(shape)
+    return compat.from_spec(local, spec)
+
+
+class _Plans(dict[Any, MatmulPlan]):
+    """The plans of a context by what is multiplied how."""
+
+
+class Calls(dict[Any, MatmulPlan]):
+    """The plans of a context by the arguments of a call of `matmul` that needs no gradient."""
+
+
+def multiply(
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> DTensor:
+    """Return the product of `matmul` outside autograd; arguments as for `plan_of`."""
+    if compat.is_traced(compat.local_tensor(a.tensor)):
+        return _multiply_in_graph(a, b, shape, out, options)
+    return plan_of(a, b, shape, out, options).run(a.local, b.local)
+
+
+def _multiply_in_graph(
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> DTensor:
+    """Return the product as an op of the graph that is traced; it is planned when the op first runs."""
+    with compat.outside_of_traces():
+        target = _target(a, b, tuple(shape), out, options)
+    specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
+    key = specs, a.is_transposed, b.is_transposed, tuple(shape), target.spec, options
+    # Of no elements: a plan needs to know how they lie, and the tensors of the graph end with the trace.
+    views = tuple(
+        replace(view, tensor=compat.from_spec(torch.empty(0, dtype=view.tensor.dtype, device="meta"), spec))
+        for view, spec in zip((a, b), specs, strict=True)
+    )
+
+    def plan() -> MatmulPlan:
+        return plan_of(views[0], views[1], shape, target.spec, options)
+
+    *rows, columns = target.local_shape
+    local = traced_product(
+        options.context, key, _title(a, b), (math.prod(rows), columns), plan, a.local, b.local
+    )
+    return as_dtensor(local, target.local_shape, target.spec.torch_spec(shape, a.tensor.dtype))
+
+
+def _title(a: MatrixView, b: MatrixView) -> str:
+    (m, k), (_, n) = (v.shape[::-1] if v.is_transposed else v.shape for v in (a, b))
+    return f"matmul {m}x{k} @ {k}x{n}"
+
+
+def plan_of(
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> MatmulPlan:
+    """Return the plan of a product, made at the first of a kind by all of its ranks together.
+
+    Args:
+        shape: of the result, which may have several dims that are rows of the product.
+        out: how the result lies; without placements what is cheapest.
+    """
+    specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
+    key = specs, a.is_transposed, b.is_transposed, shape, out, options
+    plans = options.context.cache(_Plans)
+    plan = plans.get(key)
+    if plan is None:
+        # What is bound outlives the call, and later ones may be outside inference mode.
+        with call_order(options.context).titled(_title(a, b)), torch.inference_mode(False):
+            plan = plans[key] = _new_plan(a, b, tuple(shape), out, options)
+        plan.product.tie(plans, key)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where the result of a product lies, and the problem that this makes of it."""
+
+    spec: ShardSpec
+    problem: UniversalProblem
+    local_shape: tuple[int, ...]
+
+
+def _target(
+    a: MatrixView, b: MatrixView, shape: tuple[int, ...], out: ShardSpec, options: MatmulOptions
+) -> _Target:
+    """Return where the result lies: as `out` says, or where it costs least, on which all ranks agree."""
+    specs = [out] if out.placements is not None else _candidates(out, len(shape))
+    layouts = [
+        layout_on(out.device_mesh, spec.placements or (), shape, shard_order=spec.shard_order)
+        for spec in specs
+    ]
+    matrices, best = (_matrix(a), _matrix(b)), 0
+    problems = [problem_of(*matrices, layout, a.tensor.dtype) for layout in layouts]
+    if len(problems) > 1:
+        best = cheapest(problems, *_measure(problems[0], options))
+    layout = layouts[best]
+    local_shape = Layout(layout.mesh, layout.placements).local_shape(shape, out.device_mesh.get_rank())
+    return _Target(specs[best], problems[best], local_shape)
+
+
+def _measure(
+    problem: UniversalProblem, options: MatmulOptions
+) -> tuple[Resolved, RankRates | None, Operand | None, RankRates]:
+    transport = resolve(options.transport, problem.ranks, options.context)
+    return transport, options.rates, options.stationary, options.default_rates
+
+
+def _new_plan(
+    a: MatrixView, b: MatrixView, shape: tuple[int, ...], out: ShardSpec, options: MatmulOptions
+) -> MatmulPlan:
+    target, rank = _target(a, b, shape, out, options), out.device_mesh.get_rank()
+    measure = _measure(target.problem, options)
+    tuned = tune(target.problem, *measure, options.schedule, options.limits)
+    run = prepare_cached(target.problem, tuned, rank, options.transport, options.context)
+    return MatmulPlan(run, target.spec.torch_spec(shape, a.tensor.dtype), target.local_shape)
+
+
+def _matrix(view: MatrixView) -> Matrix:
+    matrix = Matrix(view.layout, view.shape, view.order)
+    return matrix.transposed if view.is_transposed else matrix
+
+
+def _candidates(out: ShardSpec, num_dims: int) -> list[ShardSpec]:
+    """Return the specs with every placement of Shard and Replicate, those with fewest copies first."""
+    each = (*(Shard(dim) for dim in range(num_dims)), Replicate())
+    tried = list(product(each, repeat=out.device_mesh.ndim))
+    tried.sort(key=lambda placements: sum(isinstance(placement, Replicate) for placement in placements))
+    return [replace(out, placements=placements) for placements in tried]

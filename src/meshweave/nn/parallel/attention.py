@@ -1,0 +1,129 @@
+"""Attention of the heads and tokens that a rank has: causal, grouped, with a window, or in a ring of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import Side
+from meshweave.nn.parallel.dropout import ShardDropout
+from meshweave.nn.parallel.ring import PlacedRing, ring_attention, ring_number
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of attention.
+
+    Attributes:
+        queries, keys: heads of queries, and of keys and values, of all ranks.
+        width: features of a head.
+        scale: what scores are multiplied by.
+        window: how many keys a query attends to, itself included; None for all before it.
+        dropout: the probability with which weights are dropped.
+    """
+
+    queries: int
+    keys: int
+    width: int
+    scale: float
+    window: int | None = None
+    dropout: float = 0.0
+
+
+class AttentionCore:
+    """Causal softmax attention of what this rank has of queries, keys and values."""
+
+    def __init__(self, heads: Heads, strategy: LayerStrategy) -> None:
+        self.heads, self.strategy = heads, strategy
+        self.dims = strategy.roles.core(True)
+        self.dropout = ShardDropout(heads.dropout, strategy, self.dims)
+        self.ring = -1
+        if strategy.roles.ring_axis is not None:
+            self.ring = ring_number(
+                PlacedRing(
+                    strategy, heads.keys, heads.queries // heads.keys, heads.width, heads.scale, heads.window
+                )
+            )
+
+    def positions(self, sequence: int) -> tuple[int, int]:
+        """Return the first and, after the last, the end of the positions of this rank's queries."""
+        return self.strategy.span(Side("sequence", sequence), self.dims)
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        batch: int,
+        sequence: int,
+        training: bool,
+    ) -> Tensor:
+        """Return the heads (batch, sequence, features) of this rank.
+
+        Args:
+            queries, keys, values: (batch, sequence, features) of the heads of this rank.
+            rotary: cosines and sines (1, sequence, head width) of this rank's positions, None without.
+            batch, sequence: the tokens of all ranks.
+        """
+        own = self.heads
+        q, k, v = (x.unflatten(-1, (x.shape[-1] // own.width, own.width)) for x in (queries, keys, values))
+        if rotary is not None:
+            cos, sin = (x.unsqueeze(2) for x in rotary)
+            q, k = turned(q, cos, sin), turned(k, cos, sin)
+        if self.ring >= 0:
+            return self._in_ring(q, k, v, batch, sequence)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = (
+            None
+            if own.window is None or own.window >= sequence
+            else window_mask(sequence, own.window, q.device)
+        )
+        if training and own.dropout:
+            out = self._with_dropout(q, k, v, mask)
+        else:
+            out = nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=own.scale,
+                enable_gqa=own.queries != own.keys,
+            )
+        return out.transpose(1, 2).flatten(2)
+
+    def _in_ring(self, q: Tensor, k: Tensor, v: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return attention whose keys and values go round; in groups of heads."""
+        own = self.heads
+        groups = q.unflatten(2, (k.shape[2], own.queries // own.keys)).flatten(3)
+        fused = torch.cat((groups, k.to(groups.dtype), v.to(groups.dtype)), -1).flatten(2)
+        out: Tensor = ring_attention(fused, self.ring, batch, sequence)[0]
+        return out
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        own = self.heads
+        group = own.queries // own.keys
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * own.scale
+        seen = window_mask(q.shape[2], q.shape[2], q.device) if mask is None else mask
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return self.dropout(weights, True).to(v.dtype) @ v
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads (batch, sequence, heads, width) turned by their positions: both halves of a head together."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@lru_cache(64)
+def window_mask(sequence: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys (columns) each query (row) attends to: itself and the `window` - 1 before it."""
+    at = torch.arange(sequence, device=device)
+    distance = at[:, None] - at[None, :]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,149 @@
+"""One layer of a transformer on the ranks of a strategy: `ParallelBlock`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.parallel.attention import AttentionCore, Heads
+from meshweave.nn.parallel.dropout import ShardDropout
+from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
+from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.structure import LayerMap, check_layer, dropout_after
+
+
+class ParallelBlock(nn.Module):  # type: ignore[misc]
+    """A layer with attention and a feed-forward part, each after its norm and with its residual.
+
+    It has the modules of the layer that it takes the place of, under the same names; those with parameters are
+    replaced by parallel ones.
+
+    Args:
+        layer: the layer.
+        names: which of its modules are which.
+        heads: sizes of attention.
+        where: its name in the model.
+
+    Raises:
+        UnsupportedError: the layer has parameters that the map does not name, or a module is none that is known.
+        LayoutError: sizes do not fit the mesh.
+    """
+
+    def __init__(
+        self, layer: nn.Module, names: LayerMap, heads: Heads, strategy: LayerStrategy, where: str
+    ) -> None:
+        super().__init__()
+        check_layer(layer, names, where)
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        self.names, self.layer_strategy = names, strategy
+        for path in (names.attention_norm, names.feed_forward_norm):
+            _replace(self, path, ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}"))
+        self.heads = _shared(heads, strategy)
+        for path, options in _units(layer, names, self.heads, heads.keys).items():
+            linear = layer.get_submodule(path)
+            _check_linear(linear, f"{where}.{path}")
+            _replace(self, path, ParallelLinear(linear, strategy, name=f"{where}.{path}", **options))
+        self._connect()
+
+    def _connect(self) -> None:
+        names, strategy = self.names, self.layer_strategy
+
+        def group(*paths: str) -> LinearGroup:
+            return LinearGroup([self.get_submodule(path) for path in paths])
+
+        self.into_attention, self.out_of_attention = group(*names.into_attention), group(names.out)
+        self.into_feed_forward, self.out_of_feed_forward = group(*names.into_feed_forward), group(names.down)
+        self.core = AttentionCore(self.heads, strategy)
+        residual = strategy.roles.residual
+        self.after_attention, self.after_feed_forward = (
+            ShardDropout(dropout_after(self, path), strategy, residual) for path in (names.out, names.down)
+        )
+        self.activation: Callable[[Tensor], Tensor] = self.get_submodule(names.activation)
+        self.attention_norm = self.get_submodule(names.attention_norm)
+        self.feed_forward_norm = self.get_submodule(names.feed_forward_norm)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; modules that are known under another name already are not registered once more."""
+        if name in ("activation", "attention_norm", "feed_forward_norm"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(
+        self, x: Tensor, batch: int, sequence: int, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Return this rank's part of the residual after the layer.
+
+        Args:
+            x: this rank's part (batch, sequence, features) of the residual before it.
+            batch, sequence: the tokens of all ranks.
+            rotary: cosines and sines of the positions that this rank's attention has.
+        """
+        normal = self.attention_norm(x, batch, sequence)
+        q, k, v = self.into_attention(normal, batch, sequence)
+        heads = self.core(q, k, v, rotary, batch, sequence, self.training)
+        (out,) = self.out_of_attention(heads, batch, sequence)
+        x = x + self.after_attention(out, self.training)
+        normal = self.feed_forward_norm(x, batch, sequence)
+        first, *rest = self.into_feed_forward(normal, batch, sequence)
+        inner = self.activation(first)
+        if rest:
+            inner = inner * rest[0]
+        (out,) = self.out_of_feed_forward(inner, batch, sequence)
+        return x + self.after_feed_forward(out, self.training)
+
+
+def _replace(module: nn.Module, path: str, new: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, new)
+
+
+def _check_linear(linear: nn.Module, name: str) -> None:
+    if not isinstance(linear, nn.Linear) and type(linear).__name__ != "Conv1D":
+        raise UnsupportedError(
+            f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
+        )
+
+
+def _units(layer: nn.Module, names: LayerMap, heads: Heads, key_heads: int) -> dict[str, dict[str, Any]]:
+    """Return per linear layer the options of its `ParallelLinear`: place, units of inner features, fused parts.
+
+    Args:
+        heads: as they are shared; `key_heads` heads of keys and values are there in fact.
+    """
+    features = int(layer.get_submodule(names.down).weight.numel() // _hidden(layer, names))
+    attention: dict[str, Any] = {"units": heads.keys, "is_attention": True}
+    sizes: dict[str, dict[str, Any]] = {names.out: {"place": "out", **attention}}
+    for path in names.into_attention:
+        is_shared = path in (names.key, names.value)
+        parts = 3 if path == names.fused else 1
+        sizes[path] = {
+            "place": "in",
+            "parts": parts,
+            "real_units": key_heads if is_shared else None,
+            **attention,
+        }
+    sizes |= {path: {"place": "in", "units": features} for path in names.into_feed_forward}
+    sizes[names.down] = {"place": "out", "units": features}
+    return sizes
+
+
+def _shared(heads: Heads, strategy: LayerStrategy) -> Heads:
+    """Return heads with copies of those of keys and values, where ranks then share all of them evenly."""
+    axes = zip(strategy.roles.core(True), strategy.mesh.shape, strict=True)
+    ranks = math.prod(size for dim, size in axes if dim == "inner")
+    copies = math.lcm(heads.keys, ranks)
+    if heads.keys % ranks and heads.queries % copies == 0:
+        return replace(heads, keys=copies)
+    return heads
+
+
+def _hidden(layer: nn.Module, names: LayerMap) -> int:
+    return int(layer.get_submodule(names.attention_norm).weight.shape[-1])

@@ -1,0 +1,62 @@
+"""Dropout of what a rank has: other masks for other parts of a tensor, equal ones for copies of a part.
+
+All ranks draw one number from torch's default generator, which `parallelize` seeds alike on them. The mask follows
+from that number and from which part of the tensor the rank has. So ranks stay in step whatever their parts, and a
+block that is computed again under activation checkpointing, which restores the generator, draws the same mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.roles import AxisDims
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "meshweave::block_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def block_dropout(x: Tensor, p: float, part: int) -> list[Tensor]:
+    """Return part number `part` of a tensor with elements dropped at probability `p`, and the factors of each."""
+    seed = int(torch.randint(0, 1 << 40, ()).item())
+    generator = torch.Generator(device=x.device).manual_seed(seed * 4096 + part)
+    kept = torch.rand(x.shape, generator=generator, device=x.device) >= p
+    factors = kept.to(x.dtype).div_(1 - p) if p < 1 else torch.zeros_like(x)
+    return [x * factors, factors]
+
+
+@block_dropout.register_fake  # type: ignore[untyped-decorator]
+def _(x: Tensor, p: float, part: int) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(x)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    (factors,) = ctx.saved_tensors
+    return grads[0] * factors, None, None
+
+
+block_dropout.register_autograd(_gradient, setup_context=_keep)
+
+
+class ShardDropout:
+    """Dropout of a tensor that lies on the axes of a strategy as given."""
+
+    def __init__(self, p: float, strategy: LayerStrategy, dims: AxisDims) -> None:
+        self.p = float(p)
+        self.part = 0
+        for dim, size, at in zip(dims, strategy.mesh.shape, strategy.coordinates, strict=True):
+            self.part = self.part * size + (at if dim else 0)
+
+    def __call__(self, x: Tensor, training: bool) -> Tensor:
+        """Return the tensor with elements dropped, in training."""
+        if not training or self.p == 0:
+            return x
+        dropped: Tensor = block_dropout(x, self.p, self.part)[0]
+        return dropped

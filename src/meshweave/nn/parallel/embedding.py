@@ -1,0 +1,101 @@
+"""Embeddings: rows of a table that ranks share, and learned positions of the tokens that a rank has."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, gradient_dims, product
+from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
+from meshweave.nn.parallel.parameters import ParameterLayout, local_of
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class ParallelEmbedding(nn.Module):  # type: ignore[misc]
+    """A table of (words, features), laid out as the weight of a product that leaves a half.
+
+    A rank looks up the words that it has, and rows are summed to the layout of the residual.
+    """
+
+    def __init__(self, embedding: nn.Module, strategy: LayerStrategy, name: str) -> None:
+        super().__init__()
+        whole = embedding.weight
+        self.words, self.features = (int(size) for size in whole.shape)
+        self.layer_strategy, roles = strategy, strategy.roles
+        sides = Side("inner", self.words), Side("hidden", self.features)
+        used = roles.weight(False)
+        self.stored = roles.stored(used, sides)
+        layout = ParameterLayout(sides, self.stored)
+        self.weight = layout.distribute(name, whole, strategy)
+        self.layouts = {"weight": layout}
+        self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
+        self.first, self.end = strategy.span(sides[0], used)
+        arriving = gradient_dims(roles.product(False))
+        natural = product(self.token_dims, arriving, TOKENS)
+        of_table: AxisDims = tuple(
+            "partial" if n == "partial" else u for n, u in zip(natural, used, strict=True)
+        )
+        gathered = PlacedMove(strategy, sides, self.stored, used, has_tokens=False)
+        back = PlacedMove(strategy, sides, of_table, roles.gradient(used, sides), has_tokens=False)
+        self.gather = Mover(gathered, back)
+        self.sum_gradient = None if gathered.is_needed else GradientSum(back)
+        landed = product(roles.operand(False), used, ("inner",))
+        hidden = (Side("hidden", self.features),)
+        self.leave = Mover(
+            PlacedMove(strategy, hidden, landed, roles.residual),
+            PlacedMove(strategy, hidden, roles.residual, arriving),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part of the residual.
+
+        Args:
+            tokens: (batch, sequence), all of them, equal on all ranks.
+        """
+        batch, sequence = tokens.shape
+        here = local_tokens(tokens, self.layer_strategy, self.token_dims)
+        table = local_of(self.weight)
+        assert table is not None
+        if self.sum_gradient is not None:
+            (table,) = self.sum_gradient([table])
+        table = self.gather(table, 1, 1)
+        if self.end - self.first == self.words:
+            rows = nn.functional.embedding(here, table)
+        else:
+            is_here = (here >= self.first) & (here < self.end)
+            rows = nn.functional.embedding((here - self.first) * is_here, table) * is_here[..., None]
+        return self.leave(rows, batch, sequence)
+
+    def extra_repr(self) -> str:
+        """Return sizes for printing."""
+        return f"{self.words}, {self.features}"
+
+
+class ParallelPositions(nn.Module):  # type: ignore[misc]
+    """A table of learned positions (positions, features), whole but for features that the residual splits."""
+
+    def __init__(self, embedding: nn.Module, strategy: LayerStrategy, name: str) -> None:
+        super().__init__()
+        whole, roles = embedding.weight, strategy.roles
+        self.layer_strategy = strategy
+        sides = Side("", int(whole.shape[0])), Side("hidden", int(whole.shape[1]))
+        layout = ParameterLayout(sides, roles.gain)
+        self.weight = layout.distribute(name, whole, strategy)
+        self.layouts = {"weight": layout}
+        summed = terms(roles.residual, TOKENS)
+        self.sum_gradient = GradientSum(PlacedMove(strategy, sides, summed, roles.gain, has_tokens=False))
+
+    def forward(self, sequence: int) -> Tensor:
+        """Return the rows (1, sequence, features) of the positions that this rank has in the residual."""
+        table = local_of(self.weight)
+        assert table is not None
+        (table,) = self.sum_gradient([table])
+        start, stop = self.layer_strategy.span(Side("sequence", sequence), self.layer_strategy.roles.residual)
+        return table[start:stop][None]
+
+
+def local_tokens(tokens: Tensor, strategy: LayerStrategy, dims: AxisDims) -> Tensor:
+    """Return what this rank has of tokens (batch, sequence) that lie as `dims`."""
+    for at, side in enumerate(strategy.tokens(*tokens.shape)):
+        start, stop = strategy.span(side, dims)
+        tokens = tokens.narrow(at, start, stop - start)
+    return tokens

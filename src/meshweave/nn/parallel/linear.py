@@ -1,0 +1,218 @@
+"""Linear layers at the sites of a layer: `ParallelLinear`, which a user can also place by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.algorithms.block.sites import ProductSite
+from meshweave.base.errors import LayoutError
+from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
+from meshweave.nn.parallel.ops import SiteProduct, multiply, product_number
+from meshweave.nn.parallel.parameters import ParameterLayout, local_of
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.units import UnitChoice
+
+Place = Literal["in", "out"]
+"""Where a product is: "in" takes the residual to inner features, "out" takes them back."""
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    """Return whether a layer stores its weight as (features in, features out), as transformers' Conv1D does."""
+    return type(linear).__name__ == "Conv1D"
+
+
+class ParallelLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer whose weight and bias are DTensors, and whose product is the program of a strategy's site.
+
+    It takes the place of an `nn.Linear`, or of a Conv1D of transformers, with parameters of the same names and
+    global shapes:
+
+        up = mw.ParallelLinear(nn.Linear(64, 256), "megatron_sp", device_mesh, place="in")
+        down = mw.ParallelLinear(nn.Linear(256, 64), "megatron_sp", device_mesh, place="out")
+        y = down(torch.relu(up(x)))  # x: this rank's part (batch, sequence, features) of the residual
+
+    Args:
+        linear: the layer with its whole weight, equal on all ranks; on the meta device without memory.
+        strategy: the name of a strategy, or one on its ranks.
+        device_mesh: a mesh with a dim for each of its axes.
+        place: whether it takes the residual to inner features, or these back.
+        units: into how many units the inner features fall, that are never divided: heads, or features.
+        real_units: how many units the weight has, where several of them get the same one of these: heads of keys
+            and values that more ranks need than there are heads. None for as many.
+        parts: how many weights are fused side by side: 3 of queries, keys and values in one.
+        is_attention: whether it is next to attention, or in the feed-forward part.
+        stored: how the weight is kept on the axes of the strategy, None as the strategy says.
+
+    Raises:
+        LayoutError: the strategy or the sizes do not fit the mesh.
+        UnsupportedError: there is no such strategy.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        strategy: LayerStrategy | str,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        place: Place,
+        units: int | None = None,
+        real_units: int | None = None,
+        parts: int = 1,
+        is_attention: bool = False,
+        stored: AxisDims | None = None,
+        config: BlockConfig | None = None,
+        name: str = "weight",
+    ) -> None:
+        super().__init__()
+        if isinstance(strategy, str):
+            if device_mesh is None:
+                raise LayoutError("ParallelLinear: give the device mesh of the strategy")
+            strategy = LayerStrategy.of(strategy, device_mesh, config)
+        self.place, self.parts, self.is_transposed = place, parts, is_transposed(linear)
+        weight = linear.weight
+        rows, columns = weight.shape if self.is_transposed else weight.shape[::-1]
+        hidden, inner = (rows, columns // parts) if place == "in" else (columns, rows)
+        units = units or inner
+        self.real_units = real_units or units
+        if inner % self.real_units:
+            raise LayoutError(f"{name}: {inner} features do not fall into {self.real_units} units")
+        self.site = ProductSite(place == "in", is_attention, hidden, units, inner // self.real_units, stored)
+        self.layer_strategy = strategy
+        self._lay_parameters(linear, name)
+        self.alone = LinearGroup([self])
+
+    def _lay_parameters(self, linear: nn.Module, name: str) -> None:
+        own, strategy = self.site, self.layer_strategy
+        sides = own.weight_sides if self.is_transposed else own.weight_sides[::-1]
+        lies = own.stored_dims(strategy.roles)
+        self.weight_choice = UnitChoice(strategy, sides, lies, self.real_units, self.parts)
+        layout = ParameterLayout(self.weight_choice.sides, self.weight_choice.kept, self.parts)
+        self.weight = layout.distribute(name, linear.weight, strategy)
+        self.layouts = {"weight": layout}
+        self.bias: nn.Parameter | None = None
+        if getattr(linear, "bias", None) is not None:
+            side, dims = self.bias_lay()
+            self.bias_choice = UnitChoice(strategy, (side,), dims, self.real_units, self.parts)
+            kept = self._kept_bias(self.bias_choice.kept)
+            self.layouts["bias"] = ParameterLayout(self.bias_choice.sides, kept, self.parts)
+            self.bias = self.layouts["bias"].distribute(f"{name} (bias)", linear.bias, strategy)
+            there = PlacedMove(strategy, (Side("", self.parts), side), kept, dims, has_tokens=False)
+            back = PlacedMove(strategy, (Side("", self.parts), side), dims, kept, has_tokens=False)
+            self.take_bias = None if self.bias_choice.is_needed else Mover(there, back)
+
+    def bias_lay(self) -> tuple[Side, AxisDims]:
+        """Return the side of the bias, and how it lies."""
+        own, roles = self.site, self.layer_strategy.roles
+        if not own.is_first:
+            return Side("hidden", own.hidden), roles.gain
+        dims: AxisDims = tuple("inner" if dim == "inner" else "" for dim in roles.core(own.is_attention))
+        return Side("inner", own.units, own.unit), dims
+
+    def _kept_bias(self, dims: AxisDims) -> AxisDims:
+        """Return how the bias is kept. DTensor has no placement for fused parts that two axes split."""
+        first = dims.index("inner") if "inner" in dims else 0
+        if self.parts == 1:
+            return dims
+        return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
+
+    def weights(self) -> list[Tensor]:
+        """Return this rank's parts of the weights, each (features out, features in)."""
+        weight = local_of(self.weight)
+        assert weight is not None
+        parts = self.weight_choice(weight)
+        return [part.t() for part in parts] if self.is_transposed else parts
+
+    def biases(self) -> list[Tensor]:
+        """Return this rank's parts of the biases."""
+        bias = local_of(self.bias)
+        if bias is None:
+            return []
+        if self.parts == 1 or self.take_bias is None:
+            return self.bias_choice(bias)
+        return list(self.take_bias(bias.view(self.parts, -1), 1, 1))
+
+    def forward(self, x: Tensor, batch: int = 0, sequence: int = 0) -> Tensor:
+        """Return this rank's part (batch, sequence, features) of the result.
+
+        Args:
+            x: this rank's part of the operand.
+            batch: the sequences of all ranks; 0 for as many on each.
+            sequence: the tokens of a sequence on all ranks; 0 for as many on each.
+        """
+        strategy, dims = self.layer_strategy, self.operand_dims
+        if not batch:
+            batch, sequence = x.shape[0], x.shape[1]
+            for dim, size in zip(dims, strategy.mesh.shape, strict=True):
+                batch, sequence = (
+                    batch * (size if dim == "batch" else 1),
+                    sequence * (size if dim == "sequence" else 1),
+                )
+        return (
+            torch.cat(self.alone(x, batch, sequence), -1)
+            if self.parts > 1
+            else self.alone(x, batch, sequence)[0]
+        )
+
+    @property
+    def operand_dims(self) -> AxisDims:
+        """Return how the operand lies."""
+        roles = self.layer_strategy.roles
+        return roles.residual if self.site.is_first else roles.core(self.site.is_attention)
+
+    def extra_repr(self) -> str:
+        """Return sizes and place for printing."""
+        shape = tuple(self.weight.shape)
+        return f"{self.layer_strategy.name}, {self.place}, {shape}, bias={self.bias is not None}"
+
+
+class LinearGroup:
+    """Linear layers that share an operand, whose columns are dealt out together: one product for all of them."""
+
+    def __init__(self, linears: Sequence[ParallelLinear]) -> None:
+        first = linears[0]
+        self.linears, self.strategy = list(linears), first.layer_strategy
+        widths = tuple(linear.site.unit for linear in linears for _ in range(linear.parts))
+        units = {linear.site.units for linear in linears}
+        assert len(units) == 1, units
+        own = first.site
+        site = ProductSite(own.is_first, own.is_attention, own.hidden, own.units, sum(widths), own.stored)
+        self.product = SiteProduct(site, self.strategy, widths)
+        self.number = product_number(self.product)
+        self.is_alone = self.strategy.is_alone
+        self.biases_sum = self._sum_of_biases(
+            sum(linear.parts for linear in linears if linear.bias is not None)
+        )
+
+    def _sum_of_biases(self, count: int) -> GradientSum | None:
+        first, strategy = self.linears[0], self.strategy
+        roles = strategy.roles
+        if not count:
+            return None
+        side, dims = first.bias_lay()
+        if first.site.is_first:
+            side = Side("inner", side.count, self.product.site.unit)
+        lies = roles.core(first.site.is_attention) if first.site.is_first else roles.residual
+        partial = terms(lies, TOKENS)
+        return GradientSum(PlacedMove(strategy, (side,), partial, dims, has_tokens=False))
+
+    def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
+        """Return this rank's part of each result: one for each weight, of each part of a fused one."""
+        weights = [weight for linear in self.linears for weight in linear.weights()]
+        biases: Sequence[Tensor] = [bias for linear in self.linears for bias in linear.biases()]
+        if self.is_alone:
+            pairs = zip(weights, biases or [None] * len(weights), strict=True)
+            return [nn.functional.linear(x, weight, bias) for weight, bias in pairs]
+        x, *weights = autocast_operands(x.device.type, x, *weights)
+        results = multiply(x.contiguous(), weights, self.number, batch, sequence)
+        if self.biases_sum is not None:
+            biases = autocast_operands(x.device.type, *self.biases_sum(biases))
+            results = [result + bias for result, bias in zip(results, biases, strict=True)]
+        return list(results)

@@ -1,0 +1,70 @@
+"""Cross entropy of logits whose vocabulary lies on several ranks: no rank has all logits of a token.
+
+The greatest logit, the sum of exponentials and the logit of the target are reductions over the vocabulary (Shoeybi
+et al., Megatron-LM, 2019, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.nn.parallel.embedding import local_tokens
+from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+IGNORED = -100
+"""The target of tokens that have no loss, as in torch."""
+
+
+class VocabularyLoss:
+    """Mean cross entropy over the tokens of all ranks.
+
+    Args:
+        words: the size of the vocabulary.
+    """
+
+    def __init__(self, words: int, strategy: LayerStrategy) -> None:
+        self.strategy, dims = strategy, strategy.roles.core(False)
+        self.words = Side("inner", words)
+        self.first, self.end = strategy.span(self.words, dims)
+        self.token_dims: AxisDims = tuple(dim if dim in TOKENS else "" for dim in dims)
+        partial = terms(tuple(d if d in (*TOKENS, "inner") else "" for d in dims), ("inner",))
+        self.greatest = Mover(PlacedMove(strategy, (), partial, self.token_dims, op="max"))
+        self.sums = Mover(PlacedMove(strategy, (Side("", 2),), partial, self.token_dims))
+        nowhere = strategy.roles.nowhere
+        over_tokens = terms(self.token_dims, TOKENS)
+        self.total = Mover(PlacedMove(strategy, (Side("", 1),), over_tokens, nowhere, has_tokens=False))
+        vocabulary = (self.words,)
+        self.whole = Mover(
+            PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
+        )
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss, equal on all ranks.
+
+        Args:
+            logits: (batch, sequence, words) of what this rank has.
+            targets: (batch, sequence), all of them; `IGNORED` where there is no loss.
+        """
+        sizes = tuple(targets.shape)
+        here = local_tokens(targets, self.strategy, self.token_dims)
+        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        greatest = (
+            logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
+        )
+        greatest = self.greatest(greatest, *sizes)[..., None]
+        is_here = (here >= self.first) & (here < self.end)
+        places = ((here - self.first) * is_here)[..., None]
+        shifted = logits - greatest
+        target = shifted.gather(-1, places) if logits.shape[-1] else shifted.sum(-1, keepdim=True)
+        terms_of = torch.cat((shifted.exp().sum(-1, keepdim=True), target * is_here[..., None]), -1)
+        sums = self.sums(terms_of, *sizes)
+        losses = (sums[..., 0].log() - sums[..., 1]) * (here != IGNORED)
+        count = (targets != IGNORED).sum()
+        return self.total(losses.sum()[None], 1, 1)[0] / count
+
+    def whole_logits(self, logits: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return the logits (batch, sequence, words) of all tokens and words, on every rank."""
+        return self.whole(logits, batch, sequence)

@@ -1,0 +1,292 @@
+"""`meshweave.parallelize`: a plan in a user's model, whose layers then run the programs of the plan's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.roles import AxisDims, Side
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.torch.call_order import require_process_group
+from meshweave.nn.parallel.block import ParallelBlock
+from meshweave.nn.parallel.dropout import ShardDropout
+from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
+from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
+from meshweave.nn.parallel.loss import IGNORED, VocabularyLoss
+from meshweave.nn.parallel.moves import PlacedMove
+from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.plans import PlanLike, resolve
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, uncovered
+from meshweave.nn.parallel.tied import TiedWeight
+
+
+@dataclass(frozen=True)
+class ParallelReport:
+    """What `parallelize` has replaced in a model, and what it has left.
+
+    Attributes:
+        model: what the model was recognised as.
+        strategy: the name of the strategy, and its mesh.
+        replaced: the names of modules with what stands there now.
+        left: the names of modules that were left, each with the reason.
+        overlap: what communication runs beside.
+    """
+
+    model: str
+    strategy: str
+    replaced: tuple[tuple[str, str], ...]
+    left: tuple[tuple[str, str], ...]
+    overlap: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
+        lines += [f"  {name}: {what}" for name, what in self.replaced]
+        lines.append(f"left: {len(self.left)} modules")
+        lines += [f"  {name}: {why}" for name, why in self.left]
+        lines.append(f"overlap: {self.overlap}")
+        return "\n".join(lines)
+
+
+class ParallelOutput(NamedTuple):
+    """What a parallelised module returns: the loss where there are targets, else logits on every rank."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+
+
+class ParallelModel:
+    """A model whose layers run on the ranks of a strategy; made by `parallelize`.
+
+    Every rank of the mesh gives the same tokens, all of them, and takes its part.
+
+    Attributes:
+        module: the user's module, changed in place. Its parameters are DTensors under their old names.
+        strategy: the strategy on its ranks.
+        report: what was replaced, and what was left.
+        blocks: the layers.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
+    ) -> None:
+        self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self._left: list[tuple[str, str]] = []
+        self._replace_layers()
+        self._replace_ends()
+        names_of = {name for name, child in module.named_modules() if isinstance(child, _OURS)}
+        self.report = ParallelReport(
+            title,
+            f"{strategy.name} on {'x'.join(map(str, strategy.mesh.shape))} ranks",
+            tuple((n, type(module.get_submodule(n)).__name__) for n in sorted(names_of)),
+            tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
+            overlap_of(strategy),
+        )
+
+    # --- replacing ------------------------------------------------------------------------------------------
+
+    def _replace_layers(self) -> None:
+        names, module = self.names, self.module
+        layers = module.get_submodule(names.layers)
+        assert isinstance(layers, nn.ModuleList)
+        for number, layer in enumerate(layers):
+            heads = names.heads or heads_of(module, layer, names.layer)
+            where = f"{names.layers}.{number}"
+            layers[number] = ParallelBlock(layer, names.layer, heads, self.strategy, where)
+        self.blocks: list[ParallelBlock] = list(layers)
+
+    def _replace_ends(self) -> None:
+        names, strategy, module = self.names, self.strategy, self.module
+        table, head = module.get_submodule(names.embedding), module.get_submodule(names.head)
+        is_tied = table.weight is head.weight
+        self.embedding = ParallelEmbedding(table, strategy, names.embedding)
+        self._put(names.embedding, self.embedding)
+        self.positions: ParallelPositions | None = None
+        if names.positions:
+            wpe = module.get_submodule(names.positions)
+            self.positions = ParallelPositions(wpe, strategy, names.positions)
+            self._put(names.positions, self.positions)
+        self.norm = ParallelNorm(module.get_submodule(names.norm), strategy, names.norm)
+        self._put(names.norm, self.norm)
+        self.tied: TiedWeight | None = None
+        self.head: ParallelLinear
+        if is_tied:
+            self.tied = TiedWeight(self.embedding, strategy)
+            self.head = self.tied.head(head, names.head)
+        else:
+            self.head = ParallelLinear(head, strategy, place="in", name=names.head)
+        self._put(names.head, self.head)
+        self._head_group = LinearGroup([self.head])
+        p = dropout_of(module, names.dropout)
+        self.dropout = ShardDropout(p, strategy, strategy.roles.residual)
+        self.vocabulary = VocabularyLoss(self.head.site.units, strategy)
+        self.rotary = module.get_submodule(names.rotary) if names.rotary else None
+
+    def _put(self, path: str, new: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(self.module.get_submodule(owner), name, new)
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(tokens.shape[1]).to(x.dtype)
+        return self.dropout(x, self.module.training)
+
+    def angles(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines of the positions of this rank's attention; None without a rotary module."""
+        if self.rotary is None:
+            return None
+        start, stop = self.strategy.span(Side("sequence", sequence), self.strategy.roles.core(True))
+        positions = torch.arange(start, stop, device=x.device)[None]
+        cos, sin = self.rotary(x, positions)
+        return cos, sin
+
+    def run_blocks(
+        self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
+    ) -> Tensor:
+        """Return this rank's part of the residual after some layers, by default all."""
+        rotary = self.angles(x, sequence)
+        for block in self.blocks if blocks is None else blocks:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
+            else:
+                x = block(x, batch, sequence, rotary)
+        return x
+
+    def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return this rank's part of the logits, of the residual after the last layer."""
+        normal = self.norm(x, batch, sequence)
+        if self.tied is not None:
+            return self.tied.logits(self._head_group, normal, batch, sequence)
+        return self._head_group(normal, batch, sequence)[0]
+
+    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss over all tokens, of this rank's part of the residual after the last layer."""
+        return self.vocabulary(self.local_logits(x, *targets.shape), targets)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy over all tokens, equal on all ranks, to call `backward` of.
+
+        Args:
+            tokens: (batch, sequence), the same on every rank of the mesh.
+            targets: as tokens: for each the token that is to be foretold, or -100 for none.
+        """
+        loss: Tensor = self.module(tokens, targets=targets).loss
+        return loss
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (batch, sequence, vocabulary) on every rank."""
+        logits: Tensor = self.module(tokens).logits
+        return logits
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a batch, whose gradients are added to those of the parameters."""
+        loss = self.loss(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None
+    ) -> ParallelOutput:
+        """Return the logits, or with labels or targets the loss: the `forward` of the module.
+
+        Args:
+            labels: tokens of which each is to be foretold by those before it, for models of transformers; else the
+                same as targets.
+            targets: per token the one that is to be foretold, or -100 for none.
+        """
+        if labels is not None and targets is None:
+            has_shift = self.names.has_causal_loss
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if has_shift else labels
+        x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
+        if targets is not None:
+            return ParallelOutput(self.head_loss(x, targets), None)
+        logits = self.local_logits(x, *input_ids.shape)
+        return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+
+_OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
+
+
+def overlap_of(strategy: LayerStrategy) -> str:
+    """Return what communication runs beside in layers whose products are programs of their own, in words."""
+    if strategy.is_alone:
+        return "nothing is communicated"
+    if strategy.config.chunks == 1:
+        return "communication runs beside the product that it belongs to, where its program has slices"
+    return (
+        f"communication of {strategy.config.chunks} chunks runs beside the product that it belongs to, and not "
+        "beside another product, attention or a norm, as a program of a whole layer has it"
+    )
+
+
+def dropout_of(module: nn.Module, path: str) -> float:
+    """Return the probability of a dropout module; 0 without one."""
+    return float(module.get_submodule(path).p) if path else 0.0
+
+
+def parallelize(
+    module: nn.Module,
+    plan: PlanLike,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    mapping: ModelMap | None = None,
+    config: BlockConfig | None = None,
+) -> ParallelModel:
+    """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
+
+    Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
+    of transformers in the style of GPT-2, Llama, Qwen2 and Mistral are recognised by the names of their modules.
+
+    Args:
+        module: the model.
+        plan: the name of a strategy ("megatron_sp", "atp", "meshslice_block", ...), which takes its sizes from
+            `device_mesh`; a `Parallelism`, a `Step`, or the path of a plan file.
+        device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
+            and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
+        mapping: which modules of the model are which, where they are not recognised.
+        config: chunks of the batch and slices of 2D products; None as the plan says.
+
+    Returns:
+        The model, to train: see `ParallelModel`.
+
+    Raises:
+        UnsupportedError: the model is none that is known, or has parameters that would not take part.
+        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
+    """
+    require_process_group()
+    resolved = resolve(plan, device_mesh, config)
+    title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
+    if missing := names.missing(module):
+        raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
+    _seed_alike(resolved.strategy)
+    model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
+    module.forward = model.forward
+    return model
+
+
+def _seed_alike(strategy: LayerStrategy) -> None:
+    """Seed torch's default generator with a number of the first rank, on all ranks of the mesh."""
+    if strategy.is_alone:
+        return
+    axis = (Side("", 1),)
+    terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
+    first = PlacedMove(strategy, axis, terms, strategy.roles.nowhere, has_tokens=False)
+    own = torch.initial_seed() % (1 << 50) if strategy.rank == strategy.mesh.ranks[0] else 0
+    torch.manual_seed(
+        int(first.sized(1, 1, torch.float64).run(torch.tensor([float(own)], dtype=torch.float64)))
+    )

@@ -1,0 +1,180 @@
+"""A torch op that moves a tensor from one layout to another, forward and for its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshweave.algorithms.block.roles import AxisDims, Sides
+from meshweave.algorithms.block.sites import MoveSite
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.programs import SizedMove, sized_move
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+def keep_order(op: Any) -> None:
+    """Let a compiler that traces an op keep the order of its calls, which is to be the same on all ranks."""
+    compat.keep_in_inductor(op.default)
+
+
+@dataclass(frozen=True)
+class PlacedMove:
+    """A move of tensors by a strategy, for any number of tokens.
+
+    Attributes:
+        sides: those of the tensor, after batch and sequence where it `has_tokens`.
+        before, after: how it lies; before it may be terms of a sum.
+        op: how terms are combined.
+    """
+
+    strategy: LayerStrategy
+    sides: Sides
+    before: AxisDims
+    after: AxisDims
+    has_tokens: bool = True
+    op: str = "sum"
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether anything is moved."""
+        return self.before != self.after
+
+    def sized(self, batch: int, sequence: int, dtype: torch.dtype) -> SizedMove:
+        """Return its program for so many tokens."""
+        tokens = self.strategy.tokens(batch, sequence) if self.has_tokens else ()
+        site = MoveSite((*tokens, *self.sides), self.before, self.after, self.op)
+        return sized_move(site, self.strategy, dtype)
+
+
+_MOVES: list[PlacedMove] = []
+
+
+@lru_cache(4096)
+def move_number(move: PlacedMove) -> int:
+    """Return the number of a move, for `block_move`."""
+    _MOVES.append(move)
+    return len(_MOVES) - 1
+
+
+@torch.library.custom_op("meshweave::block_move", mutates_args=())  # type: ignore[untyped-decorator]
+def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
+    """Return this rank's part of a tensor after move `number`.
+
+    Args:
+        reverse: the number of the move of the gradient; -1 where it stays as it is.
+        batch, sequence: the tokens of all ranks.
+    """
+    return _MOVES[number].sized(batch, sequence, x.dtype).run(x)
+
+
+@block_move.register_fake  # type: ignore[untyped-decorator]
+def _(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
+    keep_order(torch.ops.meshweave.block_move)
+    return x.new_empty(_MOVES[number].sized(batch, sequence, x.dtype).shape)
+
+
+def _keep_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.reverse, *ctx.sizes = inputs
+
+
+def _move_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if ctx.reverse >= 0:
+        grad = block_move(grad.contiguous(), ctx.reverse, -1, *ctx.sizes)
+    return grad, None, None, None, None
+
+
+block_move.register_autograd(_move_gradient, setup_context=_keep_move)
+compat.keep_in_order(torch.ops.meshweave.block_move.default)
+
+
+def _moved(x: Tensor, number: int, batch: int, sequence: int) -> Tensor:
+    """Return this rank's part after a move, without a gradient."""
+    if torch.compiler.is_compiling():
+        out: Tensor = block_move(x, number, -1, batch, sequence)
+        return out
+    return _MOVES[number].sized(batch, sequence, x.dtype).run(x)
+
+
+class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
+    """`block_move` outside of a compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
+        ctx.reverse, ctx.sizes = reverse, (batch, sequence)
+        return _moved(x, number, batch, sequence)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if ctx.reverse >= 0:
+            grad = _moved(grad.contiguous(), ctx.reverse, *ctx.sizes)
+        return grad, None, None, None, None
+
+
+class _MovedGradients(torch.autograd.Function):  # type: ignore[misc]
+    """Tensors as they are, whose gradients are moved together."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, shape: tuple[int, ...], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.number, ctx.shape = number, shape
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        moved = _moved(flat.view(ctx.shape), ctx.number, 1, 1).view(-1)
+        parts = moved.split([grad.numel() for grad in grads])
+        return (None, None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)))
+
+
+class Mover:
+    """A move of activations, and one of their gradients.
+
+    Args:
+        there: the move; of one that moves nothing only the gradient is moved.
+        back: the move of the gradient, None where it stays as it is.
+    """
+
+    def __init__(self, there: PlacedMove, back: PlacedMove | None = None) -> None:
+        self.is_needed = there.is_needed
+        self.number = move_number(there) if there.is_needed else -1
+        self.reverse = move_number(back) if back is not None and back.is_needed else -1
+
+    def __call__(self, x: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return this rank's part after the move; all ranks call it."""
+        if not self.is_needed:
+            return x
+        run = block_move if torch.compiler.is_compiling() else _EagerMove.apply
+        moved: Tensor = run(x, self.number, self.reverse, batch, sequence)
+        return moved
+
+
+class GradientSum:
+    """A sum over ranks of the gradients of parameters that they share: one move for several.
+
+    Args:
+        back: the move of the gradients, which lie one after the other in a tensor without tokens.
+    """
+
+    def __init__(self, back: PlacedMove) -> None:
+        self.number = move_number(back) if back.is_needed else -1
+        self.shape = back.strategy.local_shape(back.sides, back.before)
+
+    def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors as they are, whose gradients are moved."""
+        if self.number < 0:
+            return values
+        moved: tuple[Tensor, ...] = _MovedGradients.apply(self.number, self.shape, *values)
+        return moved
+
+
+def terms(dims: AxisDims, over: tuple[str, ...]) -> AxisDims:
+    """Return how what lies as `dims` lies once it is summed over some of its dims on each rank: as terms there."""
+    return tuple("partial" if dim in over else dim for dim in dims)

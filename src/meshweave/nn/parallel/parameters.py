@@ -1,0 +1,111 @@
+"""Parameters as DTensors: which parts of a whole tensor a rank has, and placements that say so.
+
+A parameter is a matrix of torch, (features out, features in) or transposed, or a vector. A fused one has several
+matrices side by side along its inner features, such as queries, keys and values. Of each a rank has its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
+from meshweave.algorithms.block.sides import layout_of
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Tile
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How a parameter lies on the ranks of a strategy.
+
+    Attributes:
+        sides: its dims, as torch has them. A side is that of one of the matrices that are fused.
+        dims: how it lies on the axes of the strategy.
+        parts: how many matrices lie side by side along the dim of inner features.
+    """
+
+    sides: Sides
+    dims: AxisDims
+    parts: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the global shape."""
+        return tuple(side.size * self._copies(side) for side in self.sides)
+
+    def _copies(self, side: Side) -> int:
+        return self.parts if side.dim == "inner" else 1
+
+    def ranges(self, strategy: LayerStrategy) -> list[list[tuple[int, int]]]:
+        """Return per dim the ranges of positions that this rank has, one for each matrix that is fused."""
+        ranges = []
+        for side in self.sides:
+            start, stop = strategy.span(side, self.dims)
+            ranges.append([(start + n * side.size, stop + n * side.size) for n in range(self._copies(side))])
+        return ranges
+
+    def local(self, whole: Tensor, strategy: LayerStrategy) -> Tensor:
+        """Return this rank's part of a whole tensor, as memory of its own."""
+        for dim, ranges in enumerate(self.ranges(strategy)):
+            pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+            whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+        return whole.contiguous().clone() if whole.device.type != "meta" else whole.contiguous()
+
+    def placements(self, name: str, strategy: LayerStrategy) -> tuple[Placement, ...]:
+        """Return the placements of a DTensor. Raises LayoutError, naming the parameter, where there are none."""
+        layout = layout_of(strategy.mesh, self.sides, self.dims)
+        places = {side.dim: at for at, side in enumerate(self.sides) if side.dim}
+        out: list[Placement] = []
+        for axis in strategy.torch_axes:
+            dim = self.dims[axis]
+            if not dim:
+                out.append(Replicate())
+                continue
+            if isinstance(layout.placements[axis], Tile):
+                side = self.sides[places[dim]]
+                raise LayoutError(
+                    f"{name}: {side.count} units of {side.unit} features are not shared out evenly to "
+                    f"{strategy.mesh.shape[axis]} ranks of axis {strategy.mesh.axes[axis]}, for which DTensor has "
+                    "no placement; take a mesh whose size divides them"
+                )
+            is_fused = self.parts > 1 and dim == "inner"
+            at = places[dim]
+            out.append(compat.strided_shard(at, self.parts) if is_fused else Shard(at))
+        return tuple(out)
+
+    def distribute(self, name: str, whole: Tensor, strategy: LayerStrategy) -> nn.Parameter:
+        """Return a parameter as a DTensor with this rank's part of a whole tensor; on meta without memory."""
+        if tuple(whole.shape) != self.shape:
+            raise LayoutError(f"{name} has shape {tuple(whole.shape)}; its sizes make {self.shape}")
+        placements = self.placements(name, strategy)
+        requires_grad = whole.requires_grad
+        local = self.local(whole.detach(), strategy)
+        made = DTensor.from_local(
+            local,
+            strategy.device_mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=_row_major(whole.shape),
+        )
+        return nn.Parameter(made, requires_grad=requires_grad)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(list(shape)[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
+
+
+def local_of(parameter: Tensor | None) -> Tensor | None:
+    """Return what this rank has of a parameter, differentiably; a plain one as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

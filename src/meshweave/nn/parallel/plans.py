@@ -1,0 +1,88 @@
+"""What users give as a plan, and the strategy on a device mesh that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.parallel.strategy import LayerStrategy, block_entry, device_mesh_for
+from meshweave.tune.plan import load_plan
+from meshweave.tune.step import Parallelism, Step
+from meshweave.tune.step.layers import best_config
+from meshweave.tune.step.strategies import StrategyAround
+from meshweave.tune.step_cases import planned_step
+
+PlanLike = str | Path | Parallelism | Step
+"""The name of a strategy, a `Parallelism`, a `Step`, or the path of a plan file."""
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A strategy on its ranks, and whether the backward part computes layers again."""
+
+    strategy: LayerStrategy
+    recompute: bool = False
+
+
+def resolve(plan: PlanLike, device_mesh: DeviceMesh | None, config: BlockConfig | None) -> ResolvedPlan:
+    """Return what a plan stands for on a device mesh, or on all ranks where there is none.
+
+    Raises:
+        UnsupportedError: there is no such strategy.
+        LayoutError: the plan does not fit the mesh, or is not said.
+    """
+    if isinstance(plan, Step):
+        config = config or best_config(plan.problem, plan.parallelism)
+        plan = plan.parallelism
+    if isinstance(plan, Parallelism):
+        return _of_parallelism(plan, device_mesh, config)
+    if isinstance(plan, Path) or str(plan).endswith(".json"):
+        return _of_file(Path(plan), device_mesh, config)
+    name = str(plan)
+    if device_mesh is None:
+        name, _, sizes = name.partition(":")
+        if not sizes:
+            raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
+        shape = tuple(int(size) for size in sizes.split("x"))
+        device_mesh = device_mesh_for(block_entry(name), shape, "cpu")
+    return ResolvedPlan(LayerStrategy.of(name, device_mesh, config))
+
+
+def _of_file(path: Path, device_mesh: DeviceMesh | None, config: BlockConfig | None) -> ResolvedPlan:
+    """Return the best configuration of a plan file. Raises DescriptionError where it is no plan of a step."""
+    return resolve(planned_step(load_plan(path)), device_mesh, config)
+
+
+def _of_parallelism(
+    parallelism: Parallelism, device_mesh: DeviceMesh | None, config: BlockConfig | None
+) -> ResolvedPlan:
+    """Return the strategy of degrees: of data and of context around that of tensor parallelism."""
+    p = parallelism
+    if p.pipeline > 1 and device_mesh is None:
+        raise UnsupportedError(
+            f"this plan has {p.pipeline} pipeline ranks: give each stage its mesh, with the other degrees"
+        )
+    if p.zero_group not in (None, p.replicas):
+        raise UnsupportedError(f"zero_group is {p.zero_group}; ranks that shard weights are all or none here")
+    around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
+    sizes = tuple(size for size in (p.data, p.context) if size > 1)
+    if p.tensor_size == 1 and len(sizes) == 1:
+        name = _DATA_NAMES[p.zero] if p.data > 1 else "ring_attention"
+        entry = block_entry(name)
+    else:
+        entry = block_entry(p.strategy)
+        inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
+        sizes += inner
+        entry = StrategyAround(entry, tuple(around)) if around else entry
+    mesh = device_mesh or device_mesh_for(entry, sizes, "cpu")
+    return ResolvedPlan(LayerStrategy.of(entry.name, mesh, config, entry), p.recompute == "full")
+
+
+_DATA_NAMES = ("data_parallel", "zero1", "zero2", "zero3")
+_DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
+"""What the axis of data parallelism does for each stage of ZeRO."""

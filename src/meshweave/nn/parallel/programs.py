@@ -1,0 +1,170 @@
+"""The programs of sites for sizes of activations, bound once for each on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
+from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, site_problem
+from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.cache import program_bytes
+from meshweave.execute.torch.call_order import call_order
+from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import COMPUTE_KINDS
+from meshweave.lower import lower_rings
+from meshweave.nn.parallel.strategy import LayerStrategy, chunked
+from meshweave.nn.products import DTYPES
+
+
+def communicates(program: Program) -> bool:
+    """Return whether any op of a program needs another rank."""
+    return any(op.kind not in COMPUTE_KINDS for op, _ in program.expanded.placed_ops())
+
+
+def bound_program(
+    key: Hashable,
+    program: Callable[[], Program],
+    strategy: LayerStrategy,
+    device: torch.device,
+    calls: Mapping[str, Callable[..., Any]] | None = None,
+) -> BoundProgram:
+    """Return a program bound on this rank, made at its first use or the first since it was dropped.
+
+    All ranks of the strategy's mesh call it together.
+    """
+    context, ranks = TorchContext.default(device), strategy.mesh.ranks
+    cached = context.programs.get(ranks, key)
+    if cached is None:
+        made = program()
+        with call_order(context).titled(made.name):
+            bound = bind(made, strategy.rank, {}, context=context, calls=calls)
+        cached = context.programs.put(ranks, key, bound, program_bytes(made))
+    value: BoundProgram = cached.value
+    return value
+
+
+def on_device(program: Program, device: torch.device) -> Program:
+    """Return a program with its collectives as they run there: as rings on a CPU, on CUDA the backend's own."""
+    return lower_rings(program) if device.type == "cpu" else program
+
+
+@dataclass(frozen=True, eq=False)
+class ProductPrograms:
+    """The programs of a product for so many tokens."""
+
+    site: ProductSite
+    strategy: LayerStrategy
+    batch: int
+    sequence: int
+    dtype: torch.dtype
+
+    @cached_property
+    def parts(self) -> BlockParts:
+        """Return both programs; weights have their columns outermost in memory, as those of torch."""
+        own = self.strategy
+        problem = site_problem(
+            self.batch, self.sequence, self.site.hidden, own.mesh.shape, DTYPES[self.dtype]
+        )
+        most = self.batch
+        for dim, size in zip(own.roles.residual, own.mesh.shape, strict=True):
+            most = -(-most // size) if dim == "batch" else most
+        config = chunked(own.config, most)
+        parts = product_parts(self.site, problem, config, own.roles, own.mesh)
+        return replace(parts, forward=_transposed(parts.forward), backward=_transposed(parts.backward))
+
+    @cached_property
+    def talks(self) -> tuple[bool, bool]:
+        """Return whether the forward and the backward program communicate."""
+        return communicates(self.parts.forward), communicates(self.parts.backward)
+
+    @cached_property
+    def sides(self) -> tuple[Sides, Sides]:
+        """Return the sides of operand and result as torch has them."""
+        own = self.site
+        tokens = self.strategy.tokens(self.batch, self.sequence)
+        hidden, inner = Side("hidden", own.hidden), Side("inner", own.units, own.unit)
+        outer = (*tokens, hidden), (*tokens, inner)
+        return outer if own.is_first else outer[::-1]
+
+    @cached_property
+    def dims(self) -> tuple[AxisDims, AxisDims]:
+        """Return how operand and result lie."""
+        outer = self.strategy.roles.residual, self.strategy.roles.core(self.site.is_attention)
+        return outer if self.site.is_first else outer[::-1]
+
+    @cached_property
+    def operand_shape(self) -> tuple[int, ...]:
+        """Return the local shape (batch, sequence, features) of the operand."""
+        return self.strategy.local_shape(self.sides[0], self.dims[0])
+
+    @cached_property
+    def result_shape(self) -> tuple[int, ...]:
+        """Return the local shape (batch, sequence, features) of the result."""
+        return self.strategy.local_shape(self.sides[1], self.dims[1])
+
+    @cached_property
+    def kept_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of what the forward program keeps for the backward one."""
+        program = self.parts.forward
+        return tuple(program.local_shape(name, self.strategy.rank) for name in self.parts.kept)
+
+    def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
+        """Return the forward or the backward program on this rank."""
+        part = self.parts.backward if is_backward else self.parts.forward
+        return bound_program((self, is_backward), lambda: on_device(part, device), self.strategy, device)
+
+
+def _transposed(program: Program) -> Program:
+    """Return a program with weights and their gradients stored by columns."""
+    buffers = (
+        replace(buffer, order=(1, 0)) if buffer.name in ("w", "dw") else buffer for buffer in program.buffers
+    )
+    return replace(program, buffers=tuple(buffers))
+
+
+@dataclass(frozen=True, eq=False)
+class SizedMove:
+    """The program of a move for one dtype."""
+
+    site: MoveSite
+    strategy: LayerStrategy
+    dtype: torch.dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Return the local shape after the move."""
+        return self.strategy.local_shape(self.site.sides, self.site.after)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return what this rank has after the move; all ranks call it."""
+        own, device = self.strategy, x.device
+        bound = bound_program(
+            self,
+            lambda: on_device(move_program(self.site, own.mesh, DTYPES[self.dtype]), device),
+            own,
+            device,
+        )
+        bound.run({"x": x.detach()})
+        return bound.outputs["y"].clone()
+
+
+@lru_cache(4096)
+def sized_product(
+    site: ProductSite, strategy: LayerStrategy, batch: int, sequence: int, dtype: torch.dtype
+) -> ProductPrograms:
+    """Return the programs of a product for so many tokens; one object for equal arguments."""
+    return ProductPrograms(site, strategy, batch, sequence, dtype)
+
+
+@lru_cache(4096)
+def sized_move(site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype) -> SizedMove:
+    """Return the program of a move; one object for equal arguments."""
+    return SizedMove(site, strategy, dtype)

@@ -1,0 +1,175 @@
+"""Ring attention as a torch op: the program of `algorithms.block.sites.ring_parts` on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.functions import Values, array_module, like
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.real_functions import RealFunctions
+from meshweave.algorithms.block.ring_equations import POSITIONS
+from meshweave.algorithms.block.sites import ring_parts
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.bind import BoundProgram
+from meshweave.nn.parallel.moves import keep_order
+from meshweave.nn.parallel.programs import bound_program, on_device
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.products import DTYPES
+
+
+class WindowedFunctions(RealFunctions):
+    """Functions of attention with a scale and a window; queries and keys come as they are multiplied."""
+
+    def __init__(self, problem: BlockProblem, scale: float, window: int | None) -> None:
+        super().__init__(problem)
+        self.scale, self.window = scale, window
+
+    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
+        factor = self.scale * self.problem.head_dim**0.5
+        scores = super()._masked(queries * factor, keys, here, there)
+        if self.window is None:
+            return scores
+        never = like(-float("inf"), scores)
+        is_near = here[:, None] - there[None, :] < self.window
+        return array_module(scores).where(is_near, scores, never)
+
+
+@dataclass(frozen=True)
+class PlacedRing:
+    """Ring attention by a strategy: groups of `per_group` heads of queries that share one of keys and values."""
+
+    strategy: LayerStrategy
+    groups: int
+    per_group: int
+    width: int
+    scale: float
+    window: int | None
+
+    def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
+        """Return the block whose attention it is."""
+        return BlockProblem(
+            batch,
+            sequence,
+            1,
+            self.groups * self.per_group,
+            self.groups,
+            self.width,
+            1,
+            self.strategy.mesh.shape,
+            dtype=DTYPES[dtype],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SizedRing:
+    """The programs of ring attention for so many tokens."""
+
+    ring: PlacedRing
+    problem: BlockProblem
+
+    @cached_property
+    def parts(self) -> BlockParts:
+        """Return both programs."""
+        own = self.ring.strategy
+        return ring_parts(self.problem, own.config, own.roles, own.mesh)
+
+    def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
+        """Return the forward or the backward program on this rank, with the positions of all tokens."""
+        part = self.parts.backward if is_backward else self.parts.forward
+        calls = WindowedFunctions(self.problem, self.ring.scale, self.ring.window).table()
+        bound = bound_program(
+            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, calls
+        )
+        positions = bound.inputs.get(POSITIONS.lower())
+        if positions is not None:
+            positions.copy_(torch.arange(self.problem.sequence, device=device))
+        return bound
+
+    def kept_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what the forward program makes, by buffer."""
+        program, rank = self.parts.forward, self.ring.strategy.rank
+        return {name: program.local_shape(name, rank) for name in self.parts.kept}
+
+
+_RINGS: list[PlacedRing] = []
+
+
+@lru_cache(1024)
+def ring_number(ring: PlacedRing) -> int:
+    """Return the number of a ring, for `ring_attention`."""
+    _RINGS.append(ring)
+    return len(_RINGS) - 1
+
+
+@lru_cache(1024)
+def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedRing:
+    ring = _RINGS[number]
+    return SizedRing(ring, ring.problem(batch, sequence, dtype))
+
+
+@torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
+def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
+    """Return this rank's heads of attention, and the logarithms of the sums of softmax.
+
+    Args:
+        qkv: (batch, sequence, features) of what this rank has: of each group its queries, key and value.
+        number: of the ring.
+        batch, sequence: the tokens of all ranks.
+    """
+    sized = _sized(number, batch, sequence, qkv.dtype)
+    bound = sized.bound(False, qkv.device)
+    bound.inputs["qkv0"].copy_(qkv)
+    bound.run(bound.inputs)
+    return [bound.outputs[name].clone() for name in ("a0", "l0")]
+
+
+@ring_attention.register_fake  # type: ignore[untyped-decorator]
+def _(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
+    keep_order(torch.ops.meshweave.ring_attention)
+    sized = _sized(number, batch, sequence, qkv.dtype)
+    shapes = sized.kept_shapes()
+    real = getattr(torch, sized.problem.statistics_dtype)
+    return [qkv.new_empty(shapes["a0"]), qkv.new_empty(shapes["l0"], dtype=real)]
+
+
+@torch.library.custom_op("meshweave::ring_attention_back", mutates_args=())  # type: ignore[untyped-decorator]
+def ring_attention_back(
+    arriving: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, number: int, batch: int, sequence: int
+) -> Tensor:
+    """Return the gradient by `qkv`; arguments are those and the results of `ring_attention`."""
+    sized = _sized(number, batch, sequence, qkv.dtype)
+    bound = sized.bound(True, qkv.device)
+    for name, value in (("qkv0", qkv), ("a0", out), ("l0", log_sums), ("da0", arriving)):
+        if name in bound.inputs:
+            bound.inputs[name].copy_(value)
+    bound.run(bound.inputs)
+    return bound.outputs["dqkv0"].clone()
+
+
+@ring_attention_back.register_fake  # type: ignore[untyped-decorator]
+def _(
+    arriving: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, number: int, batch: int, sequence: int
+) -> Tensor:
+    keep_order(torch.ops.meshweave.ring_attention_back)
+    return torch.empty_like(qkv)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    qkv, *ctx.sizes = inputs
+    ctx.save_for_backward(qkv, *output)
+
+
+def _gradient(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    qkv, out, log_sums = ctx.saved_tensors
+    return ring_attention_back(grads[0].contiguous(), qkv, out, log_sums, *ctx.sizes), None, None, None
+
+
+ring_attention.register_autograd(_gradient, setup_context=_keep)
+for _op in (torch.ops.meshweave.ring_attention, torch.ops.meshweave.ring_attention_back):
+    compat.keep_in_order(_op.default)

@@ -1,0 +1,137 @@
+"""What each dim of a device mesh does in the layers of a model: the roles of a strategy, on real ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig
+from meshweave.algorithms.block.problem import AXES, MESH
+from meshweave.algorithms.block.roles import IDLE, AxisDims, Roles, Side, Sides
+from meshweave.algorithms.block.sites import site_problem
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.nn.dtensor import mesh_of
+
+_BY_NAME = {entry.name: entry for entry in ENTRIES}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStrategy:
+    """A strategy on the ranks of a device mesh; one object for equal ones.
+
+    Attributes:
+        name: that of the strategy.
+        roles: what each mesh axis does.
+        mesh: the ranks in the axes of the strategy; of those that a device mesh lacks there is one rank each.
+        config: chunks and slices of products.
+        device_mesh: where parameters lie.
+        rank: this process.
+    """
+
+    name: str
+    roles: Roles
+    mesh: Mesh
+    config: BlockConfig
+    rank: int
+    device_mesh: DeviceMesh = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, name: str, device_mesh: DeviceMesh, config: BlockConfig | None = None, entry: Any = None
+    ) -> LayerStrategy:
+        """Return the strategy of a name, or an entry itself, on a device mesh with a dim for each of its axes.
+
+        A strategy of one axis takes a mesh of one dim.
+
+        Raises:
+            UnsupportedError: there is no such strategy.
+            LayoutError: its mesh does not fit, or this rank is not in it.
+        """
+        entry = entry or block_entry(name)
+        sizes = mesh_of(device_mesh).shape
+        lacks_one = len(sizes) == len(entry.roles) - 1 and entry.roles[-1] is IDLE
+        shape = (*sizes, 1) if lacks_one or len(sizes) == 1 < len(entry.roles) == 2 else sizes
+        if len(shape) != len(entry.roles):
+            raise LayoutError(
+                f"{entry.name} has {len(entry.roles)} mesh axes; the device mesh has {len(sizes)}"
+            )
+        problem = site_problem(1, 1, 1, shape, "float32")
+        if (reason := entry.refusal(problem)) is not None:
+            raise LayoutError(f"{entry.name} {reason}; the device mesh is {'x'.join(map(str, sizes))}")
+        roles: Roles = entry.roles_of(problem)
+        ranks = mesh_of(device_mesh).ranks
+        rank = dist.get_rank()
+        if rank not in ranks:
+            raise LayoutError(f"rank {rank} is not in the device mesh of ranks {ranks[0]} to {ranks[-1]}")
+        mesh = Mesh(MESH, shape, AXES[-len(shape) :], ranks)
+        key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh)
+        if key not in _KNOWN:
+            _KNOWN[key] = cls(*key)
+        return _KNOWN[key]
+
+    @cached_property
+    def coordinates(self) -> tuple[int, ...]:
+        """Return the coordinates of this rank."""
+        return tuple(self.mesh.coords(self.rank))
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether one rank has all of each layer."""
+        return math.prod(self.mesh.shape) == 1
+
+    def span(self, side: Side, dims: AxisDims) -> tuple[int, int]:
+        """Return the first element, and that after the last, of what this rank has of a side."""
+        start, count, most = 0, side.count, side.count
+        for dim, parts, at in zip(dims, self.mesh.shape, self.coordinates, strict=True):
+            if dim != side.dim or not dim:
+                continue
+            run = -(-most // parts)
+            start += min(run * at, count)
+            count, most = min(max(count - run * at, 0), run), run
+        return start * side.unit, (start + count) * side.unit
+
+    def local_shape(self, sides: Sides, dims: AxisDims) -> tuple[int, ...]:
+        """Return the shape of what this rank has of a tensor."""
+        return tuple(stop - start for start, stop in (self.span(side, dims) for side in sides))
+
+    def tokens(self, batch: int, sequence: int) -> Sides:
+        """Return the sides of tokens as torch has them, (batch, sequence)."""
+        return Side("batch", batch), Side("sequence", sequence)
+
+    @property
+    def torch_axes(self) -> tuple[int, ...]:
+        """Return the axis of the strategy that each dim of the device mesh is."""
+        return tuple(range(int(self.device_mesh.ndim)))
+
+
+_KNOWN: dict[Any, LayerStrategy] = {}
+
+
+def block_entry(name: str) -> BlockAlgorithm:
+    """Return the strategy of a name. Raises UnsupportedError."""
+    if name not in _BY_NAME:
+        raise UnsupportedError(f"there is no strategy '{name}'{did_you_mean(name, _BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
+    """Return a device mesh of all ranks for a strategy: of one dim "tp", or of "row" and "col".
+
+    Raises LayoutError where the sizes are not those of the world.
+    """
+    world = dist.get_world_size()
+    if math.prod(sizes) != world:
+        raise LayoutError(f"{entry.name} on {'x'.join(map(str, sizes))} ranks, there are {world}")
+    names = ("tp",) if len(sizes) == 1 else AXES[-len(sizes) :]
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def chunked(config: BlockConfig, most: int) -> BlockConfig:
+    """Return a config with at most so many chunks."""
+    return replace(config, chunks=min(config.chunks, most)) if config.chunks > most else config

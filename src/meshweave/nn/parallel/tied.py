@@ -1,0 +1,71 @@
+"""A head that shares its weight with the embedding, which a strategy may lay out otherwise."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import AxisDims, Dim, Side
+from meshweave.algorithms.block.sites import ProductSite
+from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.parallel.embedding import ParallelEmbedding
+from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
+from meshweave.nn.parallel.moves import Mover, PlacedMove
+from meshweave.nn.parallel.ops import multiply
+from meshweave.nn.parallel.parameters import local_of
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class TiedWeight:
+    """The table of an embedding as the weight of the head.
+
+    Where the head wants another layout, the table is moved there by gathers and parts, forward, and its gradient
+    back.
+    """
+
+    def __init__(self, embedding: ParallelEmbedding, strategy: LayerStrategy) -> None:
+        self.embedding, self.strategy = embedding, strategy
+        self.site = ProductSite(True, False, embedding.features, embedding.words)
+        kept, wanted = embedding.stored, self.site.stored_dims(strategy.roles)
+        self.movers: list[Mover] = []
+        sides = Side("inner", embedding.words), Side("hidden", embedding.features)
+        for before, after in _chain(kept, wanted):
+            there = PlacedMove(strategy, sides, before, after, has_tokens=False)
+            back = PlacedMove(strategy, sides, after, before, has_tokens=False)
+            self.movers.append(Mover(there, back))
+
+    def head(self, linear: nn.Module, name: str) -> ParallelLinear:
+        """Return the head, whose weight is the parameter of the embedding."""
+        head = ParallelLinear(linear, self.strategy, place="in", name=name)
+        head.weight = self.embedding.weight
+        return head
+
+    def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return this rank's part of the logits."""
+        weight = local_of(self.embedding.weight)
+        assert weight is not None
+        for mover in self.movers:
+            weight = mover(weight, 1, 1)
+        if group.is_alone:
+            return nn.functional.linear(x, weight)
+        x, weight = autocast_operands(x.device.type, x, weight)
+        return multiply(x.contiguous(), [weight], group.number, batch, sequence)[0]
+
+
+def _chain(kept: AxisDims, wanted: AxisDims) -> list[tuple[AxisDims, AxisDims]]:
+    """Return moves from one layout to another, in each of which what an axis splits is in order."""
+    if kept == wanted:
+        return []
+    layouts = [kept]
+    for axis in reversed(range(len(kept))):
+        if kept[axis] and kept[axis] != wanted[axis]:
+            layouts.append(_with(layouts[-1], axis, ""))
+    for axis, dim in enumerate(wanted):
+        if layouts[-1][axis] != dim:
+            layouts.append(_with(layouts[-1], axis, dim))
+    return list(pairwise(layouts))
+
+
+def _with(dims: AxisDims, axis: int, dim: Dim) -> AxisDims:
+    return (*dims[:axis], dim, *dims[axis + 1 :])

@@ -1,0 +1,64 @@
+"""Units that ranks do not share evenly, such as 6 heads on 4 ranks, or 2 heads of keys and values on 4.
+
+DTensor has placements for even shards of heads alone. A parameter of others is kept whole along the axes that
+share its heads; a rank takes the rows of its heads, and gradients are summed over these axes. Activations and
+products are shared as in any layer: some ranks have a head more. Where heads of keys and values are fewer than
+ranks, several ranks have copies of one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
+from meshweave.algorithms.block.sides import layout_of
+from meshweave.describe.layout import Tile
+from meshweave.nn.parallel.moves import GradientSum, PlacedMove
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class UnitChoice:
+    """What a rank takes of a parameter.
+
+    Args:
+        sides: the dims of one of the matrices that are fused in the parameter, in units as they are multiplied.
+        dims: how these lie where they are multiplied, or kept for it.
+        real_units: the units that the parameter has; each stands for as many that follow each other.
+        parts: how many matrices are fused.
+
+    Attributes:
+        sides, kept: the dims of the parameter, and how it is kept.
+        is_needed: whether it is kept whole where others are shared.
+    """
+
+    def __init__(
+        self, strategy: LayerStrategy, sides: Sides, dims: AxisDims, real_units: int, parts: int
+    ) -> None:
+        self.parts = parts
+        self.dim = next((at for at, side in enumerate(sides) if side.dim == "inner"), -1)
+        inner = sides[self.dim]
+        has_tiles = any(
+            isinstance(placement, Tile) and dim == "inner"
+            for placement, dim in zip(layout_of(strategy.mesh, sides, dims).placements, dims, strict=True)
+        )
+        self.is_needed = self.dim >= 0 and (has_tiles or inner.count != real_units)
+        self.sides, self.kept = sides, dims
+        if not self.is_needed:
+            return
+        self.sides = tuple(Side("inner", real_units, side.unit) if side is inner else side for side in sides)
+        self.kept = tuple("" if dim == "inner" else dim for dim in dims)
+        terms: AxisDims = tuple("partial" if dim == "inner" else dim for dim in dims)
+        whole = tuple(Side("", side.size * parts) if side.dim == "inner" else side for side in self.sides)
+        self.sum = GradientSum(PlacedMove(strategy, whole, terms, self.kept, has_tokens=False))
+        start, stop = (end // inner.unit for end in strategy.span(inner, dims))
+        units = torch.arange(start, stop) * real_units // inner.count
+        self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
+
+    def __call__(self, local: Tensor) -> list[Tensor]:
+        """Return what this rank multiplies by of each of the matrices, of what it keeps."""
+        if not self.is_needed:
+            return list(local.chunk(self.parts, self.dim)) if self.parts > 1 else [local]
+        (local,) = self.sum([local])
+        rows = self.rows.to(local.device)
+        return [part.index_select(self.dim, rows) for part in local.chunk(self.parts, self.dim)]

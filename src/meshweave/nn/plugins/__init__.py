@@ -1,0 +1,1 @@
+"""Modules that other training software imports by name; each needs that software, and nothing else imports it."""

@@ -1,0 +1,373 @@
+"""Predicted beside measured while a model trains: `StepWatch` records a step now and then, and says who is behind.
+
+Every program that runs in a recorded step is simulated once on the described cluster. Of its ops both have spans,
+and what is compared does not need clocks that agree between hosts:
+
+- the transfer of a collective is the shortest of the spans of its ranks, for the last to come waits for nobody;
+  that of a message is the shorter of the spans of both ends;
+- how much later a rank came than the first is the longest span of the collective less its own.
+
+A link is behind where transfers along an axis take longer than predicted, a rank where its products do, or where
+the others wait for it longer than predicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Collective, Matmul, Recv, Send
+from meshweave.simulate import simulate
+from meshweave.trace import Span, Trace
+
+LEAST_SHARE_OF_STEP = 0.01
+"""What is measured or lost less than this share of the step is no reason for a warning."""
+
+Kind = Literal["link", "products", "late"]
+
+
+class FallingBehindWarning(RuntimeWarning):
+    """A link or a rank has fallen behind what was predicted, over several recorded steps."""
+
+
+@dataclass(frozen=True)
+class WatchRow:
+    """Measured beside predicted seconds of a step, of one thing.
+
+    Attributes:
+        kind: "link" for transfers of one op along an axis, "products" for those of a rank, "late" for how long
+            others waited for a rank.
+        op: the name of the op in its program; of a rank, where most of it was.
+        where: the mesh axis, or the rank.
+    """
+
+    kind: Kind
+    op: str
+    where: str
+    measured_s: float
+    predicted_s: float
+
+    def is_behind(self, share: float, step_s: float) -> bool:
+        """Return whether more than a share is measured above what is predicted, and it counts in the step."""
+        lost_s = self.measured_s - self.predicted_s
+        return lost_s > share * self.predicted_s and lost_s > LEAST_SHARE_OF_STEP * step_s
+
+    def __str__(self) -> str:
+        what = {"link": "transfers of", "products": "products of", "late": "others wait for"}[self.kind]
+        subject = f"{what} {self.op} along {self.where}" if self.kind == "link" else f"{what} {self.where}"
+        at = "" if self.kind == "link" else f", most at {self.op}"
+        return f"{subject}: {self.measured_s * 1e3:.3g} ms, predicted {self.predicted_s * 1e3:.3g} ms{at}"
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """A recorded step beside what was predicted of its programs.
+
+    Attributes:
+        step: the number of the step, from 0.
+        step_s: seconds of the step on this rank.
+        rows: links and ranks, equal on all ranks.
+        measured: the ops of this rank.
+        predicted: the same ops as simulated; each program begins where it began.
+    """
+
+    step: int
+    step_s: float
+    rows: tuple[WatchRow, ...]
+    measured: Trace
+    predicted: Trace
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"step {self.step}: {self.step_s * 1e3:.1f} ms", *(f"  {row}" for row in self.rows)]
+        )
+
+
+class StepWatch:
+    """Records every so many steps of training, and warns of links and ranks that fall behind what was predicted.
+
+        watch = mw.StepWatch("h100-node", every=100)
+        for batch in batches:
+            with watch.step():
+                train(batch)
+
+    A recorded step times each op of the programs of the context, and ends with two small exchanges among all
+    ranks; the other steps cost nothing. All ranks use it alike. A warning, `FallingBehindWarning`, is given on
+    every rank.
+
+    Args:
+        cluster: what is predicted for, described or named as in the catalog; rank r is its chip r.
+        every: how many steps there are from one recorded step to the next. The first is the step `every`, since
+            programs are bound in the first ones.
+        share: how much above the prediction is behind, as a share of it.
+        steps: in how many recorded steps on end something must be behind before a warning is given.
+        context: whose programs are recorded; by default those of the default process group.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | str,
+        *,
+        every: int = 100,
+        share: float = 0.3,
+        steps: int = 3,
+        context: TorchContext | None = None,
+    ) -> None:
+        self.cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.every, self.share, self.steps = every, share, steps
+        self.context = context or TorchContext.default()
+        self.latest: StepComparison | None = None
+        self._number = 0
+        self._behind: Counter[tuple[str, str, str]] = Counter()
+        self._predicted: dict[tuple[str, tuple[int, ...]], _SimulatedRun] = {}
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step inside; record and compare it if its turn has come."""
+        number = self._number
+        self._number += 1
+        if number % self.every or not number:
+            yield
+            return
+        recorder, before = _Recorder(), self.context.recorder
+        self.context.recorder = recorder
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.context.recorder = before
+        self.latest = self._compare(number, recorder, time.monotonic() - start)
+        self._warn(self.latest)
+
+    def _compare(self, number: int, recorder: _Recorder, step_s: float) -> StepComparison:
+        rank = self.context.rank or 0
+        everybody = _exchanged({key: [(s.index, s.end_ps - s.start_ps) for s in trace.spans]
+                                for key, (_, trace) in recorder.runs.items()})  # fmt: skip
+        tally = _Tally()
+        for key, (program, _) in recorder.runs.items():
+            if rank == min(program.ranks):
+                measured = {r: dict(everybody[r].get(key, ())) for r in program.ranks}
+                tally.add(self._prediction(program), measured)
+        rows = _joined(_exchanged((tally.links, tally.products, tally.late)))
+        spans: list[Span] = []
+        expected: list[Span] = []
+        for program, trace in recorder.runs.values():
+            spans += trace.spans
+            begin = min((span.start_ps for span in trace.spans), default=0)
+            expected += [_moved(span, begin) for span in self._prediction(program).spans(rank)]
+        name = f"step {number}"
+        return StepComparison(
+            number, step_s, rows, Trace(name, "torch", tuple(spans)), Trace(name, "simulate", tuple(expected))
+        )
+
+    def _prediction(self, program: Program) -> _SimulatedRun:
+        key = program.name, program.ranks
+        if key not in self._predicted:
+            self._predicted[key] = _SimulatedRun.of(program, self.cluster)
+        return self._predicted[key]
+
+    def _warn(self, comparison: StepComparison) -> None:
+        behind: dict[tuple[str, str, str], WatchRow] = {
+            (row.kind, row.op if row.kind == "link" else "", row.where): row
+            for row in comparison.rows
+            if row.is_behind(self.share, comparison.step_s)
+        }
+        self._behind = Counter({key: self._behind[key] + 1 for key in behind})
+        for key, count in self._behind.items():
+            if count == self.steps:
+                warnings.warn(
+                    f"behind what was predicted in {count} recorded steps, the last of them {comparison.step}: "
+                    f"{behind[key]}",
+                    FallingBehindWarning,
+                    stacklevel=4,
+                )
+
+
+RunKey = tuple[str, tuple[int, ...], int]
+"""A run of a program: its name, its ranks and how many runs of it there were before in the step."""
+
+
+class _Recorder:
+    """The runs of programs in one step."""
+
+    def __init__(self) -> None:
+        self.runs: dict[RunKey, tuple[Program, Trace]] = {}
+        self._count: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def add(self, program: Program, trace: Trace) -> None:
+        """Take a run."""
+        which = program.name, program.ranks
+        self.runs[*which, self._count[which]] = program, trace
+        self._count[which] += 1
+
+
+@dataclass(frozen=True)
+class _WatchedTransfer:
+    """A collective or a message: its name, the axis, and the op of each rank that takes part."""
+
+    op: str
+    axis: str
+    ends: tuple[tuple[int, int], ...]
+    is_joint: bool
+
+
+@dataclass(frozen=True)
+class _SimulatedRun:
+    """A program simulated: the seconds of its ops, and which of them belong together."""
+
+    trace: Trace
+    durations: Mapping[int, Mapping[int, int]]
+    transfers: tuple[_WatchedTransfer, ...]
+    products: Mapping[int, tuple[tuple[str, int], ...]]
+
+    @classmethod
+    def of(cls, program: Program, cluster: Cluster) -> _SimulatedRun:
+        """Return the prediction for a cluster. Raises what `simulate` raises."""
+        program = program.expanded
+        trace = simulate(program, Machine(cluster, program.meshes, logical=True)).trace()
+        durations: dict[int, dict[int, int]] = defaultdict(dict)
+        for span in trace.spans:
+            durations[span.rank][span.index] = span.end_ps - span.start_ps
+        products = {
+            rank: tuple(
+                (bound.op.title, at)
+                for at, bound in enumerate(program.ops_on_rank(rank))
+                if isinstance(bound.op, Matmul)
+            )
+            for rank in program.ranks
+        }
+        return cls(trace, durations, tuple(_transfers(program)), products)
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the spans of a rank."""
+        return [span for span in self.trace.spans if span.rank == rank]
+
+
+def _transfers(program: Program) -> Iterator[_WatchedTransfer]:
+    joint: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    messages: dict[Any, tuple[list[tuple[int, int]], list[tuple[int, int]], str]] = {}
+    names: dict[Any, str] = {}
+    for rank in program.ranks:
+        seen: Counter[Any] = Counter()
+        for at, bound in enumerate(program.ops_on_rank(rank)):
+            op = bound.op
+            if isinstance(op, Collective):
+                group = tuple(op.over) if not isinstance(op.over, str) else (op.over,)
+                key = bound.key, group
+                joint[key, seen[key]].append((rank, at))
+                names[key, seen[key]] = op.title
+                seen[key] += 1
+            elif isinstance(op, Send | Recv):
+                assert isinstance(op.peer, int)
+                peer = op.peer
+                ends = (rank, peer) if isinstance(op, Send) else (peer, rank)
+                sent, received, _ = messages.setdefault((ends, op.tag), ([], [], op.title))
+                (sent if isinstance(op, Send) else received).append((rank, at))
+    for where, members in joint.items():
+        yield _WatchedTransfer(
+            names[where], _axis(program, [rank for rank, _ in members]), tuple(members), True
+        )
+    for (ends, _), (sent, received, name) in messages.items():
+        for one, other in zip(sent, received, strict=False):
+            yield _WatchedTransfer(name, _axis(program, ends), (one, other), False)
+
+
+def _axis(program: Program, ranks: Sequence[int]) -> str:
+    """Return the mesh axis along which ranks differ, or the ranks where there is none or several."""
+    for mesh in program.meshes:
+        if all(rank in mesh for rank in ranks):
+            coords = [mesh.coords(rank) for rank in ranks]
+            differing = [
+                axis
+                for axis, of in zip(mesh.axes, zip(*coords, strict=True), strict=True)
+                if len(set(of)) > 1
+            ]
+            if len(differing) == 1:
+                return f"axis {differing[0]}"
+            if differing:
+                return f"axes {' and '.join(differing)}"
+    return f"ranks {', '.join(map(str, sorted(set(ranks))))}"
+
+
+Pair = tuple[int, int]
+"""Measured and predicted picoseconds."""
+
+
+@dataclass
+class _Tally:
+    """Sums over the programs of a step."""
+
+    links: dict[tuple[str, str], Pair] = field(default_factory=dict)
+    products: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    late: dict[tuple[str, int], Pair] = field(default_factory=dict)
+
+    def add(self, prediction: _SimulatedRun, measured: Mapping[int, Mapping[int, int]]) -> None:
+        """Add one run of a program."""
+        expected = prediction.durations
+        for transfer in prediction.transfers:
+            took = [measured[rank].get(at, 0) for rank, at in transfer.ends]
+            should = [expected[rank].get(at, 0) for rank, at in transfer.ends]
+            _add(self.links, (transfer.op, transfer.axis), min(took), min(should))
+            if transfer.is_joint:
+                for (rank, _), own, due in zip(transfer.ends, took, should, strict=True):
+                    _add(self.late, (transfer.op, rank), max(took) - own, max(should) - due)
+        for rank, products in prediction.products.items():
+            for op, at in products:
+                _add(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
+
+
+def _add(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
+    before = sums.get(key, (0, 0))
+    sums[key] = before[0] + measured, before[1] + predicted
+
+
+def _joined(tallies: Sequence[tuple[dict[Any, Pair], ...]]) -> tuple[WatchRow, ...]:
+    """Return the rows of what all ranks have summed: links by op and axis, the rest by rank."""
+    links: dict[Any, Pair] = {}
+    for own, _, _ in tallies:
+        for key, pair in own.items():
+            _add(links, key, *pair)
+    rows = [_row("link", op, where, pair) for (op, where), pair in links.items()]
+    kinds: tuple[tuple[Kind, int], ...] = (("products", 1), ("late", 2))
+    for kind, place in kinds:
+        of_rank: dict[int, dict[str, Pair]] = defaultdict(dict)
+        for tally in tallies:
+            for (op, rank), pair in tally[place].items():
+                _add(of_rank[rank], op, *pair)
+        for rank, ops in sorted(of_rank.items()):
+            most = max(ops, key=lambda op: ops[op][0] - ops[op][1])
+            total = sum(pair[0] for pair in ops.values()), sum(pair[1] for pair in ops.values())
+            rows.append(_row(kind, most, f"rank {rank}", total))
+    return tuple(rows)
+
+
+def _row(kind: Kind, op: str, where: str, pair: Pair) -> WatchRow:
+    return WatchRow(kind, op, where, pair[0] / 1e12, pair[1] / 1e12)
+
+
+def _moved(span: Span, begin_ps: int) -> Span:
+    times = span.start_ps + begin_ps, span.end_ps + begin_ps
+    return Span(span.rank, span.index, span.lane, span.kind, span.label, *times)
+
+
+def _exchanged(own: Any) -> list[Any]:
+    """Return what every rank has, by rank; collective among all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, own)
+    return everybody
+
+
+__all__ = ["FallingBehindWarning", "StepComparison", "StepWatch", "WatchRow"]

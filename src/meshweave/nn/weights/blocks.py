@@ -1,0 +1,66 @@
+"""Which part of a tensor a rank has, as boxes of the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Partial
+from meshweave.nn.dtensor import layout_of
+
+Runs = tuple[tuple[int, int], ...]
+"""Ranges of positions along one dim, (start, stop), in the order in which a rank has them."""
+
+Block = tuple[Runs, ...]
+"""The part of a tensor that a rank has: per dim the ranges of positions."""
+
+
+def block_of(name: str, tensor: Tensor) -> Block:
+    """Return the part of a tensor that this rank has; all of one that is no DTensor.
+
+    Raises LayoutError, naming the tensor, where it is a partial sum, or its placements have no layout.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(((0, size),) for size in tensor.shape)
+    try:
+        layout = layout_of(tensor, None)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from None
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        raise LayoutError(f"{name} is a partial sum, which no checkpoint has; redistribute it first")
+    rank = dist.get_rank()
+    if rank not in layout.mesh:
+        return tuple(() for _ in tensor.shape)
+    return tuple(map(_runs, layout.indices(tuple(tensor.shape), rank)))
+
+
+def _runs(indices: Any) -> Runs:
+    runs: list[tuple[int, int]] = []
+    for position in map(int, indices):
+        if runs and runs[-1][1] == position:
+            runs[-1] = runs[-1][0], position + 1
+        else:
+            runs.append((position, position + 1))
+    return tuple(runs)
+
+
+def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the boxes of a block: where each is in the rank's part, and where in the whole tensor."""
+    per_dim = []
+    for runs in block:
+        ends = list(itertools.accumulate(stop - start for start, stop in runs))
+        starts = [0, *ends[:-1]] if ends else []
+        per_dim.append([(slice(a, b), slice(*run)) for a, b, run in zip(starts, ends, runs, strict=True)])
+    for box in itertools.product(*per_dim):
+        yield tuple(local for local, _ in box), tuple(whole for _, whole in box)
+
+
+def sizes_of(block: Block) -> tuple[int, ...]:
+    """Return the local shape of a block."""
+    return tuple(sum(stop - start for start, stop in runs) for runs in block)

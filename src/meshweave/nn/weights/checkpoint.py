@@ -1,0 +1,100 @@
+"""Safetensors files as one set of tensors, read part by part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.nn.weights.blocks import Block, boxes_of, sizes_of
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class Checkpoint:
+    """Tensors in safetensors files: one file, or a folder with one or with an index of several.
+
+    Raises:
+        DescriptionError: there is no such file, or an index names tensors or files that are not there.
+        UnsupportedError: safetensors is not installed.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file_of = self._files()
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors."""
+        return tuple(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor as it is stored."""
+        return tuple(self._part(name).get_shape())
+
+    def read(self, name: str, block: Block) -> Tensor:
+        """Return a part of a tensor; only its bytes are read."""
+        if not block:
+            whole: Tensor = self._opened(name).get_tensor(name)
+            return whole
+        part, sizes = self._part(name), sizes_of(block)
+        boxes = list(boxes_of(block))
+        if len(boxes) == 1:
+            only: Tensor = part[boxes[0][1]]
+            return only
+        dtype = part[tuple(slice(0, 0) for _ in sizes)].dtype
+        out = torch.empty(sizes, dtype=dtype)
+        for local, whole_box in boxes:
+            out[local] = part[whole_box]
+        return out
+
+    def _part(self, name: str) -> Any:
+        return self._opened(name).get_slice(name)
+
+    def _opened(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = safetensors_library().safe_open(str(path), framework="pt")
+        return self._open[path]
+
+    def _files(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            index, single = path / INDEX_FILE, path / SINGLE_FILE
+            path = index if index.is_file() else single
+        if not path.is_file():
+            raise DescriptionError(
+                f"{self.path}: no safetensors here; give a .safetensors file, or a folder with {SINGLE_FILE} or "
+                f"{INDEX_FILE}"
+            )
+        if path.suffix != ".json":
+            with safetensors_library().safe_open(str(path), framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), path)
+        try:
+            weight_map = json.loads(path.read_text())["weight_map"]
+            files = {str(name): path.parent / str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DescriptionError(f"{path}: no index of safetensors; it has no 'weight_map'") from None
+        gone = sorted({file.name for file in files.values() if not file.is_file()})
+        if gone:
+            raise DescriptionError(f"{path}: names {', '.join(gone)}, which {path.parent} does not have")
+        return files
+
+
+def safetensors_library() -> Any:
+    """Return the package. Raises UnsupportedError where it is not installed."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise UnsupportedError("safetensors is not installed: pip install 'meshweave[train]'") from None
+    return safetensors

@@ -1,0 +1,123 @@
+"""`load_weights`: each rank reads of a checkpoint what it has of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.nn.weights.blocks import block_of
+from meshweave.nn.weights.checkpoint import Checkpoint
+from meshweave.nn.weights.slots import Mapped, ModuleTensor, StoredTensor, slots_of, stored_as
+
+
+@dataclass
+class LoadReport:
+    """What `load_weights` did on this rank.
+
+    Attributes:
+        loaded: tensors of the module by where they came from.
+        missing: tensors of the module that the checkpoint does not have; they are as they were.
+        unused: tensors of the checkpoint that the module does not have.
+        bytes_read: the bytes of the parts that this rank read.
+    """
+
+    loaded: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+@dataclass
+class _Names:
+    """How the tensors of a module are called in a checkpoint."""
+
+    module: nn.Module
+    checkpoint: Checkpoint
+    mapping: Mapped
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """What transformers says of a model's tied weights, one name by the other."""
+        keys = getattr(self.module, "_tied_weights_keys", None)
+        is_tied = getattr(getattr(self.module, "config", None), "tie_word_embeddings", False)
+        return dict(keys) if isinstance(keys, Mapping) and is_tied else {}
+
+    def stored(self, names: Sequence[str]) -> StoredTensor | None:
+        """Return where a tensor with these names is stored; None where it is not."""
+        tied = [self._tied[name] for name in names if name in self._tied]
+        base = getattr(self.module, "base_model_prefix", "")
+        for name in (*names, *tied):
+            mapped = stored_as(self.mapping, name)
+            prefixed = (mapped.name, mapped.name.removeprefix(f"{base}."), f"{base}.{mapped.name}")
+            for candidate in prefixed if base else prefixed[:1]:
+                if candidate in self.checkpoint:
+                    return StoredTensor(candidate, mapped.is_transposed)
+        return None
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def load_weights(
+    module: nn.Module,
+    path: Path | str,
+    *,
+    mapping: Mapped = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Fill the parameters and buffers of a module from safetensors; each rank reads what it has, without messages.
+
+    Tensors may be DTensors with any placements but partial ones, in a stage of a pipeline or all of a model. Tied
+    ones are read once, under whichever name the checkpoint has. Names with and without the prefix of a Hugging
+    Face model's base are the same. Values are cast to the dtypes of the module.
+
+    Args:
+        path: a .safetensors file, or a folder with model.safetensors or with model.safetensors.index.json.
+        mapping: where a tensor is stored under another name, or transposed.
+        device: where tensors go that are on the meta device. None is the CPU.
+        strict: whether a tensor that the checkpoint does not have is an error; extra ones never are.
+
+    Raises:
+        DescriptionError: there is no such checkpoint, or tensors of the module are missing in it.
+        LayoutError: a tensor has another shape there, or is a partial sum here.
+        UnsupportedError: safetensors is not installed.
+    """
+    checkpoint, report = Checkpoint(path), LoadReport()
+    names, used = _Names(module, checkpoint, mapping), set()
+    for slot in slots_of(module):
+        stored = names.stored(slot.names)
+        if stored is None:
+            report.missing.append(slot.names[0])
+            continue
+        used.add(stored.name)
+        block = block_of(slot.names[0], slot.tensor)
+        _check_shape(slot, stored, checkpoint)
+        part = checkpoint.read(stored.name, block[::-1] if stored.is_transposed else block)
+        report.bytes_read += part.numel() * part.element_size()
+        slot.fill(part.t() if stored.is_transposed else part, device)
+        report.loaded[slot.names[0]] = stored.name
+    report.unused = [name for name in checkpoint.names if name not in used]
+    if strict and report.missing:
+        near = did_you_mean(report.missing[0], report.unused)
+        listed = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
+        raise DescriptionError(f"{path}: {len(report.missing)} tensors are missing, {listed}{near}")
+    return report
+
+
+def _check_shape(slot: ModuleTensor, stored: StoredTensor, checkpoint: Checkpoint) -> None:
+    """Raise LayoutError where a tensor is stored in another shape, transposed or not as it should be included."""
+    shape, there = tuple(slot.tensor.shape), checkpoint.shape(stored.name)
+    expected = shape[::-1] if stored.is_transposed else shape
+    if there != expected:
+        hint = ""
+        if len(there) == 2 and there == expected[::-1]:
+            instead = f"StoredTensor({stored.name!r}, is_transposed={not stored.is_transposed})"
+            hint = f"; it is stored transposed: map it to {instead}"
+        raise LayoutError(
+            f"{slot.names[0]} has shape {shape}, and {stored.name} of {checkpoint.path} {there}{hint}"
+        )

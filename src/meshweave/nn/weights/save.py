@@ -1,0 +1,177 @@
+"""`save_weights`: whole tensors from the parts that ranks have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.base.errors import LayoutError
+from meshweave.execute.torch import compat
+from meshweave.nn.weights.blocks import Block, block_of, boxes_of, sizes_of
+from meshweave.nn.weights.checkpoint import INDEX_FILE, SINGLE_FILE, safetensors_library
+from meshweave.nn.weights.slots import Mapped, slots_of, stored_as
+
+DEFAULT_FILE_BYTES = 5_000_000_000
+"""The bytes of one file of a sharded checkpoint unless its writer says otherwise."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor that a rank says it has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: Block
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def save_weights(
+    module: nn.Module, folder: Path | str, *, mapping: Mapped = None, file_bytes: int = DEFAULT_FILE_BYTES
+) -> tuple[Path, ...]:
+    """Write the tensors of a module, whole, as safetensors; all ranks call it, each with what it has of the model.
+
+    Rank 0 writes; the others send it their parts, each part once, one file's tensors at a time. Stages of a
+    pipeline give their own modules. A tied tensor is written once, under its first name. Files appear under their
+    names only when they are complete, the index after all of them.
+
+    Args:
+        mapping: where a tensor is to be stored, as for `load_weights`.
+        file_bytes: the most bytes of tensors in one file; more than one file makes an index.
+
+    Returns:
+        The files, on rank 0; nothing on the others.
+
+    Raises:
+        LayoutError: ranks differ in what a tensor is, or do not have all of it.
+        UnsupportedError: safetensors is not installed.
+    """
+    own = {}
+    pieces = []
+    for slot in slots_of(module):
+        stored = stored_as(mapping, slot.names[0])
+        local = compat.local_tensor(slot.tensor) if isinstance(slot.tensor, DTensor) else slot.tensor.detach()
+        block, shape = block_of(slot.names[0], slot.tensor), tuple(slot.tensor.shape)
+        if stored.is_transposed:
+            local, block, shape = local.t(), block[::-1], shape[::-1]
+        own[stored.name] = local.contiguous()
+        pieces.append(_Piece(stored.name, shape, local.dtype, block))
+    senders = _senders(_all_pieces(pieces))
+    files = _files_of(senders, file_bytes)
+    rank, written = _rank(), []
+    for number, group in enumerate(files):
+        whole = {name: _gathered(senders[name], own.get(name), rank) for name in group}
+        if rank == 0:
+            written.append(_write(Path(folder), number, len(files), whole))
+    if rank == 0 and len(files) > 1:
+        _write_index(Path(folder), files, senders)
+    if dist.is_initialized():
+        dist.barrier()
+    return tuple(written)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _all_pieces(pieces: list[_Piece]) -> list[list[_Piece]]:
+    if not dist.is_initialized():
+        return [pieces]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, pieces)
+    return everybody
+
+
+def _senders(everybody: Sequence[Sequence[_Piece]]) -> dict[str, list[tuple[int, _Piece]]]:
+    """Return, for each tensor, which rank sends which part: the lowest of those that have the same."""
+    senders: dict[str, dict[Block, tuple[int, _Piece]]] = {}
+    for rank, pieces in enumerate(everybody):
+        for piece in pieces:
+            known = senders.setdefault(piece.name, {})
+            first = next(iter(known.values()), (rank, piece))[1]
+            if (first.shape, first.dtype) != (piece.shape, piece.dtype):
+                raise LayoutError(
+                    f"{piece.name} is {first.shape} {first.dtype} on one rank and {piece.shape} {piece.dtype} on "
+                    f"rank {rank}"
+                )
+            if math.prod(sizes_of(piece.block)) or not piece.shape:
+                known.setdefault(piece.block, (rank, piece))
+    for name, parts in senders.items():
+        shape = next(iter(parts.values()))[1].shape if parts else ()
+        count = sum(math.prod(sizes_of(block)) for block in parts)
+        if count != math.prod(shape):
+            raise LayoutError(f"{name} has {math.prod(shape)} elements; the ranks have parts with {count}")
+    return {name: list(parts.values()) for name, parts in senders.items()}
+
+
+def _files_of(senders: Mapping[str, list[tuple[int, _Piece]]], file_bytes: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, parts in senders.items():
+        num_bytes = _num_bytes(parts)
+        if files[-1] and size + num_bytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
+    return files
+
+
+def _num_bytes(parts: Sequence[tuple[int, _Piece]]) -> int:
+    piece = parts[0][1]
+    return math.prod(piece.shape) * int(piece.dtype.itemsize)
+
+
+def _gathered(parts: Sequence[tuple[int, _Piece]], own: Tensor | None, rank: int) -> Tensor | None:
+    """Return a whole tensor on rank 0; the other ranks send what they have of it."""
+    whole = None if rank else torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype)
+    for sender, piece in parts:
+        if sender == rank != 0:
+            assert own is not None
+            dist.send(own, 0)
+        if whole is None:
+            continue
+        if sender == 0:
+            assert own is not None
+            part = own
+        else:
+            part = torch.empty(
+                sizes_of(piece.block), dtype=piece.dtype, device=own.device if own is not None else "cpu"
+            )
+            dist.recv(part, sender)
+        if not piece.shape:
+            whole.copy_(part)
+        for local, box in boxes_of(piece.block):
+            whole[box] = part[local].to(whole.device)
+    return whole
+
+
+def _write(folder: Path, number: int, count: int, tensors: Mapping[str, Tensor | None]) -> Path:
+    name = SINGLE_FILE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{name}.partial"
+    safetensors_library().torch.save_file(dict(tensors), str(partial), metadata={"format": "pt"})
+    return partial.replace(folder / name)
+
+
+def _write_index(
+    folder: Path, files: Sequence[Sequence[str]], senders: Mapping[str, list[tuple[int, _Piece]]]
+) -> None:
+    weight_map = {
+        name: f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        for number, group in enumerate(files)
+        for name in group
+    }
+    index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
+    partial = folder / f".{INDEX_FILE}.partial"
+    partial.write_text(json.dumps(index, indent=2) + "\n")
+    partial.replace(folder / INDEX_FILE)

@@ -1,0 +1,86 @@
+"""The tensors of a module, and how a checkpoint calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.execute.torch import compat
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor of a module is in a checkpoint.
+
+    Attributes:
+        name: its name there.
+        is_transposed: whether a matrix is stored as its transpose, as GPT-2's Conv1D has the weights of what is a
+            Linear elsewhere.
+    """
+
+    name: str
+    is_transposed: bool = False
+
+
+Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor] | None
+"""From the name of a tensor of a module to where it is stored; None, or no entry, is its own name."""
+
+
+def stored_as(mapping: Mapped, name: str) -> StoredTensor:
+    """Return where a tensor of a module is stored."""
+    mapped: str | StoredTensor = name
+    if mapping is not None:
+        mapped = mapping(name) if callable(mapping) else mapping.get(name, name)
+    return mapped if isinstance(mapped, StoredTensor) else StoredTensor(mapped)
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """One tensor of a module under all its names, with the modules that have it."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def fill(self, part: Tensor, device: torch.device | str | None) -> None:
+        """Set this rank's part; a tensor without memory gets some on `device`, tied ones the same."""
+        own = compat.local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor.detach()
+        if own.device.type != "meta":
+            own.copy_(part)
+            return
+        local = part.to(device or "cpu", own.dtype, copy=True).contiguous()
+        made: Tensor = (
+            compat.from_spec(local, compat.spec_of(self.tensor))
+            if isinstance(self.tensor, DTensor)
+            else local
+        )
+        is_parameter = isinstance(self.tensor, nn.Parameter)
+        if is_parameter:
+            made = nn.Parameter(made, requires_grad=self.tensor.requires_grad)
+        for module, name in self.owners:
+            setattr(module, name, made)
+
+
+def slots_of(module: nn.Module) -> list[ModuleTensor]:
+    """Return the parameters and persistent buffers of a module, each with all of its names."""
+    persistent = set(module.state_dict(keep_vars=True))
+    by_tensor: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        own = [
+            *owner.named_parameters(recurse=False, remove_duplicate=False),
+            *owner.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            full = f"{prefix}.{name}" if prefix else name
+            if full in persistent:
+                _, names, owners = by_tensor.setdefault(id(tensor), (tensor, [], []))
+                names.append(full)
+                owners.append((owner, name))
+    return [ModuleTensor(tuple(names), tensor, tuple(owners)) for tensor, names, owners in by_tensor.values()]
+
+
+__all__ = ["Mapped", "ModuleTensor", "StoredTensor", "slots_of", "stored_as"]

@@ -1,0 +1,229 @@
+"""What ranks do in tests of training with parallel models: torch's own features beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import reference_models
+import torch
+import torch.distributed as dist
+from plain_models import HIDDEN, WORDS, PlainGpt, PlainLlama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.ranks.launch import RankContext
+from meshweave.nn.parallel.linear import ParallelLinear
+from meshweave.nn.parallel.model import ParallelModel, parallelize
+
+
+def features(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each of the payload's features gives, by name."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return {name: globals()[f"_{name}"](mesh) for name in payload["features"]}
+
+
+def _model(kind: str = "plain llama", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return reference_models.make(kind, **options)
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = (torch.randint(0, WORDS, (4, 8), generator=generator) for _ in range(2))
+    return tokens, targets
+
+
+def _gradients(model: ParallelModel) -> dict[str, Tensor]:
+    return {n: p.grad.full_tensor().clone() for n, p in model.module.named_parameters() if p.grad is not None}
+
+
+def _worst(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in a)
+
+
+def _optimizer(mesh: DeviceMesh) -> float:
+    """Three steps of AdamW with clipped gradients: the largest difference of a weight, relative."""
+    model = _model()
+    whole = copy.deepcopy(model)
+    made = parallelize(model, "megatron_sp", mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (whole, made.module)]
+    tokens, targets = _batch()
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        made.step(tokens, targets)
+        for one, optimizer in zip((whole, made.module), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in whole.named_parameters()}
+    return _worst({name: p.full_tensor().detach() for name, p in made.module.named_parameters()}, expected)
+
+
+def _checkpointing(mesh: DeviceMesh) -> float:
+    """Layers computed again backward, with dropout: the largest difference of a gradient, relative."""
+    found = []
+    for again in (False, True):
+        made = parallelize(_model("plain gpt", dropout=0.3), "megatron_sp", mesh)
+        torch.manual_seed(7)
+        tokens, targets = _batch()
+        x = made.embed(tokens)
+        for block in made.blocks:
+            x = checkpoint(block, x, *tokens.shape, use_reentrant=False) if again else block(x, *tokens.shape)
+        made.head_loss(x, targets).backward()
+        found.append(_gradients(made))
+    return _worst(*found)
+
+
+def _dropout(mesh: DeviceMesh) -> dict[str, Any]:
+    """Masks of this rank for a tensor that ranks share out and for one that they all have."""
+    from meshweave.nn.parallel.dropout import ShardDropout
+    from meshweave.nn.parallel.strategy import LayerStrategy
+
+    strategy = LayerStrategy.of("megatron", mesh)
+    torch.manual_seed(3)
+    x = torch.ones(64)
+    split = ShardDropout(0.5, strategy, ("inner", ""))(x, True)
+    copied = ShardDropout(0.5, strategy, ("", ""))(x, True)
+    return {"split": split.tolist(), "copied": copied.tolist()}
+
+
+def _meta(mesh: DeviceMesh) -> dict[str, Any]:
+    """A model made without memory, then filled: names, and the difference of a gradient of its sum of weights."""
+    with torch.device("meta"):
+        empty = PlainLlama()
+    made = parallelize(empty, "megatron_sp", mesh)
+    is_meta = all(p.is_meta for p in made.module.parameters())
+    made.module.to_empty(device="cpu")
+    whole = _model()
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        wanted = dict(whole.named_parameters())
+        for name, parameter in made.module.named_parameters():
+            parameter.copy_(distribute_tensor(wanted[name].float(), mesh, parameter.placements))
+    tokens, targets = _batch()
+    loss = float(made.loss(tokens, targets).detach())
+    expected = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+    return {"is_meta": is_meta, "difference": abs(loss - expected.item())}
+
+
+def _autocast(mesh: DeviceMesh) -> dict[str, Any]:
+    """bfloat16 products of float32 weights: dtypes, and differences of loss and gradients from one process."""
+    model = _model().float()
+    whole = copy.deepcopy(model)
+    made = parallelize(model, "megatron_sp", mesh)
+    tokens, targets = _batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made.loss(tokens, targets)
+        expected = nn.functional.cross_entropy(whole(tokens).flatten(0, 1).float(), targets.flatten())
+    loss.backward()
+    expected.backward()
+    own = _gradients(made)
+    theirs = {name: p.grad for name, p in whole.named_parameters()}
+    return {
+        "dtypes": sorted({str(grad.dtype) for grad in own.values()}),
+        "loss": abs(loss.item() - expected.item()),
+        "gradients": _worst(own, theirs),
+    }
+
+
+def _by_hand(mesh: DeviceMesh) -> float:
+    """Two linear layers placed by hand: the largest difference of the result."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(HIDDEN, 24).double(), nn.Linear(24, HIDDEN).double()
+    x = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
+    expected = second(torch.relu(first(x)))
+    up = ParallelLinear(first, "megatron_sp", mesh, place="in")
+    down = ParallelLinear(second, "megatron_sp", mesh, place="out")
+    y = down(torch.relu(up(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])))
+    return float((y - expected.chunk(mesh.size(), 1)[mesh.get_local_rank()]).abs().max())
+
+
+def _refusals(mesh: DeviceMesh) -> list[str]:
+    """What is said of models and plans that do not fit."""
+    said = []
+
+    class Strange(PlainGpt):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer.h[0].attn.q_norm = nn.LayerNorm(4)
+
+    for module, plan in (
+        (nn.Linear(2, 2), "megatron"), (Strange(), "megatron"), (PlainLlama(), "megatrom"),
+        (PlainLlama(), "25d_block"),
+    ):  # fmt: skip
+        try:
+            parallelize(module, plan, mesh)
+            said.append("")
+        except MeshweaveError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _compiled(mesh: DeviceMesh) -> dict[str, Any]:
+    """Layers compiled one by one: graphs and breaks, and the largest difference of a gradient, relative."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    for is_compiled in (False, True):
+        made = parallelize(_model(), "megatron_sp", mesh)
+        if is_compiled:
+            for block in made.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+        made.step(*_batch())
+        found.append(_gradients(made))
+    return {"difference": _worst(*found), "graph_breaks": sum(counters["graph_break"].values())}
+
+
+def _fsdp(mesh: DeviceMesh) -> float:
+    """FSDP2 over a data axis around tensor-parallel layers: the largest difference of a gradient, relative."""
+    from torch.distributed.fsdp import fully_shard
+
+    both = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = _model()
+    whole = copy.deepcopy(model)
+    made = parallelize(model, "megatron_sp", both["tp"])
+    for block in made.blocks:
+        fully_shard(block, mesh=both["dp"])
+    fully_shard(made.module, mesh=both["dp"])
+    tokens, targets = _batch()
+    own = (part.chunk(2)[both["dp"].get_local_rank()] for part in (tokens, targets))
+    made.step(*own)
+    nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten()).backward()
+    theirs = {name: p.grad for name, p in whole.named_parameters()}
+    assert all(isinstance(p.grad, DTensor) for p in made.module.parameters())
+    return _worst(_gradients(made), theirs)
+
+
+def _curve(mesh: DeviceMesh) -> float:
+    """The losses of 200 steps of AdamW: the largest relative difference from those of one process."""
+    worst = 0.0
+    for kind, strategy in (("plain gpt", "megatron_sp"), ("plain llama", "zero3")):
+        model = _model(kind)
+        whole = copy.deepcopy(model)
+        made = parallelize(model, strategy, mesh)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (whole, made.module)]
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(200):
+            tokens = torch.randint(0, WORDS, (4, 1), generator=generator) + torch.arange(9)
+            tokens = tokens % WORDS
+            tokens, targets = tokens[:, :-1], tokens[:, 1:]
+            loss = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            own = made.step(tokens, targets)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            worst = max(worst, abs(own.item() - losses[-1]) / losses[-1])
+        assert losses[-1] < 0.5 * losses[0], losses[:: len(losses) - 1]
+    return worst

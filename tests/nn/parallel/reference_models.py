@@ -1,0 +1,66 @@
+"""Small models of transformers, in double precision throughout, and their logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from plain_models import WORDS, PlainGpt, PlainLlama
+from torch import Tensor, nn
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 24}
+HEADS = {**SIZES, "num_key_value_heads": 4, "intermediate_size": 32, "max_position_embeddings": 32}
+
+
+def make(kind: str, **options: Any) -> nn.Module:
+    """Return a model with random weights: "gpt2", "llama", "qwen2", "mistral" of transformers, or a plain one."""
+    if kind.startswith("plain"):
+        return _random({"plain gpt": PlainGpt, "plain llama": PlainLlama}[kind](**options))
+    import transformers
+
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 24}
+        no = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config: Any = transformers.GPT2Config(**{**sizes, **no, **options})
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+    else:
+        prefix = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[kind]
+        sizes = {**HEADS, **({"sliding_window": 5} if kind == "mistral" else {}), **options}
+        config = getattr(transformers, f"{prefix}Config")(**sizes)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model = _random(model)
+    for norm in model.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.__class__ = _double_norm(type(norm))
+    return model
+
+
+def _random(model: nn.Module) -> nn.Module:
+    """Return a model in double precision with random weights, gains around one."""
+    model = model.double()
+    for name, parameter in model.named_parameters():
+        is_gain = name.endswith("weight") and parameter.ndim == 1
+        nn.init.normal_(parameter, mean=float(is_gain), std=0.3)
+    return model.train()
+
+
+def _double_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a norm of transformers that does not narrow doubles to single precision, as theirs does."""
+
+    class DoubleRMSNorm(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    return DoubleRMSNorm
+
+
+def words(model: Any) -> int:
+    """Return the size of the vocabulary."""
+    return WORDS if isinstance(model, PlainGpt | PlainLlama) else int(model.config.vocab_size)
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits of the model's own forward pass."""
+    is_plain = isinstance(model, PlainGpt | PlainLlama)
+    out: Tensor = model(tokens) if is_plain else model(input_ids=tokens, use_cache=False).logits
+    return out

@@ -1,0 +1,59 @@
+"""Torch's own features go on working with parallel models: optimisers, checkpointing, autocast, compile, FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+from meshweave.execute.ranks.launch import launch
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def _answers(names: tuple[str, ...], num_ranks: int, timeout_s: float = 100) -> list[dict[str, Any]]:
+    payload = {"features": names}
+    return launch("feature_rank_functions:features", num_ranks, payload, timeout_s=timeout_s, env=HERE)
+
+
+@pytest.mark.gloo
+def test_features_of_torch() -> None:
+    names = ("checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta")
+    ranks = _answers(names, 2)
+    for answer in ranks:
+        assert answer["checkpointing"] == 0
+        assert answer["by_hand"] < 1e-12
+        assert answer["autocast"]["dtypes"] == ["torch.float32"]
+        assert answer["autocast"]["loss"] < 0.05
+        assert answer["autocast"]["gradients"] < 0.1
+        assert answer["meta"]["is_meta"]
+        assert answer["meta"]["difference"] < 1e-5
+    first, second = (answer["dropout"] for answer in ranks)
+    assert first["copied"] == second["copied"]
+    assert first["split"] != second["split"]
+    assert 16 < sum(value > 0 for value in first["split"]) < 48
+    linear, strange, unknown, flat = ranks[0]["refusals"]
+    assert "no model known here" in linear
+    assert "q_norm" in strange
+    assert "did you mean" in unknown
+    assert "mesh axes" in flat
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_compile_fsdp_and_optimizers() -> None:
+    for answer in _answers(("optimizer", "compiled", "fsdp"), 4, timeout_s=300):
+        assert answer["optimizer"] < 1e-8
+        assert answer["compiled"]["difference"] < 1e-12
+        assert answer["compiled"]["graph_breaks"] == 0
+        assert answer["fsdp"] < 1e-10
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_200_steps_follow_the_losses_of_one_process() -> None:
+    for answer in _answers(("curve",), 2, timeout_s=300):
+        assert answer["curve"] < 1e-6

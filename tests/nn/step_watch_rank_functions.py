@@ -1,0 +1,43 @@
+"""What the ranks of test_step_watch run: products of which one rank comes late."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.matmul2d import matmul2d
+from meshweave.nn.step_watch import StepWatch
+
+
+def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank 1 is late in every step; every second is recorded, and a warning comes after two of them."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("row", "col"))
+    shared = TorchContext(liveness=context.liveness, deadline_s=30)
+    watch = StepWatch("h100-node", every=2, share=0.5, steps=2, context=shared)
+    a, b = torch.ones(8, 4), torch.ones(8, 4)
+    warned_at, words = [], []
+    for number in range(6):
+        with warnings.catch_warnings(record=True) as caught, watch.step():
+            warnings.simplefilter("always")
+            if context.rank == 1:
+                time.sleep(0.03)
+            matmul2d(a, b, mesh=mesh, shape=(8, 8, 8), algorithm="collective", ring_ways=0, context=shared)
+            if number == 0:
+                assert shared.recorder is None
+        if caught:
+            warned_at.append(number)
+            words += [str(one.message) for one in caught]
+    comparison = watch.latest
+    assert comparison is not None
+    same_ops = [
+        (one.kind, one.label) == (other.kind, other.label)
+        for one, other in zip(comparison.measured.spans, comparison.predicted.spans, strict=True)
+    ]
+    rows = [(row.kind, row.where, row.measured_s) for row in comparison.rows]
+    return {"warned_at": warned_at, "words": words, "rows": rows, "same": all(same_ops) and bool(same_ops)}

@@ -1,0 +1,45 @@
+"""What the ranks of test_parallel_style run: torch's `parallelize_module` with universal products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.nn.parallel_style import UniversalParallel
+
+
+def two_layers(context: Any, payload: Mapping[str, Any]) -> list[str]:
+    """A feed-forward part on a mesh of two dims: result and gradients are those of one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 7)).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    expected = model(x)
+    expected.square().sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    up = UniversalParallel(
+        weight=[Shard(0), Shard(1)], output=[Shard(1), Replicate()], use_local_output=False
+    )
+    down = UniversalParallel(weight=[Shard(1), Shard(0)], output=[Replicate(), Replicate()])
+    parallelize_module(model, mesh, {"0": up, "2": down})
+    y = model(x)
+    y.square().sum().backward()
+    wrong = [] if torch.allclose(y, expected) else ["result"]
+    for (name, parameter), grad in zip(model.named_parameters(), wanted, strict=True):
+        if not torch.allclose(parameter.grad.full_tensor(), grad):
+            wrong.append(name)
+    for module, style in ((nn.GELU(), up), (nn.Linear(2, 2), UniversalParallel(weight=[Shard(0)]))):
+        try:
+            parallelize_module(module, mesh, style)
+            wrong.append(f"{module} is taken")
+        except MeshweaveError:
+            pass
+    return wrong

@@ -1,0 +1,34 @@
+"""Steps that are recorded beside what was predicted: who is late, and what is slow, on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from meshweave.execute.ranks.launch import launch
+from meshweave.nn.step_watch import WatchRow
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.mark.gloo
+def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
+    results = launch("step_watch_rank_functions:late_steps", 2, {}, timeout_s=60, env=HERE)
+    first, second = results
+    assert first["warned_at"] == second["warned_at"] == [4]
+    assert first["words"] == second["words"] and first["rows"] == second["rows"]
+    assert any("others wait for rank 1" in words for words in first["words"])
+    assert not any("others wait for rank 0" in words for words in first["words"])
+    late = {where: seconds for kind, where, seconds in first["rows"] if kind == "late"}
+    assert late["rank 1"] > 0.02 > late["rank 0"]
+    assert any(kind == "link" and where == "axis col" for kind, where, _ in first["rows"])
+    assert first["same"] and second["same"]
+
+
+def test_what_is_small_in_the_step_is_not_behind() -> None:
+    row = WatchRow("link", "gather", "axis tp", measured_s=0.002, predicted_s=0.001)
+    assert row.is_behind(0.5, step_s=0.05) and not row.is_behind(0.5, step_s=1.0)
+    assert not row.is_behind(1.5, step_s=0.05)
+    assert str(row) == "transfers of gather along axis tp: 2 ms, predicted 1 ms"

@@ -1,0 +1,91 @@
+"""Weights of safetensors files into modules of any layout, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+from safetensors.torch import save_file  # noqa: E402
+
+from meshweave.base.errors import DescriptionError, LayoutError  # noqa: E402
+from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.nn.weights import StoredTensor, load_weights, save_weights  # noqa: E402
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.mark.gloo
+def test_each_rank_reads_its_part_and_together_they_write_the_same(tmp_path: Path) -> None:
+    shapes = {
+        "h.even": (8, 6), "uneven": (3, 7), "fused": (4, 12), "copies": (2, 3), "h.turned": (5, 6), "extra": (2,),
+    }  # fmt: skip
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    names = list(tensors)
+    files = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    for file, group in files.items():
+        save_file({name: tensors[name] for name in group}, tmp_path / file)
+    weight_map = {name: file for file, group in files.items() for name in group}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    results = launch(
+        "weights_rank_functions:load_and_save", 4, {"folder": str(tmp_path)}, timeout_s=60, env=HERE
+    )
+    assert results == [[]] * 4
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(set(names) - {"extra"})
+    assert index["metadata"]["total_size"] == 4 * sum(
+        torch.Size(shapes[n]).numel() for n in index["weight_map"]
+    )
+    assert not list((tmp_path / "again").glob(".*"))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 5)
+    save_file({"weight": torch.ones(3, 5), "bias": torch.ones(5)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        LayoutError, match=r"stored transposed: map it to StoredTensor\('weight', is_transposed=True\)"
+    ):
+        load_weights(module, tmp_path)
+    load_weights(module, tmp_path, mapping={"weight": StoredTensor("weight", is_transposed=True)})
+    assert bool((module.weight == 1).all())
+    with pytest.raises(DescriptionError, match=r"1 tensors are missing, 0\.bias"):
+        load_weights(
+            torch.nn.Sequential(module), tmp_path, mapping={"0.weight": StoredTensor("weight", True)}
+        )
+    with pytest.raises(DescriptionError, match="no safetensors here"):
+        load_weights(module, tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("style", ["GPT2", "Llama"])
+def test_hugging_face_reads_what_was_saved_and_is_read(
+    tmp_path: Path, style: str, is_tied: bool, is_sharded: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16},
+        "Llama": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 32,
+        },
+    }[style]  # fmt: skip
+    config = getattr(transformers, f"{style}Config")(**sizes, tie_word_embeddings=is_tied)
+    model_class = getattr(transformers, f"{style}LMHeadModel" if style == "GPT2" else f"{style}ForCausalLM")
+    model, other = model_class(config).eval(), model_class(config).eval()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB" if is_sharded else "1GB")
+    assert (tmp_path / "theirs" / "model.safetensors").exists() != is_sharded
+    report = load_weights(other, tmp_path / "theirs")
+    assert not report.missing and not report.unused
+    tokens = torch.arange(12).reshape(1, 12)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        assert torch.equal(other(tokens).logits, expected)
+        save_weights(other, tmp_path / "ours", file_bytes=4000 if is_sharded else 1 << 30)
+        config.save_pretrained(tmp_path / "ours")
+        again = model_class.from_pretrained(tmp_path / "ours").eval()
+        assert torch.equal(again(tokens).logits, expected)
