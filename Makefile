@@ -13,7 +13,7 @@ MODULES := $(shell find src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test browser coverage lint sanitize sanitized-core docs bench gpu slow clean FORCE
+.PHONY: demo train test browser coverage lint sanitize sanitized-core docs bench gpu slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,14 @@ demo: $(STAMP)
 	$(BIN)/meshweave run demo-out/plan.json --layer ff1 --pass forward --ranks 4 \
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg
+	$(TRAIN) --parallel auto --seconds 40
+
+# Four processes for a minute: two stages of two ranks that share layers, with checkpoints, which `--resume` goes on from.
+# The processes share a machine, so one thread each.
+TRAIN := OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
+
+train: $(STAMP)
+	$(TRAIN) --parallel tp=2,pp=2 --predict --seconds 60 --folder demo-out/train --save-every 20
 
 # One worker a core. Each begins with a contiguous half, so that tests share what their module sets up, and an idle one
 # takes over tests of others. Labs wait for each other (tests/conftest.py).

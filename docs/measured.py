@@ -136,6 +136,38 @@ def blocks_in_the_lab() -> str | None:
     )
 
 
+TRAIN_LABS = ("train_lab_two_groups", "train_lab_torus", "train_lab_bridged")
+
+
+def models_in_the_lab() -> str:
+    """Return what a planned strategy wins in a user's model in three labs, and how far predictions are off."""
+    over_megatron, over_torch, errors = [], [], []
+    for name in TRAIN_LABS:
+        rows = load(name)["rows"]["rows"]
+        planned, torch_s = rows[0]["median_s"], rows[-1]["median_s"]
+        megatron = min(row["median_s"] for row in rows if row["name"].startswith("megatron"))
+        over_megatron.append(megatron / planned)
+        over_torch.append(torch_s / planned)
+        errors += [abs(row["predicted_s"] / row["median_s"] - 1) for row in rows if "predicted_s" in row]
+    first, second = (f"{min(all_of):.2f} to {max(all_of):.2f} x" for all_of in (over_megatron, over_torch))
+    return (
+        f"planned strategy {first} the best Megatron 1D, {second} torch's sequence parallelism; prediction "
+        f"off by {100 * statistics.mean(errors):.1f} % in the mean, worst {100 * max(errors):.0f} %"
+    )
+
+
+def fused_in_the_lab() -> str:
+    """Return time over the bound of fused products and of their rivals."""
+    rows = {row["algorithm"]: row["over_bound"] for row in load("fused_lab")["rivals"]}
+    names = {
+        "t3_direct": "direct",
+        "t3_ring": "ring",
+        "looped_reduce_scatter": "looped",
+        "t3_sequential": "in turn",
+    }
+    return ", ".join(f"{title} {rows[name]:.2f} x" for name, title in names.items()) + " the bound"
+
+
 def simulator_speed() -> str:
     """Return the simulator's speed beside SimGrid's on the same messages."""
     rows = load("simulator_speed")["rows"]["rings beside SimGrid"]
@@ -186,6 +218,8 @@ def table(of: Path) -> str:
         ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
         ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
         ("blocks in three labs, simulated beside measured", blocks_in_the_lab(), "block_lab_two_groups"),
+        ("a model of torch in three labs, `mw.parallelize`", models_in_the_lab(), "train_lab_two_groups"),
+        ("product with reduce-scatter by tiles, lab, ratio 1", fused_in_the_lab(), "fused_lab"),
         (
             f"{len(load('gpu/steps')['rows'])} steps of plain PyTorch on one H100, predicted beside measured",
             steps_on_a_gpu(),
@@ -210,6 +244,7 @@ def page(of: Path = README) -> str:
 
 
 def main() -> int:
+    """Write the tables, or compare them. Returns the exit status."""
     if sys.argv[1:] == ["--check"]:
         return int(any(of.read_text(encoding="utf-8") != page(of) for of in (README, GUIDE)))
     for of in (README, GUIDE):

@@ -41,6 +41,7 @@ GROUPS = {
     "readings": "Estimate, simulation, execution by numpy and torch, and traces of them.",
     "proofs": "Checks of plans, programs and algorithms.",
     "torch": "Products and resharding of DTensors and of local shards.",
+    "jax": "Products of sharded jax arrays.",
     "pictures": "Timelines of traces.",
     "measurement": "The lab, and what DTensor moves.",
     "errors": "What a user can cause and mend.",
@@ -137,6 +138,7 @@ def _write(page: Path, text: str) -> None:
 
 
 def main() -> int:
+    """Build the site. Returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     stage()
     config = load_config(str(config_path()), strict=True)
