@@ -36,7 +36,8 @@ def test_tables_of_measurements_are_generated(name: str) -> None:
 
 
 def test_the_readme_is_one_screen() -> None:
-    assert len(README.splitlines()) <= 75
+    seen = re.sub(r"<!--.*?-->\n", "", README, flags=re.DOTALL)
+    assert len(seen.splitlines()) <= 75
 
 
 def test_the_picture_says_what_was_simulated() -> None:
