@@ -24,6 +24,7 @@ from meshweave.execute.torch.call_order import BoundCall, bound_call, share_refu
 from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.graphs import CapturedRun, check_graph
 from meshweave.execute.torch.issue import Execute, one_order, thread_per_lane
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, Staging
@@ -167,6 +168,7 @@ def bind(
     update_order: UpdateOrder = "fixed",
     num_threads: int | None = None,
     products: Products = "library",
+    graph: bool = False,
 ) -> BoundProgram:
     """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
 
@@ -199,6 +201,8 @@ def bind(
         products: "tracked" runs the regions of each released product of a program with `memory` in one Triton
             kernel that counts its tiles, and updates by atomic additions in order of arrival; see `execute.cuda`.
             "library" runs each product as a call of torch.
+        graph: capture what a run issues into a CUDA graph at the second run, and replay it since. Not for programs
+            with one-sided ops or `trace`; `calls` must be fit for capture.
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
@@ -223,6 +227,7 @@ def bind(
             update_order,
             num_threads,
             products,
+            graph,
         )
 
 
@@ -239,6 +244,7 @@ def _bound(
     update_order: UpdateOrder,
     num_threads: int | None,
     products: Products,
+    graph: bool,
 ) -> BoundProgram:
     """Return the bound program of `bind`, which documents the arguments."""
     mode = _checked_mode(program, rank, context, mode, order)
@@ -250,6 +256,8 @@ def _bound(
         program, rank, memory is not None, context.shares_groups, in_arrival_order, tracks
     )
     ops = analysis.ops
+    if graph:
+        check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
     check_tensors(analysis, tensors, context.device)
     _check_serial(program)
     remote = (
@@ -279,6 +287,8 @@ def _bound(
         execute = one_order(context, analysis, actions, order, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
+    if graph:
+        execute = CapturedRun(execute, context.device)
     execute = remote.between_fences(execute) if remote else execute
     if context.waits is not None:
         execute = context.waits.around_run(execute)
