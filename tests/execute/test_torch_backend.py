@@ -21,7 +21,8 @@ from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.groups import assign_channels, group_keys  # noqa: E402
-from meshweave.execute.torch.lanes import Streams, cross_lane_waits  # noqa: E402
+from meshweave.execute.torch.lanes import cross_lane_waits  # noqa: E402
+from meshweave.execute.torch.streams import Streams  # noqa: E402
 from meshweave.execute.torch.views import Staging, StridedView, bind_view, empty_in_order  # noqa: E402
 from meshweave.execute.torch.wire import wire_orders  # noqa: E402
 from meshweave.ir.analysis.dataflow import analyse  # noqa: E402

@@ -1,37 +1,224 @@
-"""The product that counts its tiles, in Triton's interpreter, against the dense one."""
+"""Products that count their tiles, in Triton's interpreter: alone, and in the programs of fused products."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+from cuda_world import ENV, needs_cuda, places  # noqa: E402
+
+from meshweave.algorithms.fused import AllGatherAtConsumer, RingReduceScatter, Tiles  # noqa: E402
+from meshweave.execute.cuda.regions import tracked_regions  # noqa: E402
+from meshweave.execute.cuda.tiling import Block, block_of, tiles_of_region  # noqa: E402
+from meshweave.execute.memory.shared import lacks  # noqa: E402
+from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.execute.torch.analysis import RankAnalysis  # noqa: E402
+from meshweave.execute.torch.bind import bind  # noqa: E402
+from meshweave.ir.program.ops import Release  # noqa: E402
+
+HERE = Path(__file__).parent
+INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
+needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        Release(),
+        Release(first=3),
+        Release((), "columns", 2),
+        Release((), "rows"),
+        Release((5, 7), "columns", 1),
+        Release((40, 70), "rows", 1),
+    ],
+)
+def test_tiles_cover_a_region_once_and_fit_a_block(release: Release) -> None:
+    rows, columns = 83, 100
+    block = block_of([(rows, columns, release)], 24, 4)
+    covered = torch.zeros(rows, columns, dtype=torch.int32)
+    listed = tiles_of_region(rows, columns, release, Block(16, 32, 16) if not release.tile else block)
+    for (top, bottom), (left, right) in listed:
+        assert bottom - top <= max(block.rows, 16) and right - left <= max(block.columns, 32)
+        covered[top:bottom, left:right] += 1
+    assert bool((covered == 1).all())
+
+
+def test_tiles_come_in_the_order_that_a_release_names() -> None:
+    block = Block(16, 16, 16)
+    assert tiles_of_region(4, 4, Release((2, 2), "columns", 1), block) == [
+        ((2, 4), (0, 2)),
+        ((0, 2), (2, 4)),
+        ((2, 4), (2, 4)),
+        ((0, 2), (0, 2)),
+    ]
+    assert tiles_of_region(4, 40, Release((4, 20), "rows"), block)[:2] == [
+        ((0, 4), (0, 16)),
+        ((0, 4), (16, 20)),
+    ]
+
+
+def test_every_region_has_a_counter_where_its_tiles_go() -> None:
+    problem = next(iter(RingReduceScatter().examples()))
+    regions = tracked_regions(RingReduceScatter().program(problem, Tiles()))
+    assert len(regions.counter_of) == 16 and len(set(regions.counter_of.values())) == 16
+    for rank in range(4):
+        own = [holder for (at, _), (holder, _) in regions.counter_of.items() if at == rank]
+        assert own == [(rank + 1) % 4, rank, rank, rank]  # the first one is stored in the neighbour's memory
+    assert regions.num_counters == 4
+
+
+def test_an_op_waits_for_regions_by_their_counters_and_not_for_the_kernel() -> None:
+    problem = next(iter(RingReduceScatter().examples()))
+    program = RingReduceScatter().program(problem, Tiles())
+    tracked = RankAnalysis(program, 1, True, True, True, True)
+    library = RankAnalysis(program, 1, True, True, True)
+    assert tracked.regions is not None and library.regions is None
+    puts = [index for index, bound in enumerate(tracked.ops) if bound.op.kind == "put"]
+    assert len(puts) == 2
+    for index in puts:
+        local = [node for node in tracked.awaited_regions[index] if node[0] == 1]
+        assert len(local) == 1 and local[0][1] in library.edges[index]
+        assert local[0][1] not in tracked.edges[index]
+
 
 CHECK = """
-import torch
-from meshweave.execute.cuda.tracked_product import tracked_product
+import itertools, sys, torch
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.cuda.kernels import accumulate
+from meshweave.execute.cuda.tiling import Block
+from meshweave.execute.cuda.tracked_product import Region, TrackedProduct
+from meshweave.ir.program.ops import Release
 generator = torch.Generator().manual_seed(0)
-for dtype in (torch.float16, torch.float32):  # its bf16 products are wrong (Triton 3.9)
-    for (m, n, k), regions, adds in (((48, 40, 24), 3, False), ((32, 16, 33), 2, True), ((64, 33, 16), 4, True)):
+shapes = ((48, 40, 24), 3, False), ((32, 16, 33), 2, True), ((64, 33, 16), 4, True)
+orders = ((), "", 0), ((), "columns", 1), ((6, 7), "rows", 2), ((40, 50), "columns", 0)
+for which, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
+    for number, (((m, n, k), count, adds), order) in enumerate(itertools.product(shapes, orders)):
+        if (adds and dtype == torch.bfloat16) or (sys.argv[1] == "some" and number % 3 != which):
+            continue
         a = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
         b = torch.randint(-2, 3, (n, k), generator=generator).to(dtype).t()
-        out = torch.ones(m, n) if adds else torch.full((m, n), float("nan"))
-        counters = torch.zeros(regions, dtype=torch.int32)
+        out = torch.full((m, n), 1.0 if adds else float("nan"), dtype=dtype)
+        counters, size = torch.zeros(count, dtype=torch.int32), m // count
+        regions = [
+            Region(a[at : at + size], b, out[at : at + size], counters[at // size], Release(*order, adds))
+            for at in range(m - size, -1, -size)
+        ]
+        product, expected = TrackedProduct(regions, block=Block(16, 16, 16)), a.float() @ b.float()
         for run in (1, 2):
-            block = {"block": (16, 16, 16), "num_programs": 5}
-            tiles = tracked_product(a, b, out, counters, regions - 1, adds=adds, **block)
-            expected = a.float() @ b.float()
-            assert torch.equal(out, run * expected + 1 if adds else expected), (dtype, m, adds)
-            assert counters.tolist() == [run * tiles] * regions, counters
+            product()
+            assert torch.equal(out.float(), run * expected + 1 if adds else expected), (dtype, m, adds, order)
+            assert [int(region.counter) for region in regions] == [run * of for of in product.num_tiles]
+        TrackedProduct(regions, block=Block(16, 16, 16), counts=False)()
+        assert [int(region.counter) for region in regions] == [2 * of for of in product.num_tiles]
+for dtype in (torch.float64, torch.float32, torch.float16, torch.int32, torch.int64):
+    out = torch.ones(20, 300, dtype=dtype)
+    value = torch.arange(12 * 150).reshape(12, 150).remainder(7).to(dtype)
+    accumulate(out[3:15, 1::2], value)
+    accumulate(out[3], torch.full((300,), 2, dtype=dtype))
+    expected = torch.ones(20, 300, dtype=dtype)
+    expected[3:15, 1::2] += value
+    expected[3] += 2
+    assert torch.equal(out, expected), dtype
+try:
+    accumulate(torch.ones(2, 2).bfloat16(), torch.ones(2, 2).bfloat16())
+    raise SystemExit("bfloat16 was added")
+except UnsupportedError:
+    pass
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
-def test_tiles_are_right_and_counted_in_the_interpreter() -> None:
+@needs_triton
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_tiles_are_right_and_counted_in_the_interpreter(which: str) -> None:
     """In a process of its own: the interpreter is chosen when a kernel is defined."""
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", CHECK], env=env, check=True, timeout=120)
+    command = [sys.executable, "-c", CHECK, which]
+    subprocess.run(command, env={**os.environ, **INTERPRETED}, check=True, timeout=240)
+
+
+@pytest.mark.gloo
+@needs_triton
+@needs_shared
+def test_fused_programs_run_their_products_as_kernels_in_the_interpreter() -> None:
+    """The programs that the simulator reads: each entry's orders of tiles; waits of threads, and queued ones."""
+    payload = {"memories": [("shared", "float16"), ("queued", "float32")], "every": 3}
+    assert launch("tracked_rank_functions:cases", 3, payload, env=INTERPRETED, timeout_s=120.0) == [[]] * 3
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@needs_triton
+@needs_shared
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_every_fused_program_in_the_interpreter(num_ranks: int) -> None:
+    payload = {
+        "memories": [(kind, dtype) for kind in ("shared", "queued") for dtype in ("float16", "float32")]
+    }
+    options = {"env": INTERPRETED, "timeout_s": 400.0}
+    assert launch("tracked_rank_functions:cases", num_ranks, payload, **options) == [[]] * num_ranks
+
+
+@pytest.mark.gloo
+@needs_triton
+@needs_shared
+@pytest.mark.parametrize("memory", ["shared", "queued"])
+def test_a_counter_that_never_completes_is_an_error_with_region_and_rank(memory: str) -> None:
+    """Polled by the ranks, and queued as on a stream, where the error comes at the end of the run."""
+    said = launch("tracked_rank_functions:late", 4, {"memory": memory}, env=INTERPRETED, timeout_s=60.0)
+    assert "region acc[" in said[3] and "of rank 3" in said[3] and "rank 2" in said[3], said
+    assert all(said), said
+
+
+@needs_shared
+def test_refusals() -> None:
+    from meshweave.base.errors import BindError
+
+    program = RingReduceScatter().program(next(iter(RingReduceScatter().examples())), Tiles())
+    with pytest.raises(BindError, match="with `memory`"):
+        bind(program, 0, {}, products="tracked")
+    with pytest.raises(BindError, match="'library' or 'tracked'"):
+        bind(program, 0, {}, products="kernel")  # type: ignore[arg-type]
+
+
+def test_regions_that_wait_for_parts_have_a_kernel_each() -> None:
+    """What waits for nothing new joins the kernel before; what waits for a part that arrives begins one."""
+    from meshweave.execute.cuda.regions import launches
+
+    for entry, kernels in ((RingReduceScatter(), [4]), (AllGatherAtConsumer(), [1, 1, 1, 1])):
+        problem = next(iter(entry.examples()))
+        analysis = RankAnalysis(entry.program(problem, Tiles()), 2, True, True, True, True)
+        assert analysis.regions is not None
+        lanes = [bound.op.lane for bound in analysis.ops]
+        needed = [
+            {*(other for other in analysis.edges[index] if lanes[other] != lanes[index])}
+            | {count.counter for count in analysis.completion_counters.to_start.get((2, index), ())}
+            for index in range(len(lanes))
+        ]
+        own = [index for rank, index in analysis.regions.product_of if rank == 2]
+        alike = set(itertools.pairwise(own))
+        found = launches(2, analysis.regions, needed, lanes, alike)
+        assert [len(members) for members in found.members.values()] == kernels
+        assert len(found.joined) == sum(kernels) - len(kernels)
+
+
+@pytest.mark.gpu
+def test_fused_programs_over_symmetric_memory_on_one_device() -> None:
+    needs_cuda()
+    pytest.importorskip("triton")
+    dtypes = ["float32", "float16"]
+    if torch.cuda.get_device_capability() >= (9, 0):
+        dtypes.append("bfloat16")
+    for num_ranks in (3, 4):
+        options = {"env": ENV, "places": places(num_ranks), "timeout_s": 240.0}
+        payload = {"dtypes": dtypes}
+        assert (
+            launch("tracked_rank_functions:cases_on_gpu", num_ranks, payload, **options) == [[]] * num_ranks
+        )

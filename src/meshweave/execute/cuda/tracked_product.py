@@ -1,133 +1,174 @@
-"""A product in Triton that counts the tiles of each region once they are stored (T3: ASPLOS '24, section 4.2).
+"""A product in one kernel that counts the tiles of each region once they are stored (T3: ASPLOS '24, section 4.2).
 
-Programs are persistent: each takes every so many tiles, region after region, in the rank's own order. Operands may
-be bf16, fp16 or fp32, sums are fp32. A tile is stored, or added to memory by atomic adds from the epilogue, and
-then one is added to its region's counter with release semantics over the system: who sees the count sees the tile.
-A stream that waits for a counter (`trigger`) then copies the region with a copy engine.
+Programs of the kernel are persistent: each takes every so many tiles, region after region, in the order in which
+a Program releases them (`ir.program.regions`). Operands are bf16, fp16 or fp32, sums are fp32. A tile is stored,
+or added to memory by atomic additions from the epilogue, here or in another rank's memory. Then one is added to
+its region's counter with release semantics over the system: who sees the count sees the tile. A stream that
+waits for the counter (`trigger`) then sends the region on.
 
-It has been run in Triton's interpreter with fp16 and fp32, and on no GPU. The interpreter of Triton 3.9 gives
-wrong products of bf16, so that bf16 has not been run at all.
+It has run in Triton's interpreter: fp32 and fp16 stored and added, bf16 stored. It has run on no GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.cuda.kernels import INTERPRETED, check_atomic_add, launch_product
+from meshweave.execute.cuda.tiling import Block, block_of, tiles_of_region
+from meshweave.ir.program.ops import Release
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tracked_product(  # type: ignore[no-untyped-def]
-    a: Any,
-    b: Any,
-    out: Any,
-    counters: Any,
-    n: Any,
-    k: Any,
-    a_row: Any,
-    a_column: Any,
-    b_row: Any,
-    b_column: Any,
-    out_row: Any,
-    out_column: Any,
-    region_rows: Any,
-    first: Any,
-    num_regions: Any,
-    num_programs: Any,
-    ADDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    tiles_across = tl.cdiv(n, BLOCK_N)
-    tiles_of_region = tl.cdiv(region_rows, BLOCK_M) * tiles_across
-    for tile in range(tl.program_id(0), num_regions * tiles_of_region, num_programs):
-        place = tile // tiles_of_region
-        region = (first + num_regions - place) % num_regions
-        inside = tile % tiles_of_region
-        row = (inside // tiles_across) * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = (inside % tiles_across) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_row, is_column = row < region_rows, column < n
-        row = region * region_rows + row
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, k, BLOCK_K):
-            depth = start + tl.arange(0, BLOCK_K)
-            left = tl.load(
-                a + row[:, None] * a_row + depth[None, :] * a_column,
-                mask=is_row[:, None] & (depth[None, :] < k),
-                other=0.0,
-            )
-            right = tl.load(
-                b + depth[:, None] * b_row + column[None, :] * b_column,
-                mask=(depth[:, None] < k) & is_column[None, :],
-                other=0.0,
-            )
-            total = tl.dot(left, right, total)
-        target = out + row[:, None] * out_row + column[None, :] * out_column
-        value = total.to(out.dtype.element_ty)
-        if ADDS:
-            tl.atomic_add(
-                target, value, mask=is_row[:, None] & is_column[None, :], sem="relaxed", scope="sys"
-            )
-        else:
-            tl.store(target, value, mask=is_row[:, None] & is_column[None, :])
-        tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
-        tl.atomic_add(counters + region, 1, sem="release", scope="sys")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INTERPRETER_PROGRAMS = 5
 
 
-def tracked_product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    counters: Tensor,
-    first: int,
-    *,
-    adds: bool = False,
-    block: tuple[int, int, int] = (128, 128, 64),
-    num_programs: int | None = None,
-) -> int:
-    """Compute out = a b, or with `adds` out += a b, region by region, and count the tiles of each.
+WHOLE = Release()
 
-    Args:
-        a, b, out: (M, K), (K, N) and (M, N), of any strides; regions are M / len(counters) rows each.
-        counters: int32, one for each region; each grows by the number of tiles that this returns.
-        first: the region that is computed first; those before it follow, downwards and around, as ranks of a ring
-            begin at different ones.
-        adds: add tiles to `out` by atomic adds, also where other ranks do so.
-        block: rows, columns and depth of a tile.
-        num_programs: how many persistent programs; None for one on each multiprocessor.
 
-    Raises:
-        ValueError: rows are no multiple of the number of regions.
+@dataclass(frozen=True)
+class Region:
+    """A region of a product: out = a b, or out += a b where it is released as updates.
+
+    Attributes:
+        a, b, out: (rows, K), (K, columns) and (rows, columns), of any strides; `out` may be another rank's memory.
+        counter: one int32 that grows by the number of tiles; None where nobody waits for the region.
+        release: its tiles, their order and which one is first; tiles and order of the machine where it names none.
     """
-    (m, k), n, num_regions = a.shape, b.shape[1], counters.numel()
-    if m % num_regions:
-        raise ValueError(f"{m} rows are not a multiple of {num_regions} regions")
-    region_rows = m // num_regions
-    tiles = triton.cdiv(region_rows, block[0]) * triton.cdiv(n, block[1])
-    if num_programs is None:
-        num_programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-    num_programs = min(num_programs, tiles * num_regions)
-    _tracked_product[(num_programs,)](
-        a,
-        b,
-        out,
-        counters,
-        n,
-        k,
-        *a.stride(),
-        *b.stride(),
-        *out.stride(),
-        region_rows,
-        first,
-        num_regions,
-        num_programs,
-        ADDS=adds,
-        BLOCK_M=block[0],
-        BLOCK_N=block[1],
-        BLOCK_K=block[2],
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    counter: Tensor | None = None
+    release: Release = WHOLE
+
+
+class TrackedProduct:
+    """One kernel that computes regions one after another; made once, run many times on the same memory."""
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        *,
+        block: Block | None = None,
+        num_programs: int | None = None,
+        counts: bool = True,
+    ) -> None:
+        """Lay out the kernel's tables on the device of the regions.
+
+        Args:
+            regions: in the order in which they are computed; of equal strides, dtypes, K and kind of release.
+            block: None for that of `tiling.BLOCKS`, made smaller to fit the regions and the tiles that they name.
+            num_programs: how many persistent programs; None for one on each multiprocessor.
+            counts: whether tiles are counted; without, it is the same kernel less its counters.
+
+        Raises UnsupportedError for operands that the kernel does not take.
+        """
+        first = regions[0]
+        _check(regions)
+        self.regions, self._device = tuple(regions), first.out.device
+        depth, size = first.a.shape[1], first.a.element_size()
+        shapes = [(*region.out.shape, region.release) for region in regions]
+        self.block = block or block_of(shapes, depth, size)
+        boxes = [
+            tiles_of_region(region.out.shape[0], region.out.shape[1], region.release, self.block)
+            for region in regions
+        ]
+        self.num_tiles = tuple(len(listed) for listed in boxes)
+        """The tiles of each region: what its counter grows by."""
+        rows_of_table = [
+            (number, down[0], across[0], down[1], across[1])
+            for number, listed in enumerate(boxes)
+            for down, across in listed
+        ]
+        addresses = [
+            (
+                (region.a.data_ptr() - first.a.data_ptr()) // size,
+                (region.b.data_ptr() - first.b.data_ptr()) // size,
+                region.out.data_ptr(),
+                0 if region.counter is None else region.counter.data_ptr(),
+            )
+            for region in regions
+        ]
+        self._regions = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        self._tiles = torch.tensor(rows_of_table, dtype=torch.int32, device=self._device)
+        if num_programs is None:
+            num_programs = multiprocessors(self._device)
+        self._grid = max(min(num_programs, len(rows_of_table)), 1)
+        self._constants = {
+            "ADDS": first.release.update,
+            "COUNTS": counts and all(region.counter is not None for region in regions),
+            "WIDENS": INTERPRETED and first.a.dtype == torch.bfloat16,
+            "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            "IS_ALIGNED": _are_aligned(addresses, rows_of_table),
+            "IS_EVEN": all(
+                stop - start == self.block.rows and end - begin == self.block.columns
+                for _, start, begin, stop, end in rows_of_table
+            ),
+            "IS_EVEN_K": depth % self.block.depth == 0,
+            "BLOCK_M": self.block.rows,
+            "BLOCK_N": self.block.columns,
+            "BLOCK_K": self.block.depth,
+            "num_warps": self.block.num_warps,
+            "num_stages": self.block.num_stages,
+        }
+
+    def __call__(self) -> None:
+        """Queue the kernel on the current stream."""
+        first = self.regions[0]
+        launch_product(
+            self._grid,
+            first.a,
+            first.b,
+            first.out,
+            self._regions,
+            self._tiles,
+            len(self._tiles),
+            self._grid,
+            first.a.shape[1],
+            *first.a.stride(),
+            *first.b.stride(),
+            *first.out.stride(),
+            **self._constants,
+        )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of a kernel run at a time."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def share_a_kernel(one: Region, other: Region) -> bool:
+    """Return whether one kernel can compute both regions."""
+    return all(
+        left.stride() == right.stride() and left.dtype == right.dtype
+        for left, right in ((one.a, other.a), (one.b, other.b), (one.out, other.out))
+    ) and (one.a.shape[1], one.release.update) == (other.a.shape[1], other.release.update)
+
+
+def _check(regions: Sequence[Region]) -> None:
+    first = regions[0]
+    for region in regions:
+        (rows, depth), (other_depth, columns) = region.a.shape, region.b.shape
+        assert region.out.shape == (rows, columns) and depth == other_depth, region
+        assert share_a_kernel(first, region), "regions of one kernel are alike"
+    if first.a.dtype not in DTYPES or len({first.a.dtype, first.b.dtype, first.out.dtype}) > 1:
+        raise UnsupportedError(
+            f"a tracked product of {first.a.dtype} and {first.b.dtype} into {first.out.dtype}: "
+            "all must be float32, float16 or bfloat16"
+        )
+    if first.release.update:
+        check_atomic_add(first.out.dtype, first.out.device)
+
+
+def _are_aligned(addresses: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the kernel may take offsets, and where tiles begin, for multiples of 16."""
+    offsets = (value for entry in addresses for value in entry[:2])
+    return all(value % 16 == 0 for value in offsets) and all(
+        value % 16 == 0 for entry in rows for value in entry[1:3]
     )
-    return int(tiles)

@@ -1,38 +1,90 @@
-"""A copy that starts on a GPU when a counter in its memory is there: T3's trigger, with no kernel and no host.
+"""Streams that wait for words in memory, and write them: T3's trigger, with no kernel and no host.
 
-It has never been run: no machine with a GPU was at hand.
+A word is an int32 in memory that the device reaches, also another GPU's where it is symmetric memory. A wait is
+over when the word, taken as a count that may wrap around, is at least a value. What a stream does after it, such
+as a copy by a copy engine, starts then. A write follows all that was queued before: who sees it sees that too.
+
+It has never been run: no machine with a GPU was at hand since it was written.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
 
+_WRAP = 1 << 32
 
-def wait_for_count(stream: Any, counters: Tensor, region: int, count: int) -> None:
-    """Let what is queued on a CUDA stream from here on wait until a region's counter is at least `count`.
 
-    Raises UnsupportedError where the CUDA bindings for Python are missing, or the driver refuses.
-    """
+class Words(Protocol):
+    """What waits for words and writes them: the current stream of a device, or in tests the calling thread."""
+
+    def wait(self, word: Tensor, value: int) -> None:
+        """Let what follows wait until a word is at least `value`."""
+
+    def write(self, word: Tensor, value: int) -> None:
+        """Set a word, after all that came before."""
+
+
+class StreamWords:
+    """Words that the current CUDA stream waits for and writes."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raise UnsupportedError where the CUDA bindings for Python are missing."""
+        if reason := lacks_stream_words():
+            raise UnsupportedError(f"streams wait for words in memory by way of cuda-bindings: {reason}")
+        self._driver, self._device = _driver(), device
+        self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+
+    def wait(self, word: Tensor, value: int) -> None:
+        """Queue a wait on the current stream. Raises UnsupportedError where the driver refuses."""
+        self._queue("wait for", self._driver.cuStreamWaitValue32, word, value, self._at_least)
+
+    def write(self, word: Tensor, value: int) -> None:
+        """Queue a write on the current stream. Raises UnsupportedError where the driver refuses."""
+        self._queue("write", self._driver.cuStreamWriteValue32, word, value, 0)
+
+    def _queue(self, what: str, function: Any, word: Tensor, value: int, flags: int) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        (status,) = function(stream, word.data_ptr(), value % _WRAP, flags)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise UnsupportedError(f"the driver does not let a stream {what} a word in memory: {status}")
+
+
+def lacks_stream_words() -> str:
+    """Return why no stream can wait for a word here; empty where it can."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
     try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise UnsupportedError("a stream waits for a counter by way of cuda-bindings: install them") from None
-    word = counters.data_ptr() + region * counters.element_size()
-    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    (status,) = driver.cuStreamWaitValue32(stream.cuda_stream, word, count, at_least)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise UnsupportedError(f"the driver does not let a stream wait for a counter: {status}")
+        _driver()
+    except Exception as error:  # what it raises where a library is missing differs from version to version
+        return " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+    return ""
 
 
-def copy_when_whole(
-    stream: Any, target: Tensor, region_tensor: Tensor, counters: Tensor, region: int, count: int
-) -> None:
-    """Queue a copy of a region, to a peer's symmetric memory for one, for when its counter is at `count`."""
-    wait_for_count(stream, counters, region, count)
-    with torch.cuda.stream(stream):
-        target.copy_(region_tensor, non_blocking=True)
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    driver.cuDriverGetVersion()  # raises where there is no driver
+    return driver
+
+
+def reached(count: int, value: int) -> bool:
+    """Return whether a word that may have wrapped around is at least `value`."""
+    return (count - value) % _WRAP < _WRAP // 2
+
+
+def copy_when_whole(words: Words, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
+    """Queue a copy of a region on the current stream, for when its counter is at `count`.
+
+    Args:
+        target: where it goes, in a peer's symmetric memory for one; contiguous like `region`, for copy engines.
+    """
+    words.wait(counter, count)
+    target.copy_(region, non_blocking=True)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, MeshweaveError
+from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
@@ -34,11 +34,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Slot:
-    """What a buffer slot needs: its strides are in elements."""
+    """What a buffer slot needs: strides in elements. Counters start at zero, before any rank reaches them."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    starts_at_zero: bool = False
+
+    @classmethod
+    def of_counters(cls, count: int, dtype: torch.dtype = torch.int32) -> Self:
+        """Return what `count` counters need."""
+        return cls((max(count, 1),), (1,), dtype, starts_at_zero=True)
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +126,19 @@ class Window(ABC):
     ) -> Callable[[Sequence[int]], object]:
         """Return what waits until each own flag, which the peer at its place sets, is at least at its value."""
 
+    def await_counts(
+        self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
+        """Return what waits until counters of an own int32 slot are at least at their values.
+
+        They are counted by atomic additions in device memory, each by the peer at its place; see `execute.cuda`.
+        Raises UnsupportedError where the memory has no such counters.
+        """
+        raise UnsupportedError("tiles are counted in memory that ranks map: shared or symmetric")
+
+    def settle(self) -> None:  # noqa: B027 - most windows queue nothing
+        """Wait until all that was queued is done, where waits are queued. Raises as `TorchContext.guard`."""
+
     def flag_at(self, flag: int) -> int:
         """Return the place of a flag in `SIGNALS`."""
         return len(self.groups) + flag
@@ -190,7 +209,7 @@ class RemoteMemory(ABC):
         if self.is_closed:
             raise BindError(f"this {self.kind} memory is closed")
         ranks, sets = tuple(sorted(ranks)), tuple(tuple(sorted(group)) for group in groups)
-        slots = {SIGNALS: Slot((len(groups) + num_flags,), (1,), torch.int64)}
+        slots = {SIGNALS: Slot.of_counters(len(groups) + num_flags, torch.int64)}
         slots.update((key, slot) for key, slot in wanted.items() if key not in given)
         own: dict[Key, Tensor] = {}
 
@@ -203,9 +222,11 @@ class RemoteMemory(ABC):
             for key, slot in slots.items():
                 tensor = block[at : at + slot.num_bytes].view(slot.dtype)
                 own[key] = tensor.as_strided(slot.shape, slot.strides)
+                if slot.starts_at_zero:
+                    own[key].zero_()
                 places.append((key, segment.number, offset + at, own[key]))
                 at += sizes[key]
-            own[SIGNALS].zero_()
+            self.finish_writes()
             for key, tensor in given.items():
                 place = self.locate(tensor, ranks)
                 assert place is not None, key
@@ -234,6 +255,9 @@ class RemoteMemory(ABC):
             for name, at, number, start, shape, strides, dtype in table["places"]
         }
         return self._window(sets, own, remote)
+
+    def finish_writes(self) -> None:  # noqa: B027 - most memories queue nothing
+        """Wait until what this rank wrote is in memory, where writes are queued."""
 
     def room_or_grow(
         self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]

@@ -110,7 +110,7 @@ class InPlaceProgram:
             return torch.mm(a(inputs), b(inputs))
         output = torch.empty(self._shape, dtype=self._dtype, device=inputs[0].device)
         given = (*inputs, output)
-        if self._begin is None or self._end is None:
+        if self._window is None or self._begin is None or self._end is None:
             for step in self._steps:
                 step(given)
             return output
@@ -122,6 +122,7 @@ class InPlaceProgram:
             for step in self._steps:
                 step(given)
             self._end()
+            self._window.settle()
         return output
 
     def _expose(self, exposed: frozenset[str]) -> Window:

@@ -334,7 +334,16 @@ class _SharedWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        mine, places = self.counters[self.rank], [self.flag_at(flag) for flag in flags]
+        return self._await(self.counters[self.rank], [self.flag_at(flag) for flag in flags], peers, what)
+
+    def await_counts(
+        self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
+        return self._await(memoryview(self.own[key].numpy()), places, peers, what)
+
+    def _await(
+        self, mine: memoryview, places: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
         others = sorted({peer for peer in peers if peer != self.rank})
 
         def run(values: Sequence[int]) -> None:

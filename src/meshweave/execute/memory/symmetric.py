@@ -1,16 +1,19 @@
 """CUDA symmetric memory: a remote view is a tensor on this device, a get is one copy by this device's kernels.
 
-Has run with ranks that share one GPU, and not between GPUs.
+Ranks are processes of one host. Where streams can wait for words in memory (`stream_window`), fences, flags and
+sums are queued on streams, and the host waits once a run. Elsewhere fences, flags and locks of updates are those
+of `shared` memory, on the host, each after the stream that it stands in has been waited for. Either way every
+wait has its deadline and names the rank that it waits for. Several ranks share a device where
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1.
 
-Ranks are processes of one host. Fences, flags and the locks of updates are those of `shared` memory, on the host,
-each after the stream that it stands in has been waited for: so every wait has its deadline and names the rank it
-waits for, which a barrier on the device could not. What that costs is a wait of the host per fence and update.
-Several ranks share a device where TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1.
+With waits on the host it has run with ranks that share one GPU, and not between GPUs; with waits of streams it
+has not run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.execute.cuda.trigger import StreamWords, lacks_stream_words
 from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Slot, Window
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.memory.shared import COMBINE, SharedMemory
+from meshweave.execute.memory.stream_window import WORDS, DeviceQueue, StreamWindow, num_words
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
@@ -40,6 +45,8 @@ class SymmetricMemory(RemoteMemory):
     kind: ClassVar[str] = "symmetric"
 
     host: SharedMemory | None = None
+    queue: DeviceQueue | None = None
+    """What streams wait by; None where the host waits."""
     _tensors: dict[tuple[tuple[int, ...], int], tuple[Tensor, Any]] = field(default_factory=dict)
     _name_of: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
@@ -60,7 +67,13 @@ class SymmetricMemory(RemoteMemory):
             raise UnsupportedError("symmetric memory needs a process group: initialise torch.distributed")
         compat.symmetric_memory()
         host = SharedMemory.open(context, 1 << 16)
-        return cls(context, host.rank, host.num_ranks, pool_bytes, host=host)
+        _, lacking = host.together(
+            range(host.num_ranks), "all ranks to say whether their streams wait", lacks_stream_waits
+        )
+        queue = None
+        if not any(lacking.values()):
+            queue = DeviceQueue(context.device, StreamWords(context.device))
+        return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
     def expose(
         self,
@@ -74,6 +87,8 @@ class SymmetricMemory(RemoteMemory):
         """Return a window for a program on `ranks`, whose signals are in host memory. Raises as the base does."""
         assert self.host is not None
         self._signals = self.host.expose(ranks, {}, {}, groups, num_flags, what)
+        if self.queue is not None:
+            wanted = {**wanted, WORDS: Slot.of_counters(num_words(groups, num_flags))}
         with torch.cuda.device(self.context.device):
             window = super().expose(ranks, wanted, given, groups, num_flags, what)
         torch.cuda.synchronize(self.context.device)
@@ -146,15 +161,28 @@ class SymmetricMemory(RemoteMemory):
         remote: Mapping[tuple[int, Key], RemoteSlot],
     ) -> Window:
         assert self._signals is not None
-        window = _SymmetricWindow(self.rank, groups, own, remote, self, self._signals)
+        window: Window = _SymmetricWindow(self.rank, groups, own, remote, self, self._signals)
+        if self.queue is not None:
+            window = StreamWindow(self.rank, groups, own, remote, self.context, self.queue, window)
         for segment, offset, size in self._taken:
             weakref.finalize(window, segment.give_back, offset, size)
         self._taken.clear()
         return window
 
+    def finish_writes(self) -> None:
+        """Wait until all that was queued on the device is done."""
+        torch.cuda.synchronize(self.context.device)
+
     def wait_for_stream(self) -> None:
         """What is queued on the current stream is done."""
         torch.cuda.current_stream(self.context.device).synchronize()
+
+
+def lacks_stream_waits() -> str:
+    """Return why fences, flags and sums cannot be queued on streams here; empty where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return lacks_stream_words()
 
 
 @dataclass(frozen=True)

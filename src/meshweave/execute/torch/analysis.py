@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshweave.execute.cuda.regions import TrackedRegions, tracked_regions
 from meshweave.execute.torch.counters import CompletionCounters, completion_counters
 from meshweave.execute.torch.groups import assign_channels
 from meshweave.execute.torch.one_sided import fence_groups, without_fences
@@ -17,6 +18,7 @@ from meshweave.ir.analysis.edges import (
     local_edges,
     write_edges,
 )
+from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import BoundOp, Buffer, Program
 
 
@@ -28,6 +30,7 @@ class RankAnalysis:
         has_memory: whether a remote memory carries the one-sided ops and fences of the program.
         shares_groups: whether lanes may share process groups.
         in_arrival_order: whether updates of the same elements may be made in the order in which they arrive.
+        tracks: whether released products run as kernels that count their tiles.
     """
 
     program: Program
@@ -35,6 +38,7 @@ class RankAnalysis:
     has_memory: bool
     shares_groups: bool
     in_arrival_order: bool = False
+    tracks: bool = False
 
     @cached_property
     def ops(self) -> tuple[BoundOp, ...]:
@@ -65,13 +69,43 @@ class RankAnalysis:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the earlier ops that it must wait for."""
+        """For each op the earlier ops that it must wait for, less regions, which count their tiles."""
+        if self.regions is None:
+            return self._all_edges
+        return tuple(
+            tuple(other for other in earlier if other not in counted)
+            for earlier, counted in zip(self._all_edges, self._local_regions, strict=True)
+        )
+
+    @cached_property
+    def _all_edges(self) -> tuple[tuple[int, ...], ...]:
         return local_edges(self.ops, self.exposed, self._conflicts)
 
     @cached_property
     def write_edges(self) -> tuple[tuple[int, ...], ...]:
         """For each op the earlier ops that must end before its results may be written."""
         return write_edges(self._conflicts)
+
+    # -- products that count their tiles ---------------------------------------------------------------------
+
+    @cached_property
+    def regions(self) -> TrackedRegions | None:
+        """The regions of released products that run as kernels; None where all products are those of a library."""
+        return tracked_regions(self.program) if self.tracks and self.is_one_sided else None
+
+    @cached_property
+    def _local_regions(self) -> list[tuple[int, ...]]:
+        assert self.regions is not None
+        return self.regions.local(self.rank, self._all_edges, [bound.op.lane for bound in self.ops])
+
+    @cached_property
+    def awaited_regions(self) -> list[tuple[Node, ...]]:
+        """For each op the regions in other lanes and ranks whose counters it waits for."""
+        assert self.regions is not None
+        return [
+            (*((self.rank, other) for other in local), *self.regions.remote.get((self.rank, index), ()))
+            for index, local in enumerate(self._local_regions)
+        ]
 
     # -- process groups --------------------------------------------------------------------------------------
 
@@ -100,4 +134,5 @@ class RankAnalysis:
     @cached_property
     def completion_counters(self) -> CompletionCounters:
         """The counters by which released remote writes and updates say that they are complete."""
-        return completion_counters(self.program, in_arrival_order=self.in_arrival_order)
+        counted = () if self.regions is None else self.regions.counter_of
+        return completion_counters(self.program, in_arrival_order=self.in_arrival_order, but=counted)

@@ -6,6 +6,7 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, ProgramError, did_you_mean
+from meshweave.base.errors import BindError, ProgramError, UnsupportedError, did_you_mean
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.ranks.agreement import agree_once
@@ -23,6 +24,7 @@ from meshweave.execute.torch.call_order import BoundCall, bound_call, share_refu
 from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.graphs import CapturedRun, check_graph
 from meshweave.execute.torch.issue import Execute, one_order, thread_per_lane
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, Staging
@@ -35,6 +37,7 @@ from meshweave.trace import Span, Trace
 
 Mode = Literal["threads", "linear"]
 UpdateOrder = Literal["fixed", "arrival"]
+Products = Literal["library", "tracked"]
 
 
 class BoundProgram:
@@ -164,6 +167,8 @@ def bind(
     memory: RemoteMemory | None = None,
     update_order: UpdateOrder = "fixed",
     num_threads: int | None = None,
+    products: Products = "library",
+    graph: bool = False,
 ) -> BoundProgram:
     """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
 
@@ -193,6 +198,11 @@ def bind(
             gives the same bits, or "arrival", which waits less.
         num_threads: the threads that each product runs on, None for those that torch has. Ranks that compute the
             same product get the same bits for certain only on as many threads.
+        products: "tracked" runs the regions of each released product of a program with `memory` in one Triton
+            kernel that counts its tiles, and updates by atomic additions in order of arrival; see `execute.cuda`.
+            "library" runs each product as a call of torch.
+        graph: capture what a run issues into a CUDA graph at the second run, and replay it since. Not for programs
+            with one-sided ops or `trace`; `calls` must be fit for capture.
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
@@ -205,7 +215,19 @@ def bind(
     # What is bound outlives the call, and later ones may be outside inference mode.
     with share_refusal(context, program.ranks, f"program {program.name}"), torch.inference_mode(False):
         return _bound(
-            program, rank, tensors, context, calls, mode, order, trace, memory, update_order, num_threads
+            program,
+            rank,
+            tensors,
+            context,
+            calls,
+            mode,
+            order,
+            trace,
+            memory,
+            update_order,
+            num_threads,
+            products,
+            graph,
         )
 
 
@@ -221,18 +243,25 @@ def _bound(
     memory: RemoteMemory | None,
     update_order: UpdateOrder,
     num_threads: int | None,
+    products: Products,
+    graph: bool,
 ) -> BoundProgram:
     """Return the bound program of `bind`, which documents the arguments."""
     mode = _checked_mode(program, rank, context, mode, order)
     if update_order not in get_args(UpdateOrder):
         raise BindError(f"update_order is {update_order!r}; it must be 'fixed' or 'arrival'")
-    in_arrival_order = update_order == "arrival"
-    analysis = RankAnalysis(program, rank, memory is not None, context.shares_groups, in_arrival_order)
+    tracks = _checked_products(products, memory)
+    in_arrival_order = tracks or update_order == "arrival"
+    analysis = RankAnalysis(
+        program, rank, memory is not None, context.shares_groups, in_arrival_order, tracks
+    )
     ops = analysis.ops
+    if graph:
+        check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
     check_tensors(analysis, tensors, context.device)
     _check_serial(program)
     remote = (
-        OneSidedAccess(memory, context, analysis, tensors)
+        _access(tracks)(memory, context, analysis, tensors)
         if memory is not None and analysis.exposed
         else None
     )
@@ -258,6 +287,8 @@ def _bound(
         execute = one_order(context, analysis, actions, order, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
+    if graph:
+        execute = CapturedRun(execute, context.device)
     execute = remote.between_fences(execute) if remote else execute
     if context.waits is not None:
         execute = context.waits.around_run(execute)
@@ -276,6 +307,27 @@ def _bind_ops(
         return [local_or_matched(bound) for bound in ops]
     remote.set_binder(binder)
     return [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
+
+
+def _checked_products(products: Products, memory: RemoteMemory | None) -> bool:
+    """Return whether released products count their tiles. Raises what `bind` does where that cannot be."""
+    if products not in get_args(Products):
+        raise BindError(f"products is {products!r}; it must be 'library' or 'tracked'")
+    if products == "tracked" and memory is None:
+        raise BindError("tracked products are those of a program with `memory`: give one")
+    if products == "tracked" and importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "tracked products are kernels of Triton, which is not installed: pip install triton"
+        )
+    return products == "tracked"
+
+
+def _access(tracks: bool) -> type[OneSidedAccess]:
+    if not tracks:
+        return OneSidedAccess
+    from meshweave.execute.cuda.access import TrackedAccess
+
+    return TrackedAccess
 
 
 def _checked_mode(

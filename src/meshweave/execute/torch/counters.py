@@ -8,7 +8,7 @@ its counters has come to the tiles that its lane writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from meshweave.ir.analysis.edges import is_tracked, tracked_edges
@@ -58,8 +58,12 @@ class CompletionCounters:
         return 1 + max((counter for _, counter in self.totals), default=-1)
 
 
-def completion_counters(program: Program, *, in_arrival_order: bool = False) -> CompletionCounters:
+def completion_counters(
+    program: Program, *, in_arrival_order: bool = False, but: Container[Node] = ()
+) -> CompletionCounters:
     """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
+
+    Writes in `but` are counted elsewhere.
 
     A region has a counter for each lane that writes to it, and is whole when each has counted all its tiles. The
     updates that a lane makes in a rank's memory have one counter together: each waits for a number of them.
@@ -81,7 +85,7 @@ def completion_counters(program: Program, *, in_arrival_order: bool = False) -> 
 
     def by_lane(nodes: Sequence[Node]) -> dict[tuple[int, str], list[Node]]:
         lanes: dict[tuple[int, str], list[Node]] = {}
-        for node in sorted(nodes):
+        for node in sorted(node for node in nodes if node not in but):
             lanes.setdefault((node[0], ops[node[0]][node[1]].op.lane), []).append(node)
         return lanes
 

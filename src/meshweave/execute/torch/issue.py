@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from meshweave.base.errors import BindError
 from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.lanes import EarlyPost, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch.lanes import EarlyPost, LaneRun, cross_lane_waits
+from meshweave.execute.torch.streams import Streams
 from meshweave.execute.torch.views import Action, ActionSequence
 from meshweave.execute.torch.wire import MessageExchange
 from meshweave.ir.program import BoundOp

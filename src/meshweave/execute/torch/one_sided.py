@@ -95,6 +95,7 @@ class OneSidedAccess:
             tensor = tensors.get(buffer.name)
             if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
                 given[buffer.name, 0] = tensor.detach()
+        wanted.update(self.own_slots(analysis))
         num_flags = self._counters.num_counters()
         self._groups = analysis.fence_groups
         what = f"program {program.name}"
@@ -103,6 +104,10 @@ class OneSidedAccess:
         self._begin = self._window.fence(0, f"all ranks to begin program {program.name}")
         self._end = self._window.fence(0, f"all ranks to end program {program.name}")
         self._run = 0
+
+    def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
+        """Return what this rank sets aside beside the program's buffers."""
+        return {}
 
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
         """Return `execute` between a fence of all ranks before and one after."""
@@ -117,6 +122,7 @@ class OneSidedAccess:
             result = execute()
             with lane_threads.reserve():
                 self._end()
+                self._window.settle()
             return result
 
         return run

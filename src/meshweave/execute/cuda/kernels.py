@@ -1,0 +1,190 @@
+"""The Triton kernels of track and trigger: a product that counts its tiles, and an atomic addition.
+
+In Triton's interpreter (TRITON_INTERPRET=1) kernels run on tensors of a CPU. Two things differ in Triton 3.9.
+Its `tl.dot` multiplies the bits of bf16 operands as integers: they are widened to fp32 first, which is exact. It
+has no atomic addition of bf16, which a GPU has from compute capability 9.0 on.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshweave.base.errors import UnsupportedError
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on a CPU: as it was when this module was imported."""
+
+_ADDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+_ADD_BLOCK = (8, 256)
+
+_one_at_a_time: Any = threading.Lock() if INTERPRETED else nullcontext()  # the interpreter has global state
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tracked_product(  # type: ignore[no-untyped-def]
+    a: Any,
+    b: Any,
+    like: Any,
+    regions: Any,
+    tiles: Any,
+    num_tiles: Any,
+    num_programs: Any,
+    k: Any,
+    a_row: Any,
+    a_column: Any,
+    b_row: Any,
+    b_column: Any,
+    out_row: Any,
+    out_column: Any,
+    ADDS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    WIDENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute the tiles of a table, every so many of them in one program.
+
+    Args:
+        like: a pointer to the dtype of the results.
+        regions: int64 (regions, 4): offsets of the operands from `a` and `b` in elements, addresses of the result
+            and of the counter.
+        tiles: int32 (tiles, 5): region, first row and column in it, and the row and column after the last.
+        IS_ALIGNED: offsets and first rows and columns are multiples of 16.
+        IS_EVEN, IS_EVEN_K: tiles are whole blocks; k is a multiple of BLOCK_K.
+    """
+    for number in range(tl.program_id(0), num_tiles, num_programs):
+        tile = tiles + 5 * number
+        region = regions + 4 * tl.load(tile).to(tl.int64)
+        first_row, first_column = tl.load(tile + 1), tl.load(tile + 2)
+        a_first, b_first = tl.load(region), tl.load(region + 1)
+        if IS_ALIGNED:
+            first_row, first_column = tl.multiple_of(first_row, 16), tl.multiple_of(first_column, 16)
+            a_first, b_first = tl.multiple_of(a_first, 16), tl.multiple_of(b_first, 16)
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        is_row, is_column = row < tl.load(tile + 3), column < tl.load(tile + 4)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        left_at = a + a_first + row[:, None].to(tl.int64) * a_row
+        right_at = b + b_first + column[None, :].to(tl.int64) * b_column
+        for start in range(0, k, BLOCK_K):
+            depth = start + tl.arange(0, BLOCK_K)
+            if IS_EVEN and IS_EVEN_K:
+                left = tl.load(left_at + depth[None, :] * a_column)
+                right = tl.load(right_at + depth[:, None] * b_row)
+            else:
+                is_left, is_right = (
+                    is_row[:, None] & (depth[None, :] < k),
+                    (depth[:, None] < k) & is_column[None, :],
+                )
+                left = tl.load(left_at + depth[None, :] * a_column, mask=is_left, other=0.0)
+                right = tl.load(right_at + depth[:, None] * b_row, mask=is_right, other=0.0)
+            if WIDENS:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+        out = tl.load(region + 2).to(tl.pointer_type(like.dtype.element_ty))
+        target = out + row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
+        value = total.to(like.dtype.element_ty)
+        is_result = is_row[:, None] & is_column[None, :]
+        if ADDS:
+            tl.atomic_add(target, value, mask=is_result, sem="relaxed", scope="sys")
+        else:
+            tl.store(target, value, mask=is_result)
+        if COUNTS:
+            tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
+            counter = tl.load(region + 3).to(tl.pointer_type(tl.int32))
+            tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _accumulate(  # type: ignore[no-untyped-def]
+    out: Any,
+    value: Any,
+    rows: Any,
+    columns: Any,
+    num_programs: Any,
+    out_row: Any,
+    out_column: Any,
+    value_row: Any,
+    value_column: Any,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add a matrix to another by atomic additions, every so many blocks in one program."""
+    blocks_across = tl.cdiv(columns, BLOCK_N)
+    for number in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks_across, num_programs):
+        row = (number // blocks_across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        column = (number % blocks_across) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_inside = (row[:, None] < rows) & (column[None, :] < columns)
+        term = tl.load(value + row[:, None] * value_row + column[None, :] * value_column, mask=is_inside)
+        target = out + row[:, None] * out_row + column[None, :] * out_column
+        tl.atomic_add(target, term, mask=is_inside, sem="relaxed", scope="sys")
+
+
+def lacks_atomic_add(dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a dtype cannot be added to memory atomically on a device; empty where it can."""
+    if dtype not in _ADDED:
+        return f"kernels add no {dtype} to memory atomically"
+    if dtype != torch.bfloat16:
+        return ""
+    if INTERPRETED:
+        return "Triton's interpreter adds no bfloat16 to memory atomically"
+    is_old = torch.cuda.get_device_capability(device) < (9, 0)
+    return "bfloat16 is added to memory atomically from compute capability 9.0 on" if is_old else ""
+
+
+def check_atomic_add(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UnsupportedError where a dtype cannot be added to memory atomically on a device."""
+    if reason := lacks_atomic_add(dtype, device):
+        raise UnsupportedError(reason)
+
+
+def accumulate(out: Tensor, value: Tensor, num_programs: int = 16) -> None:
+    """Queue out += value on the current stream, each element by one atomic addition over the system.
+
+    Others may add to the same elements at the same time: in other kernels, streams, processes and GPUs.
+
+    Args:
+        out, value: of one shape, up to two dims, and one dtype, of any strides.
+        num_programs: most blocks of threads that it takes from the products that run beside it.
+
+    Raises UnsupportedError for dtypes without atomic additions.
+    """
+    check_atomic_add(out.dtype, out.device)
+    assert out.shape == value.shape and out.dtype == value.dtype and out.ndim <= 2, (out.shape, value.shape)
+    if not out.numel():
+        return
+    matrix, term = (
+        one.reshape(1, 1) if one.ndim == 0 else one.unsqueeze(0) if one.ndim == 1 else one
+        for one in (out, value)
+    )
+    blocks = triton.cdiv(matrix.shape[0], _ADD_BLOCK[0]) * triton.cdiv(matrix.shape[1], _ADD_BLOCK[1])
+    grid = min(num_programs, blocks)
+    with _one_at_a_time:
+        _accumulate[(grid,)](
+            matrix,
+            term,
+            *matrix.shape,
+            grid,
+            *matrix.stride(),
+            *term.stride(),
+            BLOCK_M=_ADD_BLOCK[0],
+            BLOCK_N=_ADD_BLOCK[1],
+        )
+
+
+def launch_product(grid: int, *arguments: Any, **constants: Any) -> None:
+    """Queue the tracked product on the current stream, in `grid` programs; see `_tracked_product`."""
+    with _one_at_a_time:
+        _tracked_product[(grid,)](*arguments, **constants)

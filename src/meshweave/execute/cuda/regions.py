@@ -1,0 +1,149 @@
+"""Which products of a program run as kernels that count their tiles, by which counters, and who waits for them.
+
+A region of a product is a `matmul` that releases its result (`ir.program.regions`). It has one counter, in the
+memory of the rank that its tiles are stored to: that is where everybody is who waits for it, the ops of that
+rank that touch the region. Regions of a lane that follow one another and wait for nothing new run in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshweave.ir.analysis.edges import tracked_edges
+from meshweave.ir.analysis.matching import Node, match
+from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.ops import Matmul, Op
+from meshweave.ir.program.views import Range
+
+
+@dataclass(frozen=True)
+class TrackedRegions:
+    """The regions of a program.
+
+    Attributes:
+        counter_of: by region the rank that has its counter, and the counter's number there.
+        product_of: by region all regions of its product.
+        remote: by op the regions of other ranks that it waits for.
+        num_counters: the most counters of any rank.
+    """
+
+    counter_of: Mapping[Node, tuple[int, int]]
+    product_of: Mapping[Node, tuple[Node, ...]]
+    remote: Mapping[Node, tuple[Node, ...]]
+    num_counters: int
+
+    def local(self, rank: int, edges: Sequence[Iterable[int]], lanes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return by op of a rank the regions of other lanes of that rank that it waits for.
+
+        Args:
+            edges: by op the earlier ops that it waits for.
+            lanes: by op its lane.
+        """
+        return [
+            tuple(
+                other
+                for other in earlier
+                if (rank, other) in self.counter_of and lanes[other] != lanes[index]
+            )
+            for index, earlier in enumerate(edges)
+        ]
+
+
+def tracked_regions(program: Program) -> TrackedRegions:
+    """Return the regions of a program on all of its ranks."""
+    counter_of: dict[Node, tuple[int, int]] = {}
+    product_of: dict[Node, tuple[Node, ...]] = {}
+    num_counters: dict[int, int] = {}
+    for rank, ops in program.ops_by_rank.items():
+        for product in _products(ops):
+            nodes = tuple((rank, index) for index in product)
+            product_of.update(dict.fromkeys(nodes, nodes))
+            for node in nodes:
+                holder = ops[node[1]].op.writes[0].rank
+                holder = rank if holder is None else holder
+                assert isinstance(holder, int)
+                number = num_counters.get(holder, 0)
+                num_counters[holder] = number + 1
+                counter_of[node] = holder, number
+    remote = {
+        later: nodes
+        for later, earlier in tracked_edges(match(program)).items()
+        if (nodes := tuple(node for node in earlier if node in counter_of))
+    }
+    return TrackedRegions(counter_of, product_of, remote, max(num_counters.values(), default=0))
+
+
+def is_region(op: Op) -> bool:
+    """Return whether an op is a region of a product: a released one of two dims, all of whose views are boxes."""
+    return (
+        isinstance(op, Matmul)
+        and op.release is not None
+        and not op.accumulate
+        and all(
+            len(view.selectors) == 2 and all(isinstance(selector, Range) for selector in view.selectors)
+            for view in (op.out, op.a, op.b)
+        )
+    )
+
+
+def _products(ops: Sequence[BoundOp]) -> list[list[int]]:
+    """Return the regions of each product of a rank, which follow one another in a lane."""
+    products: list[list[int]] = []
+    last: dict[str, list[int] | None] = {}
+    for index, bound in enumerate(ops):
+        op = bound.op
+        if not is_region(op):
+            last[op.lane] = None
+            continue
+        assert isinstance(op, Matmul) and op.release is not None
+        product = last.get(op.lane) if op.release.joins else None
+        if product is None:
+            product = []
+            products.append(product)
+        product.append(index)
+        last[op.lane] = product
+    return products
+
+
+@dataclass
+class Launches:
+    """The kernels of one rank: which regions each computes."""
+
+    members: dict[int, list[int]] = field(default_factory=dict)
+    """By the first region of a kernel, all of its regions."""
+    joined: set[int] = field(default_factory=set)
+    """The regions that are not the first of their kernel."""
+
+
+def launches(
+    rank: int,
+    regions: TrackedRegions,
+    waits: Sequence[Container[object]],
+    lanes: Sequence[str],
+    alike: Container[tuple[int, int]],
+) -> Launches:
+    """Return the kernels of a rank: a region joins the one before where its lane waited for all it needs.
+
+    Args:
+        waits: by op what it waits for in other lanes and ranks.
+        lanes: by op its lane.
+        alike: pairs of regions that one kernel can compute.
+    """
+    found = Launches()
+    seen: dict[str, set[object]] = {}
+    kernel_of: dict[int, list[int]] = {}
+    for index, lane in enumerate(lanes):
+        known, needed = seen.setdefault(lane, set()), set(waits[index])  # type: ignore[call-overload]
+        if (rank, index) in regions.product_of:
+            product = [of for _, of in regions.product_of[rank, index]]
+            place = product.index(index)
+            before = product[place - 1] if place else None
+            if before is not None and needed <= known and (before, index) in alike:
+                kernel_of[index] = kernel_of[before]
+                kernel_of[index].append(index)
+                found.joined.add(index)
+            else:
+                kernel_of[index] = found.members[index] = [index]
+        known |= needed
+    return found

@@ -1,0 +1,105 @@
+"""The tiles that a tracked product computes: how large they are, and in which order.
+
+A Program's release says how large the tiles of a region are, in which order they come and which one is first.
+What it leaves open is the machine's. All ranks know the tiles of every rank: who waits for a region knows their
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.ir.program.ops import Matmul, Release
+from meshweave.lower.tiles import Box, tiles
+
+_GROUP = (
+    8  # block rows that are walked together where the order is the machine's, so that operands stay in cache
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tile of a program of the kernel: rows, columns and depth; and how Triton compiles it."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def fitted(self, rows: int, columns: int, depth: int) -> Block:
+        """Return the block made smaller to what it covers, in powers of two from 16 on."""
+
+        def least(size: int, most: int) -> int:
+            return min(most, max(16, 1 << (size - 1).bit_length()))
+
+        return replace(
+            self,
+            rows=least(rows, self.rows),
+            columns=least(columns, self.columns),
+            depth=least(depth, self.depth),
+        )
+
+
+BLOCKS = {2: Block(128, 256, 64), 4: Block(128, 128, 32)}
+"""By the bytes of an element: what Triton's own persistent products take on an H100."""
+
+
+def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> list[Box]:
+    """Return the tiles of a region, each within one block, in the order in which they are computed.
+
+    A tile that the release names and that is larger than a block is computed as several, row by row.
+    """
+    if release.tile:
+        return [
+            ((top + down[0], top + down[1]), (left + across[0], left + across[1]))
+            for (top, bottom), (left, right) in tiles(rows, columns, release)
+            for down, across in _blocks(bottom - top, right - left, block)
+        ]
+    if release.order:
+        return tiles(rows, columns, replace(release, tile=(block.rows, block.columns)))
+    listed = _blocks(rows, columns, block)
+    listed.sort(key=lambda box: (box[0][0] // (block.rows * _GROUP), box[1], box[0]))
+    first = _int(release.first) % max(len(listed), 1)
+    return listed[first:] + listed[:first]
+
+
+def _blocks(rows: int, columns: int, block: Block) -> list[Box]:
+    return tiles(rows, columns, Release((block.rows, block.columns), "rows"))
+
+
+def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_bytes: int) -> Block:
+    """Return the block of one product.
+
+    Args:
+        shapes: rows, columns and release of each of its regions.
+        depth: the K of the product.
+    """
+    most = [1, 1]
+    for *sizes, release in shapes:
+        for dim in (0, 1):
+            tile = _int(release.tile[dim]) if len(release.tile) > dim else sizes[dim]
+            most[dim] = max(most[dim], min(sizes[dim], tile))
+    return BLOCKS[element_bytes].fitted(most[0], most[1], depth)
+
+
+def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
+    """Return the block of the regions of one product, written as ops."""
+    depths = [op.a.shape[0 if op.transpose_a else 1] for op in ops]
+    return block_of([(*_sizes(op), op.release or Release()) for op in ops], max(depths), element_bytes)
+
+
+def num_tiles(op: Matmul, block: Block) -> int:
+    """Return the tiles of a region, written as an op."""
+    return len(tiles_of_region(*_sizes(op), op.release or Release(), block))
+
+
+def _sizes(op: Matmul) -> tuple[int, int]:
+    rows, columns = op.out.shape
+    return rows, columns
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value

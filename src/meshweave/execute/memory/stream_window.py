@@ -1,0 +1,212 @@
+"""A window whose waits are queued on streams: no fence, flag or update waits for the device on the host.
+
+Each rank has int32 words in device memory: one for each rank of each fence group, then its flags. A stream
+writes words of other ranks after what it was given before, and waits for its own (`execute.cuda.trigger`). Sums
+are atomic additions by a kernel. The host waits once, at the end of a run. Its deadline stands there, and the
+error names the first wait that is not over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import DeadlineError, RankLostError
+from meshweave.execute.cuda.trigger import Words, reached
+from meshweave.execute.memory.base import Key, RemoteSlot, Window
+from meshweave.execute.ranks.agreement import waiting
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.views import Action
+
+WORDS: Key = ("words of streams", 0)  # no buffer has a name with blanks
+_LOOK_S = 0.05  # between two looks at what is still waited for
+
+
+def num_words(groups: Sequence[Sequence[int]], num_flags: int) -> int:
+    """Return the words that each rank has."""
+    return sum(len(group) for group in groups) + num_flags
+
+
+@dataclass(frozen=True)
+class StreamWait:
+    """A wait that a stream was given: for `word`, which `writer` writes, to be at least `value`."""
+
+    word: Tensor
+    value: int
+    writer: int
+    what: str
+
+
+class Queue(Protocol):
+    """What a window needs of a device: CUDA's streams, or in tests the calling thread."""
+
+    words: Words
+
+    def done(self) -> Callable[[], bool]:
+        """Return what tells whether all that was queued until now is done."""
+
+    def read(self, words: Sequence[Tensor]) -> list[int]:
+        """Return words as they are now, past all that waits."""
+
+    def free(self, waits: Sequence[StreamWait]) -> None:
+        """Write what all waits wait for, so that streams end that nobody else will free."""
+
+
+class DeviceQueue:
+    """The current stream of a CUDA device, and one beside all others that nothing is queued on."""
+
+    def __init__(self, device: torch.device, words: Words) -> None:
+        """Make the stream beside the others, of high priority, which shares no queue of the device with them."""
+        self.words, self._device = words, device
+        self._beside = torch.cuda.Stream(device, priority=-1)
+
+    def done(self) -> Callable[[], bool]:
+        """Return what tells whether the current stream has come to where it is now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return lambda: bool(event.query())
+
+    def read(self, words: Sequence[Tensor]) -> list[int]:
+        """Return words as they are now."""
+        with torch.cuda.stream(self._beside):
+            return [int(word) for word in words]
+
+    def free(self, waits: Sequence[StreamWait]) -> None:
+        """Write what all waits wait for."""
+        with torch.cuda.stream(self._beside):
+            for wait in waits:
+                self.words.write(wait.word, wait.value)
+
+
+@dataclass(frozen=True)
+class StreamWindow(Window):
+    """See the module docstring."""
+
+    context: TorchContext
+    queue: Queue
+    other_updates: Window
+    """Makes the updates that no kernel here makes."""
+    _meetings: list[int] = field(init=False)
+    """By group how often its ranks have met."""
+    _waits: deque[StreamWait] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_meetings", [0] * len(self.groups))
+
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        return partial(into.copy_, piece, non_blocking=True)
+
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        return partial(piece.copy_, value, non_blocking=True)
+
+    def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
+
+        if op != "sum" or piece.ndim > 2 or lacks_atomic_add(piece.dtype, piece.device):
+            return self.other_updates.accumulate(remote, piece, value, op)
+        return partial(accumulate, piece, value)
+
+    def fence(self, group: int, what: str) -> Action:
+        ranks = self.groups[group]
+        first = sum(len(before) for before in self.groups[:group])
+        place = first + ranks.index(self.rank) if self.rank in ranks else 0
+        others = [(rank, self._word(rank, place)) for rank in ranks if rank != self.rank]
+        mine = [(rank, self.own[WORDS][first + at]) for at, rank in enumerate(ranks) if rank != self.rank]
+        words, meetings = self.queue.words, self._meetings
+
+        def run() -> None:
+            meetings[group] += 1
+            for _, word in others:
+                words.write(word, meetings[group])
+            for rank, word in mine:
+                self._wait(word, meetings[group], rank, what)
+
+        return run
+
+    def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        return partial(self.queue.words.write, self._word(rank, self.flag_at(flag)))
+
+    def await_flags(
+        self, flags: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
+        return self.await_counts(WORDS, [self.flag_at(flag) for flag in flags], peers, what)
+
+    def await_counts(
+        self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
+    ) -> Callable[[Sequence[int]], object]:
+        words = [self.own[key][place] for place in places]
+
+        def run(values: Sequence[int]) -> None:
+            for word, value, peer in zip(words, values, peers, strict=True):
+                self._wait(word, value, peer, what)
+
+        return run
+
+    def flag_at(self, flag: int) -> int:
+        """Return the place of a flag in `WORDS`."""
+        return sum(len(group) for group in self.groups) + flag
+
+    def settle(self) -> None:
+        """Wait until the current stream has come to where it is now.
+
+        Raises RankLostError or DeadlineError, which says what the first wait was for that is not over.
+        """
+        done = self.queue.done()
+        if not done():
+            missing = _Missing(self.queue, self._waits)
+            others = [rank for rank in self.groups[0] if rank != self.rank]
+            try:
+                with waiting(self.context, "the end of a program", others, missing.ranks) as overdue:
+                    while not done():
+                        time.sleep(2e-5)
+                        overdue()
+            except (RankLostError, DeadlineError) as error:
+                first = missing.first()
+                with contextlib.suppress(RuntimeError):
+                    self.queue.free(tuple(self._waits))
+                if first is not None:
+                    error.args = (
+                        f"rank {self.rank} waits for {first.what}; rank {first.writer} has not counted: {error}",
+                    )
+                raise
+        self._waits.clear()
+
+    def _word(self, rank: int, place: int) -> Tensor:
+        return self.remote[rank, WORDS].tensor[place]
+
+    def _wait(self, word: Tensor, value: int, writer: int, what: str) -> None:
+        self._waits.append(StreamWait(word, value, writer, what))
+        self.queue.words.wait(word, value)
+
+
+class _Missing:
+    """Which waits are not over; looked at seldom, since each look copies words from the device."""
+
+    def __init__(self, queue: Queue, waits: Sequence[StreamWait]) -> None:
+        self._queue, self._waits = queue, waits
+        self._looked_s = -1.0
+        self._known: list[StreamWait] = []
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have not written what is waited for."""
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._known = self._look()
+            self._looked_s = time.monotonic()
+        return sorted({wait.writer for wait in self._known})
+
+    def first(self) -> StreamWait | None:
+        """Return the first wait that is not over."""
+        return next(iter(self._look()), None)
+
+    def _look(self) -> list[StreamWait]:
+        waits = list(self._waits)
+        counts = self._queue.read([wait.word for wait in waits])
+        return [wait for wait, count in zip(waits, counts, strict=True) if not reached(count, wait.value)]
