@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+import meshweave as mw
 from meshweave.base.errors import DescriptionError  # noqa: E402
 from meshweave.execute.torch import waits  # noqa: E402
 from meshweave.nn.training.checkpoints import Checkpoints  # noqa: E402
@@ -210,6 +211,19 @@ def test_boxes_are_saved_and_loaded_where_they_are_in_the_whole(tmp_path: Path) 
     assert all(map(torch.equal, plain.tensors, (whole[3:7], whole[9:10], whole[1:2])))
     with pytest.raises(DescriptionError, match=r"has 'fused' of shape \(12, 2\), and here it is \(11, 2\)"):
         checkpoints.load(1, {"fused": boxes(empty[:11], (0, 2))})
+
+
+def test_a_plan_with_the_overlap_of_whole_layers_is_taken_only_where_it_is_accepted(tmp_path: Path) -> None:
+    from gpt_training.layout import parallelism_of_plan
+
+    path = tmp_path / "plan.json"
+    options = {"batch": 8, "seq": 512, "tp": 2, "strategy": "megatron_sp", "zero": 0, "recompute": "none"}
+    for overlap in ("layers", "sites"):
+        mw.plan("llama-3-8b", "dgx-h100:2", overlap=overlap, memory_bytes=1 << 40, **options).save(path)
+        if overlap == "layers":
+            with pytest.raises(mw.PlanError, match=r"plan with --overlap sites, or give --accept-sites"):
+                parallelism_of_plan(path, 2)
+        assert parallelism_of_plan(path, 2, accepts_sites=overlap == "layers").tensor == 2
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])

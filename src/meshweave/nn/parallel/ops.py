@@ -161,6 +161,8 @@ def _multiply_back(
 ) -> list[Tensor]:
     """Return what `block_product_back` does."""
     product, sized = _sized(number, batch, sequence, x.dtype)
+    if not sized.talks[1] and not kept:
+        return _local_gradients(arriving, x, weights)
     bound = sized.bound(True, x.device)
     _fill(bound.inputs["dy"].view(sized.result_shape), arriving, product, 2)
     if "x" in bound.inputs:
@@ -171,6 +173,16 @@ def _multiply_back(
     bound.run(bound.inputs)
     of_operand = bound.outputs["dx"].reshape(x.shape).clone()
     return [of_operand, *_parts(bound.outputs["dw"].t(), product, 0, weights)]
+
+
+def _local_gradients(arriving: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of `block_product_back` where no other rank is needed for them."""
+    rows = x.flatten(0, 1)
+    flat = [grad.flatten(0, 1) for grad in arriving]
+    of_operand = torch.mm(flat[0], weights[0])
+    for grad, weight in zip(flat[1:], weights[1:], strict=True):
+        of_operand.addmm_(grad, weight)
+    return [of_operand.view(x.shape), *(grad.t().mm(rows) for grad in flat)]
 
 
 @block_product_back.register_fake  # type: ignore[untyped-decorator]
