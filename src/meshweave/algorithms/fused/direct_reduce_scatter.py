@@ -46,6 +46,7 @@ with tp:
     fence(over="tp", lane=compute)
     product(a, b, (
         {remote_map(first)},
-        {each_region(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])), release={config.release(update=True)}, lane=compute)
+        {each_region(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])),
+        release={config.release(update=True)}, lane=compute)
     {end_of_sums(problem, parts, "acc")}
 """

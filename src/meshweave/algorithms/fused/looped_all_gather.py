@@ -1,8 +1,8 @@
 """The rival of a product that is triggered by what arrives: parts go around a ring beside products of parts.
 
-The all-gather and the product are cut into one product for each rank's part (Wang et al., ASPLOS '23). A rank passes
-on the part that it got while it computes with it. So a transfer hides behind the product of one part, but a product
-starts only when all of its part has arrived.
+The all-gather and the product are cut into one product for each rank's part (Wang et al., ASPLOS '23). A rank
+passes on the part that it got while it computes with it. So a transfer hides behind the product of one part, but a
+product starts only when all of its part has arrived.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the entries of fused products share: the layouts they take, and the declarations of their programs.
 
-All ranks of the problem's mesh, whatever their numbers, stand in one ring, the mesh axis `tp.x` of the program. A dim
-that is sharded is cut into parts of equal size, the last of which may be smaller; part number i belongs to member i of
-the ring. `rings.ring_problems` finds the rings of a product on a mesh of several axes.
+All ranks of the problem's mesh, whatever their numbers, stand in one ring, the mesh axis `tp.x` of the program. A
+dim that is sharded is cut into parts of equal size, the last of which may be smaller; part number i belongs to
+member i of the ring. `rings.ring_problems` finds the rings of a product on a mesh of several axes.
 """
 
 from __future__ import annotations

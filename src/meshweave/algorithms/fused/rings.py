@@ -1,4 +1,4 @@
-"""The rings of a product on a mesh of any number of axes: each the problem of a fused entry on ranks of its own."""
+"""The rings of a product on a mesh of any number of axes: each is a problem of fused entries on its own ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class _Axis:
     def _ring(self, ranks: tuple[int, ...]) -> UniversalProblem | None:
         own = self.problem
         indices = {
-            (rank, name): own.layout(name).indices(own.shape(name), rank) for rank in ranks for name in OPERANDS
+            (rank, name): own.layout(name).indices(own.shape(name), rank)
+            for rank in ranks
+            for name in OPERANDS
         }
         sizes = [self._size(indices, ranks, dim) for dim in range(3)]
         if None in sizes or sizes[2] != own.k:  # else the ring would lack terms of the sum
@@ -47,7 +49,7 @@ class _Axis:
         return UniversalProblem(m, n, k, a, b, c, own.dtype, own.orders)
 
     def _size(self, indices: Indices, ranks: Sequence[int], dim: int) -> int | None:
-        """Return the size of a dim of (m, n, k) on a ring; None where its ranks do not hold equal or adjacent parts."""
+        """Return the size of a dim of (m, n, k) on a ring; None where it is not cut as entries cut it."""
         whole: list[NDArray[np.int64]] = []
         parts: list[list[NDArray[np.int64]]] = []
         for name, placement in zip(OPERANDS, self.placements, strict=True):
@@ -78,24 +80,23 @@ class _Axis:
 def ring_problems(problem: UniversalProblem) -> tuple[UniversalProblem, ...]:
     """Return the products into which a product falls that reduce-scatters or gathers along one mesh axis.
 
-    Each is on one mesh axis, the ranks of a ring in the order of the axis, and takes no part of the others: along
-    the other axes rows of A and C may be sharded, columns of B and C, or nothing. () where the layouts mean no such
-    product, or cut a dim otherwise than fused entries do.
+    Each is on one mesh axis, with the ranks of a ring in the order of the axis, and needs nothing of the others:
+    along the other axes rows of A and C may be sharded, columns of B and C, or nothing. () where the layouts mean
+    no such product, or cut a dim otherwise than fused entries do.
     """
     mesh = problem.a.mesh
     layouts = problem.a, problem.b, problem.c
     if any(layout.mesh != mesh for layout in layouts):
         return ()
     for number, size in enumerate(mesh.shape):
-        placements = tuple(layout.placements[number] for layout in layouts)
         others = (p for layout in layouts for i, p in enumerate(layout.placements) if i != number)
         if size < 2 or any(isinstance(placement, Partial) for placement in others):
             continue
         plain = tuple(_of_matrix(layout, number) for layout in layouts)
         if plain not in (*SUMS, *GATHERS):
             continue
-        rings = tuple(_Axis(problem, number, plain).rings())  # type: ignore[arg-type]
-        if None not in rings and placements:
+        rings = tuple(_Axis(problem, number, plain).rings())
+        if None not in rings:
             return rings  # type: ignore[return-value]
     return ()
 

@@ -11,7 +11,9 @@ class SequentialAllGather(UntiledProduct):
 
     name = "sequential_all_gather"
     title = "Sequential all-gather"
-    source = "Korthikanti et al., Reducing activation recomputation in large transformer models, section 4.2.2"
+    source = (
+        "Korthikanti et al., Reducing activation recomputation in large transformer models, section 4.2.2"
+    )
     accepted = GATHERS
     wants = "A sharded by rows, B and C by columns"
 
