@@ -74,16 +74,16 @@ def _local_faults(mesh, dense):
     """Local tensors on a sub-mesh, whose ranks are not consecutive."""
     ring = mesh["dp"]
     own = ring.get_local_rank()
-    x, weight = (
-        one.chunk(2, -1)[own].clone().requires_grad_() for one in (dense.x, dense.weight)
-    )
+    x, weight = (one.chunk(2, -1)[own].clone().requires_grad_() for one in (dense.x, dense.weight))
     result = linear_reduce_scatter(x, weight, dim=1, device_mesh=ring)
     result.backward(dense.grad.chunk(2, 1)[own])
     expected = dense.result.chunk(2, 1)[own], dense.grad_x.chunk(2, 2)[own], dense.grad_w.chunk(2, 1)[own]
     for one, want in zip((result, x.grad, weight.grad), expected, strict=True):
         if not torch.allclose(one, want):
             yield "local"
-    gathered = all_gather_linear(dense.x.chunk(2, 1)[own], dense.weight.chunk(2)[own], dim=1, device_mesh=ring)
+    gathered = all_gather_linear(
+        dense.x.chunk(2, 1)[own], dense.weight.chunk(2)[own], dim=1, device_mesh=ring
+    )
     if not torch.allclose(gathered, dense.result.chunk(2, 2)[own]):
         yield "local gather"
 
@@ -142,4 +142,32 @@ def products(context, payload):
                 wrong.append((name, of_out))
             ran.append((name, sorted(set(ours.recorder.names))))
             ours.close()
+    wrong += _layer_faults(mesh, dense)
     return wrong, ran
+
+
+def _layer_faults(mesh, dense):
+    """A row-parallel layer with a bias, under `universal_linear`; a replicated one is no fused product."""
+    ours = TorchContext(liveness=False, deadline_s=30.0)
+    ours.recorder = _Names()
+    bias = torch.arange(12.0, dtype=torch.float64)
+    for of_x, of_w, of_out, is_fused in (
+        ((S0, S2), (R, S1), (S0, S0), True),
+        ((S0, R), (R, R), (S0, R), False),
+    ):
+        x, weight, one = (
+            distribute_tensor(given.clone(), mesh, where).requires_grad_()
+            for given, where in ((dense.x, of_x), (dense.weight, of_w), (bias, (R, R)))
+        )
+        ours.recorder.names.clear()
+        with mw.universal_linear(of_out, context=ours, overlap="fused"):
+            result = torch.nn.functional.linear(x, weight, one)
+        if any(name.startswith("T3") for name in ours.recorder.names) != is_fused:
+            yield "programs of a layer", ours.recorder.names
+        result.backward(distribute_tensor(dense.grad.clone(), mesh, of_out))
+        pairs = (result, dense.result + bias), (x.grad, dense.grad_x), (weight.grad, dense.grad_w)
+        if not all(torch.allclose(part.full_tensor(), expected) for part, expected in pairs):
+            yield "a layer", of_x
+        if not torch.allclose(one.grad.full_tensor(), dense.grad.sum((0, 1))):
+            yield "a layer's bias", of_x
+    ours.close()

@@ -53,7 +53,7 @@ class MatmulOptions:
         rates: those of the cluster that the caller names, or None.
         default_rates: what decides among equals where there is no cluster.
         schedule, limits: in which order ranks issue their steps, and how many at once.
-        overlap: of a gradient "fused" holds only where a fused product takes its operands.
+        overlap: "fused" is refused where no fused product takes the operands, unless `is_lenient`.
         cluster: what the caller names, by which fused products are simulated.
     """
 
@@ -65,7 +65,7 @@ class MatmulOptions:
     schedule: ScheduleKind = "direct"
     limits: StageLimits = STAGE_LIMITS
     overlap: Overlap = "auto"
-    is_gradient: bool = False
+    is_lenient: bool = False
     cluster: Cluster | None = field(default=None, compare=False)
 
     @classmethod
@@ -108,7 +108,7 @@ class MatmulOptions:
     @property
     def of_gradient(self) -> MatmulOptions:
         """Return the options of a gradient: what stays forward need not stay there, for it is another product."""
-        return replace(self, stationary=None, is_gradient=True)
+        return replace(self, stationary=None, is_lenient=True)
 
 
 def check_dtypes(**operands: Tensor) -> None:
@@ -289,20 +289,23 @@ def _fused(
     only where a cluster is named on which it is simulated to be faster than the universal product; in memory that
     ranks share, operands are read in place and nothing is left to hide.
     """
-    chosen = None
-    if options.overlap == "fused" and (rings := ring_problems(problem)):
-        if options.cluster is not None and problem.ranks[-1] < options.cluster.num_chips:
-            chosen = tune_fused(problem, options.cluster)
-        if chosen is None:
-            name = next(entry.name for entry in FUSED_ENTRIES if entry.refusal(rings[0]) is None)
-            return FusedOptions(name, Tiles(), options.transport)
-    elif options.overlap == "fused" and not options.is_gradient:
-        raise LayoutError(
-            f"overlap is 'fused', and no fused product takes a {problem.a}, b {problem.b}, out {problem.c}: "
-            "a by columns, b and out by rows, or a by rows, b and out by columns, on one mesh dim, in equal parts"
-        )
-    elif options.cluster is not None and options.considers_fused and transport == "messages":
-        chosen = faster_than(problem, universal_program(problem, tuned.config), options.cluster)
+    cluster, chosen = options.cluster, None
+    if options.overlap == "fused":
+        rings = ring_problems(problem)
+        names = [
+            entry.name for entry in FUSED_ENTRIES if rings and not any(entry.refusal(ring) for ring in rings)
+        ]
+        if not names and not options.is_lenient:
+            raise LayoutError(
+                f"overlap is 'fused', and no fused product takes a {problem.a}, b {problem.b}, out {problem.c}: "
+                "a by columns, b and out by rows, or a by rows, b and out by columns, on one mesh dim, in equal parts"
+            )
+        if names and cluster is not None and problem.ranks[-1] < cluster.num_chips:
+            chosen = tune_fused(problem, cluster)
+        elif names:
+            return FusedOptions(names[0], Tiles(), options.transport)
+    elif cluster is not None and options.considers_fused and transport == "messages":
+        chosen = faster_than(problem, universal_program(problem, tuned.config), cluster)
     if chosen is None:
         return None
     return FusedOptions(chosen.algorithm, chosen.tiles or Tiles(), options.transport)

@@ -79,9 +79,11 @@ def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -
     Args:
         program: the same product, with one-sided ops; it is simulated in messages, too.
     """
-    if problem.ranks[-1] >= cluster.num_chips or not ring_problems(problem):
+    if problem.ranks[-1] >= cluster.num_chips:
         return None
-    best = tune_fused(problem, cluster)
+    best = min(fused_choices(problem, cluster), key=lambda choice: choice.simulated_s, default=None)
+    if best is None:
+        return None
     limit_s = simulated_s(lower_rings(lower_one_sided(program)), cluster)
     return best if best.simulated_s < limit_s else None
 
