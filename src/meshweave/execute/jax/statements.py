@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
@@ -346,14 +346,27 @@ class StatementWriter:
         return f"{verb}_at({text}, {dim}, jnp.stack({listed}), {most}{total})"
 
     def _all_gather(self, op: AllGather, group: DeviceGroup, keywords: str) -> str:
-        text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        """Return the text of a gather: along a later dim by a function, which says what a CPU wants."""
+        if op.dim == 0 or keywords or op.out.buffer in self._read_transposed:
+            text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        else:
+            text = f"gather({self._sent()}, {group.text}, {op.dim})"
         return self._parts(text, "sizes", "out", op.dim, joins=True)
+
+    @cached_property
+    def _read_transposed(self) -> set[str]:
+        """Return the buffers that products read, and all of them as a first operand that they transpose."""
+        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
+        as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
+        return {op.a.buffer for op in products if op.transpose_a} - as_stored
 
     def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
             raise UnsupportedError(f"jax has no reduce-scatter by {op.op}")
         text = self._parts(self._sent(), "sizes", "src", op.dim, joins=False)
-        return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        if op.dim == 0 or keywords:
+            return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        return f"sum_scatter({text}, {group.text}, {op.dim}, {group.size})"
 
     def _all_to_all(self, op: AllToAll, group: DeviceGroup, keywords: str) -> str:
         text = self._parts(self._sent(), "send_sizes", "src", op.split_dim, joins=False)
