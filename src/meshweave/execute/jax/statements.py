@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
@@ -347,18 +347,11 @@ class StatementWriter:
 
     def _all_gather(self, op: AllGather, group: DeviceGroup, keywords: str) -> str:
         """Return the text of a gather: along a later dim by a function, which says what a CPU wants."""
-        if op.dim == 0 or keywords or op.out.buffer in self._read_transposed:
+        if op.dim == 0 or keywords:
             text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
         else:
             text = f"gather({self._sent()}, {group.text}, {op.dim})"
         return self._parts(text, "sizes", "out", op.dim, joins=True)
-
-    @cached_property
-    def _read_transposed(self) -> set[str]:
-        """Return the buffers that products read, and all of them as a first operand that they transpose."""
-        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
-        as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
-        return {op.a.buffer for op in products if op.transpose_a} - as_stored
 
     def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
