@@ -37,7 +37,7 @@ def product(
         transpose_a, transpose_b: the operand is stored (..., K, M) or (..., N, K).
         sum_batch: k runs over the leading dims of both operands too.
     """
-    a = transposed(a) if transpose_a else a
+    a = a.swapaxes(-1, -2) if transpose_a else a
     b = b.swapaxes(-1, -2) if transpose_b else b
     if sum_batch:
         a = jnp.moveaxis(a, -2, 0).reshape(a.shape[-2], -1)
@@ -45,20 +45,6 @@ def product(
     kind = jnp.float32 if a.dtype in (jnp.bfloat16, jnp.float16) else a.dtype
     out = jnp.matmul(a, b, preferred_element_type=kind)
     return out if onto is None else onto.astype(kind) + out
-
-
-def transposed(a: Array) -> Array:
-    """Return a with its last two dims exchanged.
-
-    A CPU gets it as an array of its own: its fast products take no first operand that is stored (K, M).
-    """
-
-    def copied(a: Array) -> Array:
-        apart: Array = lax.optimization_barrier(a.swapaxes(-1, -2))
-        return apart
-
-    result: Array = lax.platform_dependent(a, cpu=copied, default=lambda a: a.swapaxes(-1, -2))
-    return result
 
 
 # --- parts of a dim ----------------------------------------------------------------------------------------
@@ -173,16 +159,22 @@ def after(x: Array, *made: Array | None) -> Array:
     return ordered
 
 
-def gather(x: Array, axes: Axes, dim: int) -> Array:
+def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
     """Return the x of all members, one after another along a dim that is not the first.
 
     A CPU gathers along the first dim alone: it would have x transposed before, and the result after, element by
     element. There pieces are gathered one behind the other, and rows of them put side by side.
+
+    Args:
+        turned: x is a matrix, and products read the result transposed. A CPU then copies it in that order: its fast
+            products take no first operand that is stored (K, M).
     """
 
     def in_front(x: Array) -> Array:
-        pieces = jnp.moveaxis(lax.all_gather(x, axes), 0, dim)
-        return pieces.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        pieces = lax.all_gather(x, axes)
+        if turned:
+            return lax.optimization_barrier(pieces.swapaxes(1, 2).reshape(-1, x.shape[0])).T
+        return jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
     def along(x: Array) -> Array:
         return lax.all_gather(x, axes, axis=dim, tiled=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
@@ -350,8 +350,17 @@ class StatementWriter:
         if op.dim == 0 or keywords:
             text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
         else:
-            text = f"gather({self._sent()}, {group.text}, {op.dim})"
+            turned = ", turned=True" if op.out.buffer in self._read_transposed else ""
+            text = f"gather({self._sent()}, {group.text}, {op.dim}{turned})"
         return self._parts(text, "sizes", "out", op.dim, joins=True)
+
+    @cached_property
+    def _read_transposed(self) -> set[str]:
+        """Return the matrices that products read whole, and always as a first operand that they transpose."""
+        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
+        as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
+        turned = {op.a.buffer for op in products if op.transpose_a and len(op.a.selectors) == 2}
+        return {name for name in turned - as_stored if self.views.held[name].is_value}
 
     def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
