@@ -2,12 +2,12 @@
 
 python benchmarks/jax_authors.py --checkout FOLDER [--save] [--only meshslice] [--scale 16] [--repeats 5]
 
-FOLDER holds the authors' TensorParallel.py, which is no part of this project: it is loaded from there and asked for
-its functions. Twelve products: the two fully connected layers of the feed-forward network of GPT-3 and
-Megatron-NLG, each with the output, the data and the weights stationary, on a 4 x 4 mesh, for each of Collective, Wang
-and MeshSlice. Every size is a 16th of that of a step of 32 sequences of 2048 tokens. Both sides have equal operands,
-slices, blocks, and for Wang the same ring. Results are compared first, then both run in turn, the one that begins
-alternating; a time is the median. `--save` writes benchmarks/results/jax_authors.json.
+FOLDER holds the authors' TensorParallel.py, which is no part of this project: it is loaded from there and asked
+for its functions. Twelve products: the two fully connected layers of the feed-forward network of GPT-3 and
+Megatron-NLG, each with the output, the data and the weights stationary, on a 4 x 4 mesh, for each of Collective,
+Wang and MeshSlice. Every size is a 16th of that of a step of 32 sequences of 2048 tokens. Both sides have equal
+operands, slices, blocks, and for Wang the same ring. Results are compared first, then both run in turn, the one
+that begins alternating; a time is the median. `--save` writes benchmarks/results/jax_authors.json.
 
 The file imports `jax.experimental.shard_map`, which newer versions of jax have no more. A module of that name is
 made before, with `jax.shard_map` without its check of replication, as the functions ran when they were written.
@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import meshweave as mw
 from machine import save
+
+import meshweave as mw
 
 FLAGS = "--xla_force_host_platform_device_count=16"
 MESH, AXES = (4, 4), ("row", "col")
@@ -150,7 +151,7 @@ def geometric_mean(values: list[float]) -> float:
 def main() -> None:
     """Compare all products, print a line each, and save them if asked."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--checkout", type=Path, required=True, help="a folder with the authors' TensorParallel.py")
+    parser.add_argument("--checkout", type=Path, required=True, help="where the authors' file is")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", choices=tuple(ALGORITHMS))
     parser.add_argument("--scale", type=int, default=16, help="sizes are divided by this")

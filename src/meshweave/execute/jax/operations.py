@@ -166,8 +166,8 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
     element. There pieces are gathered one behind the other, and rows of them put side by side.
 
     Args:
-        turned: x is a matrix, and products read the result transposed. A CPU then copies it in that order: its fast
-            products take no first operand that is stored (K, M).
+        turned: x is a matrix, and products read the result transposed. A CPU then copies it in that order: its
+            fast products take no first operand that is stored (K, M).
     """
 
     def in_front(x: Array) -> Array:
