@@ -259,6 +259,12 @@ def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
 
 
+def terms(x: Array, count: int) -> Array:
+    """Return terms whose sum is x, along a dim in front: each has one of `count` neighbours, and zeros else."""
+    number = jnp.arange(x.size).reshape(x.shape) % count
+    return jnp.stack([jnp.where(number == term, x, 0) for term in range(count)])
+
+
 def collect(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
     """Return the elements of a dim at positions."""
     return jnp.take(x, jnp.asarray(positions), axis=dim)

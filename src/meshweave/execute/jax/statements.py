@@ -152,6 +152,13 @@ class StatementWriter:
                 for t, turn in enumerate(turns)
                 for rank, env in turn.ranks.items()
             }
+        except (ProgramError, UnsupportedError) as error:
+            raise type(error)(f"{op.title}: {error}") from None
+        self._write_resolved(op)
+
+    def _write_resolved(self, op: Op) -> None:
+        """Write an op whose turns and numbers are known."""
+        try:
             self._write_op(op)
         except (ProgramError, UnsupportedError) as error:
             raise type(error)(f"{op.title}: {error}") from None
@@ -160,8 +167,10 @@ class StatementWriter:
         match op:
             case Matmul():
                 self._matmul(op)
-            case Copy() if op.release is None:
-                self._store("out", self._read("src"), self._dtype(op.src))
+            case Copy(release=release):
+                is_added = release is not None and release.update
+                before = f"{self._read('out')} + " if is_added else ""
+                self._store("out", f"{before}{self._read('src')}", self._dtype(op.src))
             case Add():
                 self._store("out", f"{self._read('out')} + {self._read('src')}", self._dtype(op.out))
             case Zero():
@@ -215,11 +224,11 @@ class StatementWriter:
     # --- compute --------------------------------------------------------------------------------------
 
     def _matmul(self, op: Matmul) -> None:
-        if op.release is not None:
-            raise UnsupportedError("jax has no form for tiles that are released one by one")
         args = [self._read("a"), self._read("b")]
         held = self.views.held[op.out.buffer]
-        if any(self._values("accumulate")):
+        if op.release is not None and op.release.update:
+            args.append(self.views.read(self._access("out"), raw=True))
+        elif any(self._values("accumulate")):
             args.append(self._onto(held))
         args += [f"{name}=True" for name in ("transpose_a", "transpose_b") if getattr(op, name)]
         dims = [len(view.selectors) for view in (op.a, op.b, op.out)]
@@ -280,7 +289,7 @@ class StatementWriter:
     # --- collectives ----------------------------------------------------------------------------------
 
     def _collective(self, op: Any) -> None:
-        group = self.devices.group(op.over)
+        group = self._group(op)
         keywords = "" if group.groups is None else f", axis_index_groups={group.groups!r}"
         if group.size == 1:
             self._store("out", self._read("src"), self._dtype(op.src))
@@ -307,6 +316,10 @@ class StatementWriter:
             self.line(f"moving.append({value})")
             value = "moving[-1]"
         self._store("out", value, self._dtype(op.src))
+
+    def _group(self, op: Any) -> DeviceGroup:
+        """Return the devices of a collective."""
+        return self.devices.group(op.over)
 
     def _refuse_listed(self, group: DeviceGroup) -> None:
         if group.groups is not None:
