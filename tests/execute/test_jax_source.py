@@ -35,7 +35,7 @@ def test_an_op_is_a_line_and_a_loop_a_loop() -> None:
         "b_g = [None] * 4",
         "for s in range(4):",
         "a_s[s % 4] = blocks(a, 1, s * 4, 4, 16)",
-        'a_g[s % 4] = lax.all_gather(a_s[s % 4], "col", axis=1, tiled=True)',
+        'a_g[s % 4] = gather(a_s[s % 4], "col", 1)',
         "b_s[s % 4] = blocks(b, 0, s * 4, 4, 16)",
         'b_g[s % 4] = lax.all_gather(b_s[s % 4], "row", axis=0, tiled=True)',
         "c = product(a_g[s % 4], b_g[s % 4], c if s > 0 else None)",
@@ -59,7 +59,7 @@ def test_halves_are_summed_in_single_precision() -> None:
 def test_in_order_transfers_wait_for_the_last_product() -> None:
     lines = body_of(product_source(in_order=True))
     assert "last = None" in lines
-    assert 'moving.append(lax.all_gather(after(a_s[s % 4], last), "col", axis=1, tiled=True))' in lines
+    assert 'moving.append(gather(after(a_s[s % 4], last), "col", 1))' in lines
     product = lines.index("c = product(after(a_g[s % 4], *arrived), b_g[s % 4], c if s > 0 else None)")
     assert lines[product + 1 :] == ["last = c", "arrived, moving = moving, []", "return (c,)"]
 

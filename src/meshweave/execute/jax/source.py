@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import keyword
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,14 +17,15 @@ from importlib.resources import files
 import numpy as np
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.layout import Layout, Shard, StridedShard, Tile
+from meshweave.describe.layout import Layout, Partial, Shard, StridedShard, Tile
 from meshweave.execute.jax.devices import DeviceMesh, quoted
+from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, has_messages
 from meshweave.execute.jax.statements import StatementWriter
 from meshweave.execute.jax.turns import NumberTexts, Turn
 from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
 from meshweave.execute.jax.views import HeldBuffer, Views
 from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.ops import Add, Matmul, Op
+from meshweave.ir.program.ops import Add, Matmul, Op, Recv
 
 ENTRY = "on_mesh"
 """The function of the source that returns the jitted function of whole tensors."""
@@ -61,7 +63,7 @@ def jax_source(program: Program, axes: Sequence[str] | None = None, *, in_order:
         UnsupportedError: jax has no form for something in the program.
         ProgramError: an expression has no value.
     """
-    return _SourceWriter(program.expanded, axes, in_order).source()
+    return _SourceWriter(as_messages(program), axes, in_order).source()
 
 
 class _SourceWriter:
@@ -73,7 +75,9 @@ class _SourceWriter:
         self.numbers = NumberTexts(self.devices, self._index_name)
         self.views = Views(program, self.numbers)
         sums = {view.buffer for op in program.ops() if _sums(op) for view in op.writes}
-        values, parts = rewritten_whole(program), written_in_parts(program)
+        self.by_rank = has_messages(program)
+        values = set() if self.by_rank else rewritten_whole(program)
+        parts = {} if self.by_rank else written_in_parts(program)
         for buffer in program.buffers:
             name = self._buffer_name(buffer.name)
             self.views.declare(buffer, name, sums=buffer.name in sums, is_value=buffer.name in values)
@@ -130,9 +134,7 @@ class _SourceWriter:
         inputs, outputs = self._of_kind("input"), self._of_kind("output")
         for buffer in inputs:
             self.views.held[buffer.name].is_written = True
-        writer = StatementWriter(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
-        ranks = {rank: self.program.environment(rank) for rank in self.program.ranks}
-        writer.body(self.program.body, [Turn({}, ranks)])
+        writer = self._writer()
         held = [self.views.held[buffer.name] for buffer in self.program.buffers]
         used = set(_names_in("\n".join(writer.lines)))
         lines = [
@@ -157,6 +159,19 @@ class _SourceWriter:
         head = f"def {BODY}({parameters}) -> tuple[Array, ...]:\n"
         head += f'    """Return the shards of {made} on one device, given {shapes}."""\n'
         return head + "".join(f"    {line}\n" for line in lines)
+
+    def _writer(self) -> StatementWriter:
+        """Return the writer of the body, with all lines written."""
+        if self.by_rank:
+            by_rank = RankStepWriter(
+                self.program, self.devices, self.numbers, self.views, in_order=self.in_order
+            )
+            by_rank.steps()
+            return by_rank
+        writer = StatementWriter(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
+        ranks = {rank: self.program.environment(rank) for rank in self.program.ranks}
+        writer.body(self.program.body, [Turn({}, ranks)])
+        return writer
 
     def _result(self, buffer: Buffer) -> str:
         held = self.views.held[buffer.name]
@@ -249,7 +264,12 @@ class _SourceWriter:
         """Return the text of a whole input tensor cut into equal shards."""
         assert buffer.tensor is not None and buffer.layout is not None
         text = buffer.tensor
-        offset = 1 if buffer.layout.partial_axes else 0
+        axes = buffer.layout.partial_axes
+        offset = 1 if axes else 0
+        if axes:
+            if any(isinstance(p, Partial) and p.op != "sum" for p in buffer.layout.placements):
+                raise UnsupportedError(f"{buffer.name}: inputs of which ranks hold terms must be sums")
+            text = f"terms({text}, {math.prod(buffer.layout.mesh.size(axis) for axis in axes)})"
         for dim, size in enumerate(self.program.tensor_of[buffer.tensor].shape):
             positions = self._positions(buffer, dim)
             if np.array_equal(positions, np.arange(size)):
@@ -283,13 +303,18 @@ class _SourceWriter:
 
 
 def _sums(op: Op) -> bool:
-    return isinstance(op, Add) or (isinstance(op, Matmul) and op.accumulate != 0)
+    """Return whether an op adds to what it writes."""
+    release = getattr(op, "release", None)
+    adds = (release is not None and release.update) or (isinstance(op, Recv) and op.update)
+    return adds or isinstance(op, Add) or (isinstance(op, Matmul) and op.accumulate != 0)
 
 
 def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
     """Yield the line that gives a buffer its value before the first op."""
     buffer = held.buffer
     if buffer.kind == "input":
+        if held.name in used and buffer.layout is not None and buffer.layout.partial_axes:
+            yield f"{held.name} = {held.name}[0]"
         if held.name in used and held.dtype != buffer.dtype:
             yield f"{held.name} = {held.name}.astype({quoted(held.dtype)})"
         if buffer.slots > 1:

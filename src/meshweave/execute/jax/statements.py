@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
@@ -152,6 +152,13 @@ class StatementWriter:
                 for t, turn in enumerate(turns)
                 for rank, env in turn.ranks.items()
             }
+        except (ProgramError, UnsupportedError) as error:
+            raise type(error)(f"{op.title}: {error}") from None
+        self._write_resolved(op)
+
+    def _write_resolved(self, op: Op) -> None:
+        """Write an op whose turns and numbers are known."""
+        try:
             self._write_op(op)
         except (ProgramError, UnsupportedError) as error:
             raise type(error)(f"{op.title}: {error}") from None
@@ -160,8 +167,10 @@ class StatementWriter:
         match op:
             case Matmul():
                 self._matmul(op)
-            case Copy() if op.release is None:
-                self._store("out", self._read("src"), self._dtype(op.src))
+            case Copy(release=release):
+                is_added = release is not None and release.update
+                before = f"{self._read('out')} + " if is_added else ""
+                self._store("out", f"{before}{self._read('src')}", self._dtype(op.src))
             case Add():
                 self._store("out", f"{self._read('out')} + {self._read('src')}", self._dtype(op.out))
             case Zero():
@@ -215,11 +224,11 @@ class StatementWriter:
     # --- compute --------------------------------------------------------------------------------------
 
     def _matmul(self, op: Matmul) -> None:
-        if op.release is not None:
-            raise UnsupportedError("jax has no form for tiles that are released one by one")
         args = [self._read("a"), self._read("b")]
         held = self.views.held[op.out.buffer]
-        if any(self._values("accumulate")):
+        if op.release is not None and op.release.update:
+            args.append(self.views.read(self._access("out"), raw=True))
+        elif any(self._values("accumulate")):
             args.append(self._onto(held))
         args += [f"{name}=True" for name in ("transpose_a", "transpose_b") if getattr(op, name)]
         dims = [len(view.selectors) for view in (op.a, op.b, op.out)]
@@ -280,7 +289,7 @@ class StatementWriter:
     # --- collectives ----------------------------------------------------------------------------------
 
     def _collective(self, op: Any) -> None:
-        group = self.devices.group(op.over)
+        group = self._group(op)
         keywords = "" if group.groups is None else f", axis_index_groups={group.groups!r}"
         if group.size == 1:
             self._store("out", self._read("src"), self._dtype(op.src))
@@ -307,6 +316,10 @@ class StatementWriter:
             self.line(f"moving.append({value})")
             value = "moving[-1]"
         self._store("out", value, self._dtype(op.src))
+
+    def _group(self, op: Any) -> DeviceGroup:
+        """Return the devices of a collective."""
+        return self.devices.group(op.over)
 
     def _refuse_listed(self, group: DeviceGroup) -> None:
         if group.groups is not None:
@@ -346,14 +359,29 @@ class StatementWriter:
         return f"{verb}_at({text}, {dim}, jnp.stack({listed}), {most}{total})"
 
     def _all_gather(self, op: AllGather, group: DeviceGroup, keywords: str) -> str:
-        text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        """Return the text of a gather: along a later dim by a function, which says what a CPU wants."""
+        if op.dim == 0 or keywords:
+            text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        else:
+            turned = ", turned=True" if op.out.buffer in self._read_transposed else ""
+            text = f"gather({self._sent()}, {group.text}, {op.dim}{turned})"
         return self._parts(text, "sizes", "out", op.dim, joins=True)
+
+    @cached_property
+    def _read_transposed(self) -> set[str]:
+        """Return the matrices that products read whole, and always as a first operand that they transpose."""
+        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
+        as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
+        turned = {op.a.buffer for op in products if op.transpose_a and len(op.a.selectors) == 2}
+        return {name for name in turned - as_stored if self.views.held[name].is_value}
 
     def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
             raise UnsupportedError(f"jax has no reduce-scatter by {op.op}")
         text = self._parts(self._sent(), "sizes", "src", op.dim, joins=False)
-        return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        if op.dim == 0 or keywords:
+            return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        return f"sum_scatter({text}, {group.text}, {op.dim}, {group.size})"
 
     def _all_to_all(self, op: AllToAll, group: DeviceGroup, keywords: str) -> str:
         text = self._parts(self._sent(), "send_sizes", "src", op.split_dim, joins=False)

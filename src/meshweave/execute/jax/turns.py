@@ -71,11 +71,13 @@ class NumberTexts:
 
     Attributes:
         coordinates: the names of coordinates that texts use, with the mesh axes that each is the index along.
+        tables_only: whether ops have no expressions in common, so that numbers are tables.
     """
 
     def __init__(self, devices: DeviceMesh, reserved: Callable[[str], str]) -> None:
         self.devices, self.reserved = devices, reserved
         self.coordinates: dict[str, tuple[str, ...]] = {}
+        self.tables_only = False
         repeats = (each for each in statements_of(devices.program.body) if isinstance(each, Repeat))
         self._loops = {reserved(each.var) for each in repeats}
 
@@ -110,7 +112,7 @@ class NumberTexts:
         is_traced = any(len(of_turn) > 1 for of_turn in per_turn.values())
         table = self._table(turns, values, is_traced)
         expression = (
-            None if index is None or (not is_traced and _is_coordinate(index)) else self.expression(index)
+            None if index is None or self.tables_only or (not is_traced and _is_coordinate(index)) else self.expression(index)
         )
         if expression is None or (table is not None and len(table) < len(expression.text)):
             if table is None:

@@ -138,8 +138,10 @@ class Views:
         return self.numbers.text(access.turns, lambda t, r: self.program.local_shape(name, r)[dim])
 
     def _is_whole(self, access: ViewUse, dim: int) -> bool:
-        """Return whether every rank has the whole of its dim."""
+        """Return whether every rank has the whole of its dim, and where steps are of some ranks, of the array."""
         name = access.view.buffer
+        if self.numbers.tables_only and access.most(dim, 0) < self.held[name].shape[dim]:
+            return False
         return all(
             _bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
             and not isinstance(view.selectors[dim], Blocked)
