@@ -10,7 +10,7 @@ from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Program
+from meshweave.ir.program import Product, Program
 from meshweave.ir.program.renaming import Renaming
 from meshweave.ir.program.views import View
 from meshweave.lower import lower_one_sided, lower_rings, write_out_tiles
@@ -107,7 +107,7 @@ def side_by_side(programs: Sequence[Program]) -> Program:
 
 
 def _numbered(program: Program, number: int) -> Program:
-    """Return a program with `number` behind the names of its meshes, tensors and buffers."""
+    """Return the program of a product with `number` behind the names of its meshes, tensors and buffers."""
 
     def renamed(name: str) -> str:
         return f"{name}_{number}"
@@ -137,7 +137,11 @@ def _numbered(program: Program, number: int) -> Program:
         tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in program.tensors),
         buffers=tuple(buffers),
         body=renaming.body(program.body),
-        computes=(),
+        computes=tuple(
+            replace(meaning, out=renamed(meaning.out), a=renamed(meaning.a), b=renamed(meaning.b))
+            for meaning in program.computes
+            if isinstance(meaning, Product)
+        ),
     )
 
 
