@@ -44,9 +44,8 @@ def test_layers_on_each_axis_equal_dense_ones_with_their_gradients(ranks: tuple[
 
     The ranks of an axis ascend: torch's own collectives of a DTensor go by rank, not by place in the mesh.
     """
-    said = launch(
-        "fused_mesh_rank_functions:placed_cases", 4, {"ranks": list(ranks)}, env=ENV, timeout_s=120.0
-    )
+    payload = {"ranks": list(ranks), "all": ranks == (0, 1, 2, 3)}
+    said = launch("fused_mesh_rank_functions:placed_cases", 4, payload, env=ENV, timeout_s=120.0)
     assert said == [[]] * 4
 
 

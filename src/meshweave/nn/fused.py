@@ -38,6 +38,7 @@ from meshweave.nn.products import DTYPES
 from meshweave.nn.transports import Transport, check_transport
 
 _ALL_GATHER = "t3_all_gather"
+_NO_GRAPH = "a fused linear layer is no op of a graph; meshweave.matmul with overlap='fused' is one"
 REDUCE_SCATTERS = ("t3_ring", "t3_direct", "looped_reduce_scatter", "t3_sequential")
 """The algorithms of `linear_reduce_scatter`, by their names in `ALGORITHMS`."""
 
@@ -48,6 +49,7 @@ class _Options:
     context: TorchContext = field(compare=False)
 
 
+@torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -100,6 +102,7 @@ def linear_reduce_scatter(
         return _linear(x, weight, dim, device_mesh, options, is_gather=False, name=name)
 
 
+@torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
 def all_gather_linear(
     x: Tensor,
     weight: Tensor,

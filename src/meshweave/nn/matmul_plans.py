@@ -298,7 +298,7 @@ def _fused(
         if not names and not options.is_lenient:
             raise LayoutError(
                 f"overlap is 'fused', and no fused product takes a {problem.a}, b {problem.b}, out {problem.c}: "
-                "a by columns, b and out by rows, or a by rows, b and out by columns, on one mesh dim, in equal parts"
+                "a by columns, b and out by rows; or a by rows, b and out by columns; on one mesh dim, evenly"
             )
         if names and cluster is not None and problem.ranks[-1] < cluster.num_chips:
             chosen = tune_fused(problem, cluster)

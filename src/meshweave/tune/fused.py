@@ -10,7 +10,7 @@ from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Program
+from meshweave.ir.program import Product, Program
 from meshweave.ir.program.renaming import Renaming
 from meshweave.ir.program.views import View
 from meshweave.lower import lower_one_sided, lower_rings, write_out_tiles
@@ -19,6 +19,12 @@ from meshweave.simulate import simulate
 
 TILE_COUNTS = (1, 2, 4, 8, 16)
 """Tiles of a part that are tried, each of whole rows."""
+
+MAX_TILES = 1024
+"""Most tiles of all ranks together that are tried, so that all choices are simulated in seconds."""
+
+MAX_RING = 8
+"""Most ranks of a ring for which `faster_than` simulates fused products."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[Fused
             program = side_by_side([lower_rings(entry.program(ring, config)) for ring in rings])  # type: ignore[arg-type]
             yield FusedChoice(entry.name, None, program, simulated_s(program, cluster))
             continue
-        for rows in dict.fromkeys(-(-part // count) for count in TILE_COUNTS):
+        num_parts = sum(len(ring.ranks) ** 2 for ring in rings)
+        counts = [count for count in TILE_COUNTS if num_parts * count <= MAX_TILES or count == 1]
+        for rows in dict.fromkeys(-(-part // count) for count in counts):
             tiles = Tiles(rows, problem.n, "rows")
             written = (write_out_tiles(entry.program(ring, tiles)) for ring in rings)  # type: ignore[arg-type]
             program = side_by_side([lower_rings(lower_one_sided(one)) for one in written])
@@ -76,10 +84,14 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster) -> FusedChoice:
 def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -> FusedChoice | None:
     """Return the fused product that is simulated to be fastest, None where `program` is as fast or none fits.
 
+    Rings of more than `MAX_RING` ranks are not tried.
+
     Args:
         program: the same product, with one-sided ops; it is simulated in messages, too.
     """
     if problem.ranks[-1] >= cluster.num_chips:
+        return None
+    if any(len(ring.ranks) > MAX_RING for ring in ring_problems(problem)):
         return None
     best = min(fused_choices(problem, cluster), key=lambda choice: choice.simulated_s, default=None)
     if best is None:
@@ -107,7 +119,7 @@ def side_by_side(programs: Sequence[Program]) -> Program:
 
 
 def _numbered(program: Program, number: int) -> Program:
-    """Return a program with `number` behind the names of its meshes, tensors and buffers."""
+    """Return the program of a product with `number` behind the names of its meshes, tensors and buffers."""
 
     def renamed(name: str) -> str:
         return f"{name}_{number}"
@@ -137,7 +149,11 @@ def _numbered(program: Program, number: int) -> Program:
         tensors=tuple(replace(tensor, name=renamed(tensor.name)) for tensor in program.tensors),
         buffers=tuple(buffers),
         body=renaming.body(program.body),
-        computes=(),
+        computes=tuple(
+            replace(meaning, out=renamed(meaning.out), a=renamed(meaning.a), b=renamed(meaning.b))
+            for meaning in program.computes
+            if isinstance(meaning, Product)
+        ),
     )
 
 
