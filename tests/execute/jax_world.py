@@ -46,3 +46,14 @@ def assert_equals_reference(
         expected = reference[name].astype(numpy_dtype(program.tensor_of[name].dtype))
         assert value.shape == expected.shape
         assert np.array_equal(value.astype(expected.dtype), expected), (program.name, problem, name)
+
+
+def lowered(program: Program) -> Any:
+    """Return what jax lowers a program to."""
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    inputs = [program.tensor_of[b.tensor or ""] for b in program.buffers if b.kind == "input"]
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in inputs]
+    return load_source(jax_source(program), device_mesh(program)).lower(*shapes)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import meshweave as mw
+from meshweave.algorithms.fused import Tiles
 from meshweave.execute.jax.source import jax_source
 
 
@@ -98,13 +99,23 @@ def test_the_source_uses_only_names_that_it_defines(name: str) -> None:
     assert modules == {"__future__", "typing", "jax", "jax.sharding"}
 
 
-def test_what_jax_has_no_form_for_is_named() -> None:
-    problem = next(iter(mw.algorithm("universal").examples()))
-    program = mw.algorithm("universal").program(
-        problem, next(iter(mw.algorithm("universal").candidates(problem)))
-    )
-    with pytest.raises(mw.UnsupportedError, match="jax"):
-        jax_source(program)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("reshard_broadcast", "not along axes of a mesh of all ranks"), ("zbv", "no mesh of program ZB-V")],
+)
+def test_what_jax_has_no_form_for_is_named(name: str, reason: str) -> None:
+    entry = mw.algorithm(name)
+    problem = next(iter(entry.examples()))
+    with pytest.raises(mw.UnsupportedError, match=reason):
+        jax_source(entry.program(problem, next(iter(entry.candidates(problem)))))
+
+
+def test_messages_of_one_form_are_one_permute() -> None:
+    problem = next(iter(mw.algorithm("t3_direct").examples()))
+    program = mw.algorithm("t3_direct").program(problem, Tiles(3, 10, "rows"))
+    sent = [line for line in body_of(jax_source(program)) if "ppermute" in line]
+    pairs = [ast.literal_eval(line[line.index("[(") : line.index(")]") + 2]) for line in sent]
+    assert [len(listed) for listed in pairs] == [3, 3, 3, 1, 1, 1]  # the last part of four is shorter
 
 
 def test_printing_imports_no_jax() -> None:

@@ -151,7 +151,7 @@ class DeviceMesh:
         rest = [rank for rank in self.mesh.ranks if rank not in covered]
         if len(rest) % size:
             raise UnsupportedError(
-                f"{len(rest)} devices are in no group of '{over}', and groups of {size} do not divide them"
+                f"{len(rest)} devices are in no group of a collective, and groups of {size} do not divide them"
             )
         listed += [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
         numbers = tuple(tuple(self.number(rank) for rank in group) for group in listed)

@@ -23,6 +23,12 @@ from meshweave.ir.program.ops import Accumulate, Collective, Fence, Get, Matmul,
 from meshweave.ir.program.views import View
 from meshweave.lower import lower_one_sided, write_out_tiles
 
+_NUMBERS = {
+    *("lane", "name", "peer", "tag", "step", "over", "shift", "sizes", "send_sizes", "recv_sizes"),
+    *("flops", "bytes", "stash_bytes", "freed_bytes", "shape"),
+}
+"""The fields of ops in which the ops of a line may differ."""
+
 
 def as_messages(program: Program) -> Program:
     """Return the program with released tiles as products of their own, and one-sided ops as messages.
@@ -41,7 +47,8 @@ def as_messages(program: Program) -> Program:
 def has_messages(program: Program) -> bool:
     """Return whether ranks send messages, or add released tiles up, so that the program has no template."""
     return any(
-        isinstance(op, (Send, Recv, Fence)) or getattr(op, "release", None) is not None for op in program.ops()
+        isinstance(op, (Send, Recv, Fence)) or getattr(op, "release", None) is not None
+        for op in program.ops()
     )
 
 
@@ -129,12 +136,8 @@ def _form_of_op(op: Op, *, with_shapes: bool) -> Hashable:
     """Return an op without its numbers, lane and name: views are buffers and slots."""
     parts: list[Hashable] = [op.kind]
     for each in fields(op):
-        value = getattr(op, each.name)
-        if each.name in ("lane", "name", "peer", "tag", "step", "over", "sizes", "send_sizes", "recv_sizes", "shift"):
-            continue
-        if each.name in ("flops", "bytes", "stash_bytes", "freed_bytes", "shape"):
-            continue
-        parts.append(_form_of_value(value, with_shapes=with_shapes))
+        if each.name not in _NUMBERS:
+            parts.append(_form_of_value(getattr(op, each.name), with_shapes=with_shapes))
     return tuple(parts)
 
 

@@ -269,7 +269,10 @@ class StatementWriter:
             at: (tuple(view.shape for view in each.ins), tuple(view.shape for view in each.outs))
             for at, each in self._resolved.items()
         }
-        classes = list(dict.fromkeys(shapes.values()))
+        classes = [
+            tuple(dict.fromkeys(shapes[t, r] for r in turn.ranks)) for t, turn in enumerate(self._turns)
+        ]
+        variants = list(dict.fromkeys(classes))
         function = f"functions[{quoted(op.fn)}]"
         targets = [self.views.free_name(f"out_{number}") for number in range(len(op.outs))]
         if all(len({shapes[t, r] for r in turn.ranks}) <= 1 for t, turn in enumerate(self._turns)):
@@ -277,8 +280,10 @@ class StatementWriter:
         elif args:
             raise UnsupportedError("ranks call it with unequal shapes, and it has arguments beside arrays")
         else:
-            which = self.numbers.text(self._turns, lambda t, r: classes.index(shapes[t, r]))
-            value = f"call_in_class({', '.join([str(which), function, repr(tuple(classes)), *ins])})"
+            which = self.numbers.text(self._turns, lambda t, r: classes[t].index(shapes[t, r]))
+            variant = self.numbers.text(self._turns, lambda t, r: variants.index(classes[t]))
+            listed = repr(variants[0]) if len(variants) == 1 else f"{tuple(variants)!r}[{variant}]"
+            value = f"call_in_class({', '.join([str(which), function, listed, *ins])})"
         if not targets:
             return
         self.line(f"({', '.join(targets)},) = {value}")

@@ -111,9 +111,8 @@ class NumberTexts:
         per_turn = {t: {values[t, rank] for rank in turn.ranks} for t, turn in enumerate(turns)}
         is_traced = any(len(of_turn) > 1 for of_turn in per_turn.values())
         table = self._table(turns, values, is_traced)
-        expression = (
-            None if index is None or self.tables_only or (not is_traced and _is_coordinate(index)) else self.expression(index)
-        )
+        has_none = index is None or self.tables_only or (not is_traced and _is_coordinate(index))
+        expression = None if has_none or index is None else self.expression(index)
         if expression is None or (table is not None and len(table) < len(expression.text)):
             if table is None:
                 raise UnsupportedError("a number depends on more than loop indices and coordinates")
