@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class SiteProduct:
     strategy: LayerStrategy
     widths: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_interleaved(self) -> bool:
         """Return whether columns of the weights stand by turns, unit by unit, since units are dealt out anew.
 
@@ -68,6 +68,7 @@ def product_number(product: SiteProduct) -> int:
     return len(_PRODUCTS) - 1
 
 
+@lru_cache(4096)
 def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> tuple[SiteProduct, ProductPrograms]:
     product = _PRODUCTS[number]
     return product, sized_product(product.site, product.strategy, batch, sequence, dtype)
