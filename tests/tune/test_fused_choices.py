@@ -71,6 +71,7 @@ def test_a_fused_product_is_taken_only_where_it_is_simulated_to_be_faster() -> N
         if choice is not None:
             assert choice == tune_fused(problem, machine)
             assert fused_faster_than(problem, choice.program, machine) is None
+        assert tune_fused(problem, machine, by_tiles=True).tiles is not None
 
 
 def test_ranks_that_the_cluster_does_not_have_are_not_priced() -> None:

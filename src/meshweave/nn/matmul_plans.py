@@ -285,9 +285,9 @@ def _fused(
 ) -> FusedOptions | None:
     """Return the fused product that computes it, None for the universal product.
 
-    "fused" takes what is simulated to be fastest on the caller's cluster, without one the ring. "auto" takes that
-    only where a cluster is named on which it is simulated to be faster than the universal product; in memory that
-    ranks share, operands are read in place and nothing is left to hide.
+    "fused" takes what is simulated to be fastest by tiles on the caller's cluster, without one the ring. "auto"
+    takes any entry of `algorithms.fused`, where a cluster is named on which it is simulated to be faster than the
+    universal product; in memory that ranks share, operands are read in place and nothing is left to hide.
     """
     cluster, chosen = options.cluster, None
     if options.overlap == "fused":
@@ -301,14 +301,14 @@ def _fused(
                 "a by columns, b and out by rows; or a by rows, b and out by columns; on one mesh dim, evenly"
             )
         if names and cluster is not None and problem.ranks[-1] < cluster.num_chips:
-            chosen = tune_fused(problem, cluster)
+            chosen = tune_fused(problem, cluster, by_tiles=True)
         elif names:
-            return FusedOptions(names[0], Tiles(), options.transport)
+            return FusedOptions(names[0], Tiles(), transport)
     elif cluster is not None and options.considers_fused and transport == "messages":
         chosen = faster_than(problem, universal_program(problem, tuned.config), cluster)
     if chosen is None:
         return None
-    return FusedOptions(chosen.algorithm, chosen.tiles or Tiles(), options.transport)
+    return FusedOptions(chosen.algorithm, chosen.tiles or Tiles(), transport)
 
 
 def _matrix(view: MatrixView) -> Matrix:

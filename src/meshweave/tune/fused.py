@@ -70,12 +70,15 @@ def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[Fused
             yield FusedChoice(entry.name, tiles, program, simulated_s(program, cluster))
 
 
-def tune_fused(problem: UniversalProblem, cluster: Cluster) -> FusedChoice:
+def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = False) -> FusedChoice:
     """Return the algorithm and tiles with the least simulated time; of equals the first.
+
+    Args:
+        by_tiles: whether only products that communicate tile by tile are chosen among, not their rivals.
 
     Raises LayoutError where no fused product takes the layouts.
     """
-    choices = list(fused_choices(problem, cluster))
+    choices = [one for one in fused_choices(problem, cluster) if one.tiles is not None or not by_tiles]
     if not choices:
         raise LayoutError(f"no fused product takes {problem}")
     return min(choices, key=lambda choice: choice.simulated_s)
