@@ -19,7 +19,7 @@ import numpy as np
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Layout, Partial, Shard, StridedShard, Tile
 from meshweave.execute.jax.devices import DeviceMesh, quoted
-from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, has_messages
+from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, is_by_rank
 from meshweave.execute.jax.statements import StatementWriter
 from meshweave.execute.jax.turns import NumberTexts, Turn
 from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
@@ -75,7 +75,7 @@ class _SourceWriter:
         self.numbers = NumberTexts(self.devices, self._index_name)
         self.views = Views(program, self.numbers)
         sums = {view.buffer for op in program.ops() if _sums(op) for view in op.writes}
-        self.by_rank = has_messages(program)
+        self.by_rank = is_by_rank(program)
         values = set() if self.by_rank else rewritten_whole(program)
         parts = {} if self.by_rank else written_in_parts(program)
         for buffer in program.buffers:

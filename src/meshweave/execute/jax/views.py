@@ -138,10 +138,13 @@ class Views:
         return self.numbers.text(access.turns, lambda t, r: self.program.local_shape(name, r)[dim])
 
     def _is_whole(self, access: ViewUse, dim: int) -> bool:
-        """Return whether every rank has the whole of its dim, and where steps are of some ranks, of the array."""
+        """Return whether every rank has the whole of its dim, and if only some ranks run the op, of the array."""
         name = access.view.buffer
-        if self.numbers.tables_only and access.most(dim, 0) < self.held[name].shape[dim]:
-            return False
+        held, everyone = self.held[name], len(self.program.ranks)
+        for t, turn in enumerate(access.turns):
+            is_short = len(turn.ranks) < everyone and access.most(dim, t) < held.shape[dim]
+            if is_short and not held.is_value:
+                return False
         return all(
             _bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
             and not isinstance(view.selectors[dim], Blocked)
