@@ -7,7 +7,8 @@ for its functions. Twelve products: the two fully connected layers of the feed-f
 Megatron-NLG, each with the output, the data and the weights stationary, on a 4 x 4 mesh, for each of Collective,
 Wang and MeshSlice. Every size is a 16th of that of a step of 32 sequences of 2048 tokens. Both sides have equal
 operands, slices, blocks, and for Wang the same ring. Results are compared first, then both run in turn, the one
-that begins alternating; a time is the median. `--save` writes benchmarks/results/jax_authors.json.
+that begins alternating; a time is the median, by the clock and of all processors (which other work on the machine
+disturbs less). `--save` writes benchmarks/results/jax_authors.json.
 
 The file imports `jax.experimental.shard_map`, which newer versions of jax have no more. A module of that name is
 made before, with `jax.shard_map` without its check of replication, as the functions ran when they were written.
@@ -113,20 +114,21 @@ def operands(problem: mw.Matmul2dProblem, mesh: Any) -> tuple[Any, Any]:
     return a, b
 
 
-def timed(function: Product, a: Any, b: Any) -> float:
-    """Return the seconds that a call takes."""
-    begin = time.perf_counter()
+def timed(function: Product, a: Any, b: Any) -> tuple[float, float]:
+    """Return the seconds that a call takes, by the clock and of all processors."""
+    begin, used = time.perf_counter(), time.process_time()
     function(a, b).block_until_ready()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - used
 
 
-def in_turn(both: tuple[Product, Product], a: Any, b: Any, repeats: int) -> tuple[float, float]:
-    """Return the median seconds of two functions that run one after the other, first one, then the other first."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def in_turn(both: tuple[Product, Product], a: Any, b: Any, repeats: int) -> list[tuple[float, float]]:
+    """Return the median seconds, as `timed` has them, of two functions that run in turn, either one first."""
+    taken: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for turn in range(repeats):
         for number in (0, 1) if turn % 2 == 0 else (1, 0):
-            seconds[number].append(timed(both[number], a, b))
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+            taken[number].append(timed(both[number], a, b))
+    medians = [[statistics.median(kind) for kind in zip(*listed, strict=True)] for listed in taken]
+    return [(wall_s, cpu_s) for wall_s, cpu_s in medians]
 
 
 def compared(
@@ -138,9 +140,16 @@ def compared(
     a, b = operands(problem, mesh)
     both = ours(algorithm, problem, mesh), theirs(authors, algorithm, problem.dataflow, mesh)
     results = [np.asarray(function(a, b)) for function in both]
-    equal = bool(np.array_equal(*results))
-    ours_s, theirs_s = in_turn(both, a, b, repeats)
-    return {"equal": equal, "ours_s": ours_s, "authors_s": theirs_s, "times_faster": theirs_s / ours_s}
+    (ours_s, ours_cpu_s), (theirs_s, theirs_cpu_s) = in_turn(both, a, b, repeats)
+    return {
+        "equal": bool(np.array_equal(*results)),
+        "ours_s": ours_s,
+        "authors_s": theirs_s,
+        "times_faster": theirs_s / ours_s,
+        "ours_cpu_s": ours_cpu_s,
+        "authors_cpu_s": theirs_cpu_s,
+        "times_less_cpu": theirs_cpu_s / ours_cpu_s,
+    }
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -170,8 +179,11 @@ def main() -> None:
             row |= compared(authors, algorithm, problem, mesh, given.repeats)
             rows.append(row)
             print(*row.values(), flush=True)
-        means[algorithm] = geometric_mean([r["times_faster"] for r in rows if r["algorithm"] == algorithm])
-        print(f"{algorithm}: {means[algorithm]:.3f} times faster, geometric mean", flush=True)
+        means[algorithm] = {
+            kind: geometric_mean([row[kind] for row in rows if row["algorithm"] == algorithm])
+            for kind in ("times_faster", "times_less_cpu")
+        }
+        print(algorithm, means[algorithm], flush=True)
     if given.save:
         how = {"mesh": MESH, "scale": given.scale, "repeats": given.repeats, "slices": SLICES, "block": BLOCK}
         save("jax_authors", {**how, "jax": jax.__version__, "geometric_means": means, "rows": rows})

@@ -58,6 +58,31 @@ def test_every_algorithm_equals_the_dense_product(case: tuple[str, mw.Matmul2dPr
     assert_equals_reference(mw.algorithm(name), problem, program, inputs)
 
 
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(
+        [(name, flow) for name in ("meshslice", "meshslice_tapered", "summa") for flow in ("ls", "os", "rs")],
+        1,
+    ),
+)
+def test_rolled_loops_give_what_unrolled_ones_do(case: tuple[str, Any]) -> None:
+    from meshweave.execute.jax.source import jax_source
+
+    entry = mw.algorithm(case[0])
+    for dtype in ("int32", "bfloat16"):
+        problem = mw.Matmul2dProblem(32, 48, 64, (2, 4), case[1], dtype)
+        program = entry.program(problem, mw.Matmul2dConfig((1,) * 4, 2))
+        assert "lax.fori_loop(1, " in jax_source(program, loops="rolled")
+        inputs = {
+            tensor: np.random.default_rng(6)
+            .integers(-1, 2, problem.stored_shape(tensor.lower()))
+            .astype(kind)
+            for tensor in "AB"
+            for kind in ["int32" if dtype == "int32" else "float32"]
+        }
+        assert_equals_reference(entry, problem, program, inputs, "rolled")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_examples_of_every_algorithm(name: str) -> None:

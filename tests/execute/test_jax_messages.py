@@ -18,7 +18,7 @@ pytestmark = needs_jax
 NAMES = ("universal", *(entry.name for entry in fused.ENTRIES))
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, 4))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, 2))
 def test_every_example_equals_the_dense_product(name: str) -> None:
     entry = mw.algorithm(name)
     for problem in entry.examples():
@@ -66,7 +66,7 @@ def test_chains_of_messages(mesh_shape: tuple[int, int]) -> None:
         assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=4))
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, 2))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, 1))
 def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
     jax = prepare_jax()
     from meshweave.execute.jax.lowered import lowered_messages, program_messages

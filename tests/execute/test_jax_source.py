@@ -44,6 +44,26 @@ def test_an_op_is_a_line_and_a_loop_a_loop() -> None:
     ]
 
 
+def test_a_rolled_loop_has_variables_in_place_of_slots() -> None:
+    lines = body_of(product_source(loops="rolled"))
+    begin = lines.index("def turn_s(s: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:")
+    assert lines[begin + 1 :] == [
+        "(c,) = carried",
+        "a_s = blocks(a, 1, s * 4, 4, 16)",
+        'a_g = gather(a_s, "col", 1)',
+        "b_s = blocks(b, 0, s * 4, 4, 16)",
+        'b_g = lax.all_gather(b_s, "row", axis=0, tiled=True)',
+        "c = product(a_g, b_g, c)",
+        "return (c,)",
+        "(c,) = lax.fori_loop(1, 4, turn_s, (c,))",
+        "return (c,)",
+    ]
+
+
+def test_a_loop_whose_slots_pass_from_turn_to_turn_stays_unrolled() -> None:
+    assert product_source("cannon", mesh=(2, 2), loops="rolled") == product_source("cannon", mesh=(2, 2))
+
+
 def test_the_ring_sends_pieces_as_they_came() -> None:
     lines = body_of(product_source(mesh=(1, 4), rings=1))
     sent = [line.split("shift(")[1].split(",")[0] for line in lines if "shift(" in line]

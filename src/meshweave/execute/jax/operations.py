@@ -56,14 +56,18 @@ def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
     return jnp.where((at >= start) & (at < stop), x, 0)
 
 
-def blocks(x: Array, dim: int, first: int, block: int, stride: int) -> Array:
+def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> Array:
     """Return the elements [first, first + block) of every period of `stride` elements of a dim."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    chosen = lax.slice_in_dim(x.reshape(*before, -1, stride, *after), first, first + block, axis=dim + 1)
+    periods = x.reshape(*before, -1, stride, *after)
+    if isinstance(first, int):
+        chosen = lax.slice_in_dim(periods, first, first + block, axis=dim + 1)
+    else:
+        chosen = lax.dynamic_slice_in_dim(periods, first, block, axis=dim + 1)
     return chosen.reshape(*before, -1, *after)
 
 
-def put_blocks(x: Array, dim: int, first: int, block: int, stride: int, value: Array) -> Array:
+def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
     """Return x with `value` in the elements that `blocks` reads."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     whole = x.reshape(*before, -1, stride, *after)

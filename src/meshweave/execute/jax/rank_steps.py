@@ -20,6 +20,7 @@ from meshweave.ir.analysis.edges import is_one_sided
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Expr
 from meshweave.ir.program.ops import Accumulate, Collective, Fence, Get, Matmul, Op, Put, Recv, Send
+from meshweave.ir.program.statements import On, statements_of
 from meshweave.ir.program.views import View
 from meshweave.lower import lower_one_sided, write_out_tiles
 
@@ -44,12 +45,14 @@ def as_messages(program: Program) -> Program:
     return program
 
 
-def has_messages(program: Program) -> bool:
-    """Return whether ranks send messages, or add released tiles up, so that the program has no template."""
-    return any(
-        isinstance(op, (Send, Recv, Fence)) or getattr(op, "release", None) is not None
-        for op in program.ops()
-    )
+def is_by_rank(program: Program) -> bool:
+    """Return whether ranks have ops of their own, send messages or add released tiles up: there is no template."""
+    for each in statements_of(program.body):
+        if isinstance(each, On) and not isinstance(each.where, str):
+            return True
+        if isinstance(each, (Send, Recv, Fence)) or getattr(each, "release", None) is not None:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

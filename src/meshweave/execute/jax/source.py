@@ -19,7 +19,8 @@ import numpy as np
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Layout, Partial, Shard, StridedShard, Tile
 from meshweave.execute.jax.devices import DeviceMesh, quoted
-from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, has_messages
+from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, is_by_rank
+from meshweave.execute.jax.rolled_loops import Loops, RolledLoopWriter
 from meshweave.execute.jax.statements import StatementWriter
 from meshweave.execute.jax.turns import NumberTexts, Turn
 from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
@@ -49,7 +50,13 @@ from functools import partial
 """
 
 
-def jax_source(program: Program, axes: Sequence[str] | None = None, *, in_order: bool = False) -> str:
+def jax_source(
+    program: Program,
+    axes: Sequence[str] | None = None,
+    *,
+    in_order: bool = False,
+    loops: Loops = "unrolled",
+) -> str:
     """Return the source of a module whose `on_mesh(mesh)` returns the jitted function that a program is.
 
     It takes whole input tensors, in the order in which the program declares them, and returns whole outputs.
@@ -58,24 +65,26 @@ def jax_source(program: Program, axes: Sequence[str] | None = None, *, in_order:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
         in_order: have communication wait for the last product that stands before it in the program. XLA's
             scheduler may otherwise start all of it at once, and end each transfer right before its use.
+        loops: "rolled" writes loops whose turns differ in numbers alone as `lax.fori_loop`, which compiles in less
+            time. XLA then overlaps nothing across turns. Not with `in_order`, nor in programs without a template.
 
     Raises:
         UnsupportedError: jax has no form for something in the program.
         ProgramError: an expression has no value.
     """
-    return _SourceWriter(as_messages(program), axes, in_order).source()
+    return _SourceWriter(as_messages(program), axes, in_order, loops).source()
 
 
 class _SourceWriter:
-    def __init__(self, program: Program, axes: Sequence[str] | None, in_order: bool) -> None:
-        self.in_order = in_order
+    def __init__(self, program: Program, axes: Sequence[str] | None, in_order: bool, loops: Loops) -> None:
+        self.in_order, self.loops = in_order, loops
         self.program = program
         self.devices = DeviceMesh(program, axes)
         self.calls: list[str] = []
         self.numbers = NumberTexts(self.devices, self._index_name)
         self.views = Views(program, self.numbers)
         sums = {view.buffer for op in program.ops() if _sums(op) for view in op.writes}
-        self.by_rank = has_messages(program)
+        self.by_rank = is_by_rank(program)
         values = set() if self.by_rank else rewritten_whole(program)
         parts = {} if self.by_rank else written_in_parts(program)
         for buffer in program.buffers:
@@ -168,7 +177,8 @@ class _SourceWriter:
             )
             by_rank.steps()
             return by_rank
-        writer = StatementWriter(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
+        kind = RolledLoopWriter if self.loops == "rolled" else StatementWriter
+        writer = kind(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
         ranks = {rank: self.program.environment(rank) for rank in self.program.ranks}
         writer.body(self.program.body, [Turn({}, ranks)])
         return writer

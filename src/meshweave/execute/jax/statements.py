@@ -105,7 +105,7 @@ class StatementWriter:
         inner = [turn.having(block.condition) for turn in turns]
         if all(len(turn.ranks) in (0, len(before.ranks)) for turn, before in zip(inner, turns, strict=True)):
             runs = [bool(turn.ranks) for turn in inner]
-            condition = self.numbers.text(turns, lambda t, r: int(runs[t]), block.condition)
+            condition = self.numbers.text(turns, lambda t, r: int(runs[t]), block.condition, static=True)
             if all(runs):
                 self.body(block.body, inner, active)
             elif any(runs):
@@ -126,7 +126,7 @@ class StatementWriter:
 
     def _repeat(self, block: Repeat, var: str, turns: Sequence[Turn], active: str) -> None:
         counts = [len(list(turn.repeated(var, block.count))) for turn in turns]
-        count = self.numbers.text(turns, lambda t, r: counts[t], block.count)
+        count = self.numbers.text(turns, lambda t, r: counts[t], block.count, static=True)
         inner = [each for turn in turns for each in turn.repeated(var, block.count)]
         if not inner:
             return
@@ -281,7 +281,7 @@ class StatementWriter:
             raise UnsupportedError("ranks call it with unequal shapes, and it has arguments beside arrays")
         else:
             which = self.numbers.text(self._turns, lambda t, r: classes[t].index(shapes[t, r]))
-            variant = self.numbers.text(self._turns, lambda t, r: variants.index(classes[t]))
+            variant = self.numbers.text(self._turns, lambda t, r: variants.index(classes[t]), static=True)
             listed = repr(variants[0]) if len(variants) == 1 else f"{tuple(variants)!r}[{variant}]"
             value = f"call_in_class({', '.join([str(which), function, listed, *ins])})"
         if not targets:
@@ -354,7 +354,7 @@ class StatementWriter:
         if all(len({size for parts in of_turn for size in parts}) <= 1 for of_turn in by_turn):
             return text
         largest = [max((size for parts in of_turn for size in parts), default=0) for of_turn in by_turn]
-        most = self.numbers.text(self._turns, lambda t, r: largest[t])
+        most = self.numbers.text(self._turns, lambda t, r: largest[t], static=True)
         columns = [self.numbers.text(self._turns, partial(_entry, sizes, p)) for p in range(count)]
         listed = f"({', '.join(map(str, columns))})"
         verb = "join" if joins else "split"
@@ -404,7 +404,7 @@ class StatementWriter:
         by_turn = [{shifts[t, r] for r in turn.ranks} for t, turn in enumerate(self._turns)]
         value = self._sent()
         if group.groups is None and all(len(of_turn) == 1 for of_turn in by_turn):
-            by = self.numbers.text(self._turns, lambda t, r: shifts[t, r])
+            by = self.numbers.text(self._turns, lambda t, r: shifts[t, r], static=True)
             if by.text == "0":
                 return value
             return f"shift({value}, {group.text}, {group.size}, {by})"

@@ -70,6 +70,7 @@ class HeldBuffer:
         parts: the parts of which the variable is a list; None where it is one array.
         is_uneven: whether ranks have unequal shapes of it.
         pieces: the variables that hold parts just as they were written, with the view of each.
+        in_turn: whether each turn of a rolled loop has a variable of its own, in place of slots.
     """
 
     buffer: Buffer
@@ -82,6 +83,7 @@ class HeldBuffer:
     parts: Parts | None = None
     is_uneven: bool = False
     pieces: dict[str, ViewUse] = field(default_factory=dict)
+    in_turn: bool = False
 
 
 @dataclass
@@ -118,12 +120,12 @@ class Views:
         if parts is None:
             return ""
         numbers = {point: part_number(view, parts) for point, view in access.at.items()}
-        return f"[{self.numbers.text(access.turns, lambda t, r: numbers[t, r] or 0)}]"
+        return f"[{self.numbers.text(access.turns, lambda t, r: numbers[t, r] or 0, static=True)}]"
 
     def _slot(self, access: ViewUse) -> str:
         """Return the text of the array, or list of parts, of a view's slot."""
         held = self.held[access.view.buffer]
-        if held.buffer.slots == 1:
+        if held.buffer.slots == 1 or held.in_turn:
             return held.name
         slot = self.numbers.text(access.turns, lambda t, r: _int(access.at[t, r].slot), access.view.slot)
         if slot.traced:
@@ -138,10 +140,13 @@ class Views:
         return self.numbers.text(access.turns, lambda t, r: self.program.local_shape(name, r)[dim])
 
     def _is_whole(self, access: ViewUse, dim: int) -> bool:
-        """Return whether every rank has the whole of its dim, and where steps are of some ranks, of the array."""
+        """Return whether every rank has the whole of its dim, and if only some ranks run the op, of the array."""
         name = access.view.buffer
-        if self.numbers.tables_only and access.most(dim, 0) < self.held[name].shape[dim]:
-            return False
+        held, everyone = self.held[name], len(self.program.ranks)
+        for t, turn in enumerate(access.turns):
+            is_short = len(turn.ranks) < everyone and access.most(dim, t) < held.shape[dim]
+            if is_short and not held.is_value:
+                return False
         return all(
             _bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
             and not isinstance(view.selectors[dim], Blocked)
@@ -183,7 +188,7 @@ class Views:
 
     def most(self, access: ViewUse, dim: int) -> Number:
         """Return the most elements that ranks have of a dim: a Python integer."""
-        return self.numbers.text(access.turns, lambda t, r: access.most(dim, t))
+        return self.numbers.text(access.turns, lambda t, r: access.most(dim, t), static=True)
 
     def _positions(self, access: ViewUse, dim: int) -> str:
         """Return the list of positions of a dim's selector."""
