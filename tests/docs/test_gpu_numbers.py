@@ -67,6 +67,6 @@ def test_without_a_device_it_says_what_is_left_out(
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--no-interpreter"])
     assert runpy.run_path(str(GPU / "run.py"))["main"]() == 0
     assert "left out tests marked gpu, kernels" in capsys.readouterr().out
