@@ -13,6 +13,7 @@ import pages
 import pytest
 
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.execute.cuda.tiling import ADDING_PROGRAMS
 
 GPU = pages.ROOT / "benchmarks" / "gpu"
 SAVED = pages.ROOT / "benchmarks" / "results" / "gpu"
@@ -45,6 +46,12 @@ def test_bytes_of_the_optimizer_and_of_logits() -> None:
     text = (pages.ROOT / "docs" / "guide" / "gpu.md").read_text()
     assert f"as long as {statistics.median(moved):.0f} bytes a parameter" in text
     assert kept == {4}
+
+
+def test_multiprocessors_that_products_leave() -> None:
+    for page in ("guide/gpu.md", "decisions/0057-a-counter-for-each-region.md"):
+        text = (pages.ROOT / "docs" / page).read_text()
+        assert f"{ADDING_PROGRAMS} multiprocessors" in text, page
 
 
 def test_saved_steps_are_predicted_as_now(steps: ModuleType) -> None:

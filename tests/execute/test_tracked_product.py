@@ -169,9 +169,9 @@ def test_every_fused_program_in_the_interpreter(num_ranks: int) -> None:
 @pytest.mark.gloo
 @needs_triton
 @needs_shared
-@pytest.mark.parametrize("memory", ["shared", "queued"])
+@pytest.mark.parametrize("memory", ["queued", pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_counter_that_never_completes_is_an_error_with_region_and_rank(memory: str) -> None:
-    """Polled by the ranks, and queued as on a stream, where the error comes at the end of the run."""
+    """Queued as on a stream, where the error comes at the end of the run, and polled by the ranks."""
     said = launch("tracked_rank_functions:late", 4, {"memory": memory}, env=INTERPRETED, timeout_s=60.0)
     assert "region acc[" in said[3] and "of rank 3" in said[3] and "rank 2" in said[3], said
     assert all(said), said

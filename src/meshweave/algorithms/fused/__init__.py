@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshweave.algorithms.fused.all_gather import AllGatherAtConsumer
 from meshweave.algorithms.fused.all_to_all import FusedAllToAll
+from meshweave.algorithms.fused.copied_reduce_scatter import CopiedReduceScatter
 from meshweave.algorithms.fused.direct_reduce_scatter import DirectReduceScatter
 from meshweave.algorithms.fused.looped_reduce_scatter import LoopedReduceScatter
 from meshweave.algorithms.fused.product import NoChoice, Tiles
@@ -13,6 +14,7 @@ from meshweave.algorithms.fused.sequential import SequentialReduceScatter
 ENTRIES = (
     RingReduceScatter(),
     DirectReduceScatter(),
+    CopiedReduceScatter(),
     AllGatherAtConsumer(),
     FusedAllToAll(),
     SequentialReduceScatter(),
@@ -22,6 +24,7 @@ ENTRIES = (
 __all__ = [
     "ENTRIES",
     "AllGatherAtConsumer",
+    "CopiedReduceScatter",
     "DirectReduceScatter",
     "FusedAllToAll",
     "LoopedReduceScatter",

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.execute.cuda.tiling import ADDING_PROGRAMS
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU: as it was when this module was imported."""
@@ -156,7 +157,7 @@ def check_atomic_add(dtype: torch.dtype, device: torch.device) -> None:
         raise UnsupportedError(reason)
 
 
-def accumulate(out: Tensor, value: Tensor, num_programs: int = 16) -> None:
+def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) -> None:
     """Queue out += value on the current stream, each element by one atomic addition over the system.
 
     Others may add to the same elements at the same time: in other kernels, streams, processes and GPUs.
