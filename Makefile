@@ -85,8 +85,10 @@ slow: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/site.py
 
-# Tests and benchmarks that need a CUDA device; without one it says what it leaves out.
+# Tests and benchmarks that need a CUDA device, with Triton and CUDA's bindings. Without a device the kernels run in
+# Triton's interpreter, and what is left out is said.
 gpu: $(STAMP)
+	$(PIP) install --quiet --no-compile -c constraints.txt 'triton>=3.5' 'cuda-bindings>=12.8'
 	$(BIN)/python benchmarks/gpu/run.py
 
 bench: $(STAMP)

@@ -106,6 +106,47 @@ def power() -> str:
     return "\n".join(lines) + "\n"
 
 
+def tracked() -> str:
+    """Return the table of products that count their tiles, beside the same kernel without counters and cuBLAS."""
+    if not (RESULTS / "fused.json").exists():
+        return NOT_YET
+    lines = ["| rows, columns, depth, ranks | us | of untracked | of cuBLAS |", "|---|---|---|---|"]
+    for row in load("fused")["rows"]["products"]:
+        of = [row["tracked_s"] / row[f"{name}_s"] for name in ("untracked", "cublas")]
+        sizes = ", ".join(map(str, row["shape"]))
+        lines.append(f"| {sizes} | {1e6 * row['tracked_s']:.0f} | {of[0]:.3f} | {of[1]:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def triggered() -> str:
+    """Return the table of products beside the copies that they trigger."""
+    if not (RESULTS / "fused.json").exists():
+        return NOT_YET
+    lines = [
+        "| rows, columns, depth, ranks | copies to | product, us | copies, us | together, of the longer |",
+        "|---|---|---|---|---|",
+    ]
+    for row in load("fused")["rows"]["triggered"]:
+        sizes, times = ", ".join(map(str, row["shape"])), [row[f"{name}_s"] for name in ("product", "copies")]
+        shown = " | ".join(f"{1e6 * seconds:.0f}" for seconds in times)
+        ratio = row["together_s"] / max(times)
+        lines.append(f"| {sizes} | {row['copies_to']} | {shown} | {ratio:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def bound_ops() -> str:
+    """Return the table of what a bound op costs beyond the call of torch that it makes."""
+    if not (RESULTS / "bound_ops.json").exists():
+        return NOT_YET
+    lines = ["| ops | plain, us | bare calls | in a graph | bare calls in a graph |", "|---|---|---|---|---|"]
+    for row in load("bound_ops")["rows"]:
+        times = " | ".join(f"{row[f'{name}_us']:.2f}" for name in ("plain", "bare", "graph", "bare_graph"))
+        lines.append(f"| {row['ops']} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+NOT_YET = "Not measured yet: no machine with a CUDA device was at hand since it was written.\n"
+
 TABLES = {
     "device": device,
     "outcomes": outcomes,
@@ -113,6 +154,9 @@ TABLES = {
     "memory": memory,
     "kernels": kernels,
     "power": power,
+    "tracked": tracked,
+    "triggered": triggered,
+    "bound ops": bound_ops,
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ def describe_device() -> dict[str, Any]:
     driver, power, clock = [*asked.split(", "), "", "", ""][:3]
     return {
         "name": properties.name,
+        "devices": torch.cuda.device_count(),
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
         "driver": driver,
@@ -34,6 +37,7 @@ def describe_device() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "triton": version("triton") if importlib.util.find_spec("triton") else "",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

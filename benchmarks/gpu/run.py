@@ -1,15 +1,16 @@
-"""Everything here that needs a CUDA device: the tests marked `gpu`, kernels, and training steps.
+"""Everything here that needs a CUDA device: the tests marked `gpu`, and the benchmarks of this folder.
 
 python benchmarks/gpu/run.py [--folder FOLDER]
 
-Writes tests.json, kernels.json and steps.json with the device, versions and date. Without a device it says what it
-leaves out; that is no failure.
+Writes tests.json and one file for each benchmark, with the device, versions and date. Without a device it runs the
+kernels in Triton's interpreter, on a CPU, and says what it leaves out; that is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,18 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PARTS = (
-    "tests marked gpu",
-    "kernels (benchmarks/gpu/kernels.py)",
-    "training steps (benchmarks/gpu/steps.py)",
+BENCHMARKS = {
+    "kernels.py": "kernels",
+    "bound_ops.py": "what a bound op costs",
+    "fused.py": "track and trigger",
+    "steps.py": "training steps",
+}
+ONE_DEVICE = (
+    "Ranks share one device: results do not say how fast transfers between devices are, what they take from "
+    "products beside them, or whether atomic additions and waits of streams reach another device."
 )
+INTERPRETED = ("tests/execute/test_tracked_product.py",)
+"""Tests whose kernels run in Triton's interpreter where there is no device."""
 
 
 FILES = sorted(
@@ -59,24 +67,42 @@ def run_tests() -> list[dict[str, Any]]:
     ]
 
 
+def run_interpreted() -> int:
+    """Run kernels in Triton's interpreter; return 1 where that fails."""
+    if importlib.util.find_spec("triton") is None:
+        print("left out the kernels in Triton's interpreter: triton is not installed")
+        return 0
+    print("kernels in Triton's interpreter, on a CPU:", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *INTERPRETED]
+    is_bad = subprocess.run(command, cwd=ROOT, check=False).returncode != 0
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    dry = [sys.executable, str(HERE / "fused.py"), "--dry"]
+    return int(subprocess.run(dry, env=env, check=False).returncode != 0 or is_bad)
+
+
 def main() -> int:
     """Run all parts; return 1 where one fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where results go; default benchmarks/results/gpu")
+    parser.add_argument("--no-interpreter", action="store_true", help="without a device run nothing")
     arguments = parser.parse_args()
     reason = why_not()
     if reason:
-        print(f"{reason}: left out {', '.join(PARTS)}")
-        return 0
+        listed = [f"{title} (benchmarks/gpu/{script})" for script, title in BENCHMARKS.items()]
+        print(f"{reason}: left out {', '.join(['tests marked gpu', *listed])}")
+        return 0 if arguments.no_interpreter else run_interpreted()
+    import torch
     from device import FOLDER, save_rows
 
+    if torch.cuda.device_count() == 1:
+        print(ONE_DEVICE)
     folder = (arguments.folder or FOLDER).resolve()
     tests = run_tests()
     print(save_rows(folder, "tests", tests))
     is_bad = not tests or any(test["outcome"] in ("failure", "error") for test in tests)
-    for script in ("kernels.py", "steps.py"):
+    for script in BENCHMARKS:
         done = subprocess.run([sys.executable, str(HERE / script), "--folder", str(folder)], check=False)
         is_bad = is_bad or done.returncode != 0
     return int(is_bad)

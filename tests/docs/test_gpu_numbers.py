@@ -13,6 +13,7 @@ import pages
 import pytest
 
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.execute.cuda.tiling import ADDING_PROGRAMS
 
 GPU = pages.ROOT / "benchmarks" / "gpu"
 SAVED = pages.ROOT / "benchmarks" / "results" / "gpu"
@@ -47,6 +48,12 @@ def test_bytes_of_the_optimizer_and_of_logits() -> None:
     assert kept == {4}
 
 
+def test_multiprocessors_that_products_leave() -> None:
+    for page in ("guide/gpu.md", "decisions/0057-a-counter-for-each-region.md"):
+        text = (pages.ROOT / "docs" / page).read_text()
+        assert f"{ADDING_PROGRAMS} multiprocessors" in text, page
+
+
 def test_saved_steps_are_predicted_as_now(steps: ModuleType) -> None:
     row = json.loads((SAVED / "steps.json").read_text())["rows"][0]
     predicted = steps.predict(steps.TrainingRun(**row["run"]))
@@ -67,6 +74,6 @@ def test_without_a_device_it_says_what_is_left_out(
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--no-interpreter"])
     assert runpy.run_path(str(GPU / "run.py"))["main"]() == 0
     assert "left out tests marked gpu, kernels" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshweave.algorithms.fused.all_gather import AllGatherAtConsumer
 from meshweave.algorithms.fused.all_to_all import FusedAllToAll
+from meshweave.algorithms.fused.copied_reduce_scatter import CopiedReduceScatter
 from meshweave.algorithms.fused.direct_reduce_scatter import DirectReduceScatter
 from meshweave.algorithms.fused.looped_all_gather import LoopedAllGather
 from meshweave.algorithms.fused.looped_reduce_scatter import LoopedReduceScatter
@@ -16,6 +17,7 @@ from meshweave.algorithms.fused.sequential_all_gather import SequentialAllGather
 ENTRIES = (
     RingReduceScatter(),
     DirectReduceScatter(),
+    CopiedReduceScatter(),
     AllGatherAtConsumer(),
     FusedAllToAll(),
     SequentialReduceScatter(),
@@ -27,6 +29,7 @@ ENTRIES = (
 __all__ = [
     "ENTRIES",
     "AllGatherAtConsumer",
+    "CopiedReduceScatter",
     "DirectReduceScatter",
     "FusedAllToAll",
     "LoopedAllGather",

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.kernels import accumulate, check_atomic_add
 from meshweave.execute.cuda.regions import TrackedRegions, launches
-from meshweave.execute.cuda.tiling import Block, num_tiles, product_block
+from meshweave.execute.cuda.tiling import ADDING_PROGRAMS, Block, num_tiles, product_block
 from meshweave.execute.cuda.tracked_product import Region, TrackedProduct, multiprocessors, share_a_kernel
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot
 from meshweave.execute.torch.buffers import torch_dtype
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from meshweave.execute.torch.analysis import RankAnalysis
 
 TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
-ADDING_PROGRAMS = 16
-"""Blocks of threads of a kernel that adds, and multiprocessors that products leave for them."""
 
 
 class TrackedAccess(OneSidedAccess):

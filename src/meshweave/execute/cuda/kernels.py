@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.execute.cuda.tiling import ADDING_PROGRAMS
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU: as it was when this module was imported."""
@@ -48,7 +49,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
     WIDENS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_INSIDE: tl.constexpr,
     IS_EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -60,12 +61,14 @@ def _tracked_product(  # type: ignore[no-untyped-def]
         like: a pointer to the dtype of the results.
         regions: int64 (regions, 4): offsets of the operands from `a` and `b` in elements, addresses of the result
             and of the counter.
-        tiles: int32 (tiles, 5): region, first row and column in it, and the row and column after the last.
-        IS_ALIGNED: offsets and first rows and columns are multiples of 16.
-        IS_EVEN, IS_EVEN_K: tiles are whole blocks; k is a multiple of BLOCK_K.
+        tiles: int32 (tiles, 7): region, first row and column of a block in it, first row and column of the tile
+            in that block, and the row and column after the tile's last.
+        IS_ALIGNED: offsets and first rows and columns of blocks are multiples of 16.
+        IS_INSIDE: no block goes beyond its region.
+        IS_EVEN_K: k is a multiple of BLOCK_K.
     """
     for number in range(tl.program_id(0), num_tiles, num_programs):
-        tile = tiles + 5 * number
+        tile = tiles + 7 * number
         region = regions + 4 * tl.load(tile).to(tl.int64)
         first_row, first_column = tl.load(tile + 1), tl.load(tile + 2)
         a_first, b_first = tl.load(region), tl.load(region + 1)
@@ -74,15 +77,19 @@ def _tracked_product(  # type: ignore[no-untyped-def]
             a_first, b_first = tl.multiple_of(a_first, 16), tl.multiple_of(b_first, 16)
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        is_row, is_column = row < tl.load(tile + 3), column < tl.load(tile + 4)
+        is_row = (row >= tl.load(tile + 3)) & (row < tl.load(tile + 5))
+        is_column = (column >= tl.load(tile + 4)) & (column < tl.load(tile + 6))
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         left_at = a + a_first + row[:, None].to(tl.int64) * a_row
         right_at = b + b_first + column[None, :].to(tl.int64) * b_column
         for start in range(0, k, BLOCK_K):
             depth = start + tl.arange(0, BLOCK_K)
-            if IS_EVEN and IS_EVEN_K:
+            if IS_INSIDE and IS_EVEN_K:
                 left = tl.load(left_at + depth[None, :] * a_column)
                 right = tl.load(right_at + depth[:, None] * b_row)
+            elif IS_INSIDE:
+                left = tl.load(left_at + depth[None, :] * a_column, mask=depth[None, :] < k, other=0.0)
+                right = tl.load(right_at + depth[:, None] * b_row, mask=depth[:, None] < k, other=0.0)
             else:
                 is_left, is_right = (
                     is_row[:, None] & (depth[None, :] < k),
@@ -150,7 +157,7 @@ def check_atomic_add(dtype: torch.dtype, device: torch.device) -> None:
         raise UnsupportedError(reason)
 
 
-def accumulate(out: Tensor, value: Tensor, num_programs: int = 16) -> None:
+def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) -> None:
     """Queue out += value on the current stream, each element by one atomic addition over the system.
 
     Others may add to the same elements at the same time: in other kernels, streams, processes and GPUs.

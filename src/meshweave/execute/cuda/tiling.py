@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from meshweave.ir.program.ops import Matmul, Release
 from meshweave.lower.tiles import Box, tiles
 
-_GROUP = (
-    8  # block rows that are walked together where the order is the machine's, so that operands stay in cache
-)
+ADDING_PROGRAMS = 16
+"""Blocks of threads of a kernel that adds, and multiprocessors that products leave for them."""
+_GROUP = 8
+"""Block rows that are walked together where the order is the machine's, so that operands stay in cache."""
 
 
 @dataclass(frozen=True)

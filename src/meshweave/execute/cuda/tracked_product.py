@@ -80,8 +80,16 @@ class TrackedProduct:
         self.num_tiles = tuple(len(listed) for listed in boxes)
         """The tiles of each region: what its counter grows by."""
         rows_of_table = [
-            (number, down[0], across[0], down[1], across[1])
-            for number, listed in enumerate(boxes)
+            (
+                number,
+                _first(down[0], region.out.shape[0], self.block.rows),
+                _first(across[0], region.out.shape[1], self.block.columns),
+                down[0],
+                across[0],
+                down[1],
+                across[1],
+            )
+            for number, (region, listed) in enumerate(zip(regions, boxes, strict=True))
             for down, across in listed
         ]
         addresses = [
@@ -104,9 +112,9 @@ class TrackedProduct:
             "WIDENS": INTERPRETED and first.a.dtype == torch.bfloat16,
             "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
             "IS_ALIGNED": _are_aligned(addresses, rows_of_table),
-            "IS_EVEN": all(
-                stop - start == self.block.rows and end - begin == self.block.columns
-                for _, start, begin, stop, end in rows_of_table
+            "IS_INSIDE": all(
+                region.out.shape[0] >= self.block.rows and region.out.shape[1] >= self.block.columns
+                for region in regions
             ),
             "IS_EVEN_K": depth % self.block.depth == 0,
             "BLOCK_M": self.block.rows,
@@ -166,8 +174,13 @@ def _check(regions: Sequence[Region]) -> None:
         check_atomic_add(first.out.dtype, first.out.device)
 
 
+def _first(start: int, size: int, block: int) -> int:
+    """Return where a block begins that covers a tile from `start` on: earlier, where it would go beyond `size`."""
+    return max(min(start, size - block), 0)
+
+
 def _are_aligned(addresses: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether the kernel may take offsets, and where tiles begin, for multiples of 16."""
+    """Return whether the kernel may take offsets, and where blocks begin, for multiples of 16."""
     offsets = (value for entry in addresses for value in entry[:2])
     return all(value % 16 == 0 for value in offsets) and all(
         value % 16 == 0 for entry in rows for value in entry[1:3]

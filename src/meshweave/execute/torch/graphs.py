@@ -1,4 +1,4 @@
-"""Bound programs as CUDA graphs: what a run issues is captured once and replayed, so that an op costs no Python."""
+"""Bound programs as CUDA graphs: what a run issues is captured once and replayed, without Python for each op."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Issuing the ops of all lanes from one thread, in one order that all ranks share.
 
-What a run issues is flattened into a list of calls when it is bound: switches of streams, waits for events, the ops
-themselves, events. So an op costs its call and nothing else, unless it is timed.
+What a run issues is flattened into a list of calls when it is bound: switches of streams, waits for events, the
+ops themselves, events. So an op costs its call and nothing else, unless it is timed.
 """
 
 from __future__ import annotations
