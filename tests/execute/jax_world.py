@@ -32,14 +32,19 @@ def prepare_jax() -> Any:
 
 
 def assert_equals_reference(
-    algorithm: Algorithm[Any, Any], problem: Any, program: Program, inputs: Mapping[str, Any]
+    algorithm: Algorithm[Any, Any],
+    problem: Any,
+    program: Program,
+    inputs: Mapping[str, Any],
+    *,
+    in_order: bool = False,
 ) -> None:
     """Assert that a program on jax devices gives what the dense reference does, exactly."""
     jax = prepare_jax()
     from meshweave.execute.jax.run import run_jax
 
     with jax.enable_x64(True):
-        outputs = run_jax(program, inputs, calls=algorithm.functions(problem))
+        outputs = run_jax(program, inputs, calls=algorithm.functions(problem), in_order=in_order)
     reference = algorithm.reference(problem, inputs)
     assert outputs.keys() == reference.keys()
     for name, value in outputs.items():
