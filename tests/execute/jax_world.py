@@ -36,14 +36,17 @@ def assert_equals_reference(
     problem: Any,
     program: Program,
     inputs: Mapping[str, Any],
+    *,
     loops: Any = "unrolled",
+    in_order: bool = False,
 ) -> None:
     """Assert that a program on jax devices gives what the dense reference does, exactly."""
     jax = prepare_jax()
     from meshweave.execute.jax.run import run_jax
 
     with jax.enable_x64(True):
-        outputs = run_jax(program, inputs, calls=algorithm.functions(problem), loops=loops)
+        functions = algorithm.functions(problem)
+        outputs = run_jax(program, inputs, calls=functions, loops=loops, in_order=in_order)
     reference = algorithm.reference(problem, inputs)
     assert outputs.keys() == reference.keys()
     for name, value in outputs.items():

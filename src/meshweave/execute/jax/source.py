@@ -63,8 +63,9 @@ def jax_source(
 
     Args:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
-        in_order: have communication wait for the last product that stands before it in the program. XLA's
-            scheduler may otherwise start all of it at once, and end each transfer right before its use.
+        in_order: have communication wait for the last product that stands before it in the program, and a product
+            for the product before it. XLA's scheduler may otherwise start all of it at once, and end each transfer
+            right before its use.
         loops: "rolled" writes loops whose turns differ in numbers alone as `lax.fori_loop`, which compiles in less
             time. XLA then overlaps nothing across turns. Not with `in_order`, nor in programs without a template.
 
@@ -154,7 +155,7 @@ class _SourceWriter:
             if name in used
         ]
         lines += [line for each in held for line in _start(each, used)]
-        lines += ["last = None", "arrived, moving = [], []"] if self.in_order else []
+        lines += ["last, arrived, moved = None, [], {}"] if self.in_order else []
         lines += writer.lines
         results = ", ".join(self._result(buffer) for buffer in outputs)
         lines.append(f"return ({results},)")
@@ -186,9 +187,12 @@ class _SourceWriter:
     def _result(self, buffer: Buffer) -> str:
         held = self.views.held[buffer.name]
         text = held.name if buffer.slots == 1 else f"{held.name}[0]"
-        if held.parts is not None:
-            text = f"jnp.concatenate({text}, axis={held.parts[0]})"
-        text += "" if held.dtype == buffer.dtype else f".astype({quoted(buffer.dtype)})"
+        cast = "" if held.dtype == buffer.dtype else f".astype({quoted(buffer.dtype)})"
+        if held.parts is None:
+            text += cast
+        else:  # a part is cast before they are joined: the product that makes it does so
+            parts = f"[part{cast} for part in {text}]" if cast else text
+            text = f"jnp.concatenate({parts}, axis={held.parts[0]})"
         assert buffer.layout is not None
         return f"{text}[None]" if buffer.layout.partial_axes else text
 
@@ -340,7 +344,11 @@ def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
     elif held.needs_start or (slots and held.name in used):
         kind = "jnp.zeros" if held.is_uneven else "lax.empty"
         start = f"{kind}({held.shape}, {quoted(held.dtype)})" if held.needs_start else "None"
-        yield f"{held.name} = [{start}]{slots}" if slots else f"{held.name} = {start}"
+        if slots and held.needs_start:  # one array for all of them would be copied for each
+            start = f"[{start} for _ in range({buffer.slots})]"
+        elif slots:
+            start = f"[None]{slots}"
+        yield f"{held.name} = {start}"
 
 
 def _is_filled(positions: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> bool:
@@ -370,5 +378,5 @@ def _taken_names() -> frozenset[str]:
     """Return the names that buffers and indices may not have."""
     modules = {"jax", "jnp", "lax", "Array", "Mesh", "P", "Any", "Callable", "Mapping", "partial"}
     own = {ENTRY, BODY, "Axes", "Shapes", "functions", "mesh", "local", "whole", *modules}
-    own |= {"last", "arrived", "moving"}
+    own |= {"last", "arrived", "moved"}
     return frozenset({*own, *_helpers(), *dir(builtins), *keyword.kwlist})

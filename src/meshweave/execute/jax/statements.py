@@ -39,8 +39,8 @@ class StatementWriter:
     """Writes the body of a program.
 
     Attributes:
-        in_order: whether communication waits for the last product before it, and a product for the communication
-            that stands before that one.
+        in_order: whether communication waits for the last product before it, and for what its lane sent since;
+            and a product for that product, and for the communication that stands before it.
         lines: the lines so far, without the indentation of the function.
     """
 
@@ -196,8 +196,8 @@ class StatementWriter:
             chosen(self._template), self._turns, {at: chosen(op) for at, op in self._resolved.items()}
         )
 
-    def _read(self, name: str, number: int | None = None) -> str:
-        return self.views.read(self._access(name, number))
+    def _read(self, name: str, number: int | None = None, waits: str = "") -> str:
+        return self.views.read(self._access(name, number), waits=waits)
 
     def _store(self, name: str, value: str, dtype: str, number: int | None = None) -> None:
         access = self._access(name, number)
@@ -224,7 +224,8 @@ class StatementWriter:
     # --- compute --------------------------------------------------------------------------------------
 
     def _matmul(self, op: Matmul) -> None:
-        args = [self._read("a"), self._read("b")]
+        waits = "*arrived, last" if self.in_order else ""
+        args = [self._read("a", waits=waits), self._read("b")]
         held = self.views.held[op.out.buffer]
         if op.release is not None and op.release.update:
             args.append(self.views.read(self._access("out"), raw=True))
@@ -235,12 +236,10 @@ class StatementWriter:
         if min(dims[:2]) > 2 and dims[2] == 2:
             args.append("sum_batch=True")
         dtype = WIDER.get(held.buffer.dtype, held.buffer.dtype)
-        if self.in_order:
-            args[0] = f"after({args[0]}, *arrived)"
         self._store("out", f"product({', '.join(args)})", dtype)
         if self.in_order:
             self.line(f"last = {self.views.variable(self._access('out'))}")
-            self.line("arrived, moving = moving, []")
+            self.line("arrived, moved = moved.values(), {}")
 
     def _onto(self, held: HeldBuffer) -> str:
         """Return the text of what a product is added to, in the turns that accumulate."""
@@ -318,8 +317,9 @@ class StatementWriter:
                 assert isinstance(op, Reduce)
                 value = self._reduce(op.op, self._sent(), group, keywords)
         if self.in_order:
-            self.line(f"moving.append({value})")
-            value = "moving[-1]"
+            moved = f"moved[{quoted(op.lane)}]"
+            self.line(f"{moved} = {value}")
+            value = moved
         self._store("out", value, self._dtype(op.src))
 
     def _group(self, op: Any) -> DeviceGroup:
@@ -395,8 +395,11 @@ class StatementWriter:
         return self._parts(text, "recv_sizes", "out", op.concat_dim, joins=True)
 
     def _sent(self) -> str:
-        """Return the text of what the op sends, after the last product where lanes are to be kept in order."""
-        return f"after({self._read('src')}, last)" if self.in_order else self._read("src")
+        """Return the text of what the op sends; in order, after the last product and what its lane sent since."""
+        text = self._read("src")
+        if not self.in_order or self._template is None:
+            return text
+        return f"after({text}, last, moved.get({quoted(self._template.lane)}))"
 
     def _permute(self, group: DeviceGroup) -> str:
         """Return the text of a ring step; members of different groups may go different distances."""

@@ -204,31 +204,34 @@ class Views:
 
     # --- reading --------------------------------------------------------------------------------------
 
-    def read(self, access: ViewUse, *, raw: bool = False) -> str:
+    def read(self, access: ViewUse, *, raw: bool = False, waits: str = "") -> str:
         """Return the text of a view's elements. Where ranks have unequal numbers the rest is zero.
 
-        With `raw` the rest is anything, and the dtype that of the variable.
+        Args:
+            raw: the rest is anything, and the dtype that of the variable.
+            waits: the array may not be used before these values exist. A slice of it is taken after that, so that
+                it can be part of the op that reads it.
         """
         held = self.held[access.view.buffer]
-        text = self.variable(access)
         piece = next((n for n, written in held.pieces.items() if written.is_same(access)), None)
-        if piece is not None:
-            return (
-                piece
-                if raw or held.dtype == held.buffer.dtype
-                else f"{piece}.astype({quoted(held.buffer.dtype)})"
-            )
-        held.needs_start |= not held.is_written
-        if held.parts is not None:
-            if any(part_number(view, held.parts) is None for view in access.at.values()):
-                text = f"jnp.concatenate({self._slot(access)}, axis={held.parts[0]})"
-        elif not held.is_value:
+        if piece is None:
+            held.needs_start |= not held.is_written
+        text = piece or self._array(access)
+        text = f"after({text}, {waits})" if waits else text
+        if piece is None and held.parts is None and not held.is_value:
             text = self._cut(text, access)
             for dim in range(len(held.shape)):
                 text = self._read_dim(text, access, dim, filled=not raw)
         if held.dtype != held.buffer.dtype and not raw:
             text = f"{text}.astype({quoted(held.buffer.dtype)})"
         return text
+
+    def _array(self, access: ViewUse) -> str:
+        """Return the text of the array of a view, or of all of its parts where it is none of them."""
+        parts, text = self.held[access.view.buffer].parts, self.variable(access)
+        if parts is None or all(part_number(view, parts) is not None for view in access.at.values()):
+            return text
+        return f"jnp.concatenate({self._slot(access)}, axis={parts[0]})"
 
     def _cut(self, text: str, access: ViewUse) -> str:
         """Return the text of an array with the static slices that a view takes of it."""
