@@ -1,0 +1,103 @@
+"""Linear layers of DTensors as rings have them: the product of a ring, and how result and gradients lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshweave.algorithms.fused import ring_problems
+from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
+from meshweave.base.errors import LayoutError
+from meshweave.execute.torch import compat
+from meshweave.nn.dtensor import from_the_front, layout_on
+from meshweave.nn.products import DTYPES
+
+
+@dataclass(frozen=True)
+class PlacedLinear:
+    """A layer of DTensors, as this rank's ring has it.
+
+    Attributes:
+        problem: the product on the ring.
+        dim: of x, which is scattered or gathered.
+        out: the placements of the result.
+        grads_x, grads_w: those of the gradients as each ring computes them: partial sums where rings share.
+    """
+
+    problem: UniversalProblem
+    dim: int
+    out: tuple[Placement, ...]
+    grads_x: tuple[Placement, ...]
+    grads_w: tuple[Placement, ...]
+
+
+@lru_cache(maxsize=512)
+def placed_linear(
+    x: compat.DTensorSpec, weight: compat.DTensorSpec, dim: int, *, is_gather: bool, name: str
+) -> PlacedLinear:
+    """Return how a layer of DTensors lies. Raises LayoutError where it is none that rings compute."""
+    last = x.ndim - 1
+    placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)
+    of_weight = tuple(from_the_front(one, 2, "weight") for one in weight.placements)
+    out: list[Placement] = []
+    grads: tuple[list[Placement], list[Placement]] = [], []
+    num_rings = 0
+    for of_x, of_w in zip(placements, of_weight, strict=True):
+        rows = type(of_x) is Shard and of_x.dim < last
+        if is_gather and rows and of_w == Shard(0):
+            num_rings, dim = num_rings + 1, of_x.dim
+            result: Placement = Shard(last)
+        elif not is_gather and of_x == Shard(last) and of_w == Shard(1):
+            num_rings, result = num_rings + 1, Shard(dim)
+        elif rows and of_w == Replicate():
+            result, of_w = of_x, Partial()
+        elif of_x == Replicate() and of_w == Shard(0):
+            result, of_x = Shard(last), Partial()
+        elif of_x == of_w == Replicate():
+            result = of_x
+        else:
+            num_rings = -len(placements)
+            break
+        out.append(result)
+        grads[0].append(of_x)
+        grads[1].append(of_w)
+    wanted = (
+        "Shard of a dim of rows and weight in Shard(0)" if is_gather else "Shard(-1) and weight in Shard(1)"
+    )
+    if num_rings != 1:
+        raise LayoutError(
+            f"{name} needs x in {wanted} on one mesh dim, and on others rows of x, rows of weight or nothing "
+            f"sharded; x is in {x.placements}, weight in {weight.placements}"
+        )
+    problem = _ring_of(x, weight, dim, tuple(out))
+    if problem is None:
+        raise LayoutError(
+            f"{name}: the parts of x {tuple(x.shape)} in {x.placements} are not those of a ring; make dim {dim} "
+            "divisible by its ranks, or shard it on one mesh dim only"
+        )
+    return PlacedLinear(problem, dim, tuple(out), tuple(grads[0]), tuple(grads[1]))
+
+
+def _ring_of(
+    x: compat.DTensorSpec, weight: compat.DTensorSpec, dim: int, out: tuple[Placement, ...]
+) -> UniversalProblem | None:
+    """Return the product of this rank's ring, of x with its dim `dim` in front; None where there is none."""
+    mesh, order = x.mesh, (dim, *(other for other in range(x.ndim) if other != dim))
+
+    def in_front(placements: Sequence[Placement]) -> list[Placement]:
+        fronted = (from_the_front(one, x.ndim, "x") for one in placements)
+        return [Shard(order.index(one.dim)) if type(one) is Shard else one for one in fronted]
+
+    shape = tuple(x.shape[at] for at in order)
+    a = layout_on(mesh, in_front(x.placements), shape)
+    c = layout_on(mesh, in_front(out), (*shape[:-1], weight.shape[0]))
+    b = transposed_layout(layout_on(mesh, weight.placements, tuple(weight.shape)))
+    m = math.prod(shape[:-1])
+    problem = UniversalProblem(m, weight.shape[0], weight.shape[1], a, b, c, DTYPES[x.tensor_meta.dtype])
+    rank = mesh.get_rank()
+    return next((ring for ring in ring_problems(problem) if rank in ring.ranks), None)
