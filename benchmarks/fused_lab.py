@@ -1,6 +1,6 @@
 """Fused products in a lab at a ratio near 1; the figures of `meshweave bench fused`, saved.
 
-python benchmarks/fused_lab.py --json results/fused_lab.json
+python benchmarks/fused_lab.py --save
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ sys.path.insert(0, str(HERE))
 from machine import describe_environment  # noqa: E402
 
 from meshweave import Lab  # noqa: E402
-from meshweave.lab.bench.fused import NOT_RUN, bench_fused  # noqa: E402
+from meshweave.lab.bench.fused import NOT_RUN, FusedOp, bench_fused  # noqa: E402
 
+OPS: tuple[FusedOp, ...] = ("reduce-scatter", "all-gather")
+RESULTS = HERE / "results" / "fused_lab.json"
 LAB = HERE.parent / "examples" / "labs" / "switch-4x1-50mbit.toml"
 
 
@@ -27,17 +29,21 @@ def main() -> None:
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--sizes", type=int, nargs=3, default=(1024, 512, 512), help="M N K")
     parser.add_argument("--ratio", type=float, default=1.0, help="product over transfer, in seconds")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write machine, versions, date and times here")
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} with machine and versions")
     options = parser.parse_args()
-    measured = bench_fused(Lab.load(options.lab), tuple(options.sizes), options.ratio, repeat=options.repeat)
-    rows = [times.to_json() for times in measured]
+    lab, sizes = Lab.load(options.lab), tuple(options.sizes)
+    rows = [
+        {"op": op, **times.to_json()}
+        for op in OPS
+        for times in bench_fused(lab, sizes, options.ratio, op=op, repeat=options.repeat)
+    ]
     for row in rows:
         print(
             f"{row['algorithm']:24}{row['median_s']:8.4f} s  {row['over_bound']:.3f} of the bound, "
             f"simulated {row['simulated_over_measured']:.3f} of measured, error {row['error']:.1e}"
         )
-    if options.json:
+    if options.save:
         record = {
             "machine": describe_environment(),
             "lab": options.lab.name,
@@ -46,7 +52,7 @@ def main() -> None:
             "not_run": NOT_RUN,
             "rivals": rows,
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

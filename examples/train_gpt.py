@@ -52,6 +52,11 @@ def arguments() -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--plan", type=Path, help="a plan of a step, as `meshweave plan --out` writes it")
     how.add_argument(
+        "--accept-sites",
+        action="store_true",
+        help="take a plan that counts on the overlap of whole layers, and do without that",
+    )
+    how.add_argument(
         "--parallel", default="", help="degrees: tp=2,pp=2,dp=2,vp=1,micro_batch=4; tp=2x2 is a mesh"
     )
     how.add_argument(
@@ -96,7 +101,7 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
     if given.predict or given.parallel == "auto":
         problem = measured_problem(size, given.batch, max(given.batch // num_ranks, 1))
     if given.plan:
-        chosen = parallelism_of_plan(given.plan, num_ranks)
+        chosen = parallelism_of_plan(given.plan, num_ranks, accepts_sites=given.accept_sites)
     elif given.parallel == "auto":
         assert problem is not None
         chosen = planned(problem)

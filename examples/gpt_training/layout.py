@@ -58,10 +58,24 @@ def parallelism_from(
     return _checked(chosen, num_ranks)
 
 
-def parallelism_of_plan(path: Path, num_ranks: int) -> mw.Parallelism:
-    """Return the best configuration of a plan that `meshweave plan --out` wrote. Raises as `parallelism_from`."""
-    degrees = mw.load_plan(path).step.best.degrees.model_dump()
-    return _checked(mw.Parallelism(**degrees), num_ranks)
+def parallelism_of_plan(path: Path, num_ranks: int, *, accepts_sites: bool = False) -> mw.Parallelism:
+    """Return the best configuration of a plan that `meshweave plan --out` wrote.
+
+    Args:
+        accepts_sites: whether to do without what the plan hides of a layer beyond what a product hides itself.
+
+    Raises:
+        PlanError: the plan counts on that, and it is not accepted.
+        LayoutError, UnsupportedError: as `parallelism_from`.
+    """
+    steps = mw.load_plan(path).step
+    chosen = _checked(mw.Parallelism(**steps.best.degrees.model_dump()), num_ranks)
+    if chosen.tensor_size > 1 and steps.overlap != "sites" and not accepts_sites:
+        raise mw.PlanError(
+            f"{path} was planned with the overlap of whole layers, whose products run one by one here; plan with "
+            "--overlap sites, or give --accept-sites"
+        )
+    return chosen
 
 
 def _checked(chosen: mw.Parallelism, num_ranks: int) -> mw.Parallelism:

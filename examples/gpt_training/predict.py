@@ -98,7 +98,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.StepProblem:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if estimated_s(middle) > compute_s else (low, middle)
     cluster = _cluster(high, memory_rate, link, dist.get_world_size())
-    return mw.StepProblem(transformer_of(size), cluster, batch, size.seq, "float32")
+    return mw.StepProblem(transformer_of(size), cluster, batch, size.seq, "float32", overlap="sites")
 
 
 def planned(problem: mw.StepProblem) -> mw.Parallelism:
@@ -111,6 +111,7 @@ def planned(problem: mw.StepProblem) -> mw.Parallelism:
             batch=problem.batch,
             seq=problem.seq,
             dtype=problem.dtype,
+            overlap=problem.overlap,
             cp=1,
             zero=0,
             recompute="none",

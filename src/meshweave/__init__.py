@@ -135,8 +135,8 @@ _GROUPS = {
     },
     "errors": {
         "base.errors": (
-            "BindError DeadlineError DescriptionError LayoutError MeshweaveError ProgramError "
-            "RankLostError UnsupportedError"
+            "BindError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
+            "ProgramError RankLostError UnsupportedError"
         ),
     },
 }
@@ -193,6 +193,7 @@ if TYPE_CHECKING:
     from meshweave.base.errors import DescriptionError as DescriptionError
     from meshweave.base.errors import LayoutError as LayoutError
     from meshweave.base.errors import MeshweaveError as MeshweaveError
+    from meshweave.base.errors import PlanError as PlanError
     from meshweave.base.errors import ProgramError as ProgramError
     from meshweave.base.errors import RankLostError as RankLostError
     from meshweave.base.errors import UnsupportedError as UnsupportedError

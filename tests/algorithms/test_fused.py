@@ -25,8 +25,9 @@ sizes = st.integers(1, 9)
 @examples(25)
 def test_uneven_sizes_are_computed_or_refused(entry: Any, data: st.DataObject) -> None:
     """Parts of unlike sizes, on two to five ranks; only a problem that leaves a rank without any is refused."""
-    count = data.draw(st.integers(2, 5), label="ranks")
-    mesh = Mesh.of("tp", (count,), ("x",))
+    count = data.draw(st.integers(2, 5), label="number of ranks")
+    ranks = data.draw(st.lists(st.integers(0, 6), min_size=count, max_size=count, unique=True), label="ranks")
+    mesh = Mesh("ring", (count,), ("members",), tuple(ranks))
     placements = data.draw(st.sampled_from(entry.accepted), label="placements")
     a, b, c = (Layout(mesh, (placement,)) for placement in placements)
     order = data.draw(st.sampled_from([None, (1, 0)]), label="order of b")

@@ -32,17 +32,35 @@ def prepare_jax() -> Any:
 
 
 def assert_equals_reference(
-    algorithm: Algorithm[Any, Any], problem: Any, program: Program, inputs: Mapping[str, Any]
+    algorithm: Algorithm[Any, Any],
+    problem: Any,
+    program: Program,
+    inputs: Mapping[str, Any],
+    *,
+    loops: Any = "unrolled",
+    in_order: bool = False,
 ) -> None:
     """Assert that a program on jax devices gives what the dense reference does, exactly."""
     jax = prepare_jax()
     from meshweave.execute.jax.run import run_jax
 
     with jax.enable_x64(True):
-        outputs = run_jax(program, inputs, calls=algorithm.functions(problem))
+        functions = algorithm.functions(problem)
+        outputs = run_jax(program, inputs, calls=functions, loops=loops, in_order=in_order)
     reference = algorithm.reference(problem, inputs)
     assert outputs.keys() == reference.keys()
     for name, value in outputs.items():
         expected = reference[name].astype(numpy_dtype(program.tensor_of[name].dtype))
         assert value.shape == expected.shape
         assert np.array_equal(value.astype(expected.dtype), expected), (program.name, problem, name)
+
+
+def lowered(program: Program) -> Any:
+    """Return what jax lowers a program to."""
+    jax = prepare_jax()
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    inputs = [program.tensor_of[b.tensor or ""] for b in program.buffers if b.kind == "input"]
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in inputs]
+    return load_source(jax_source(program), device_mesh(program)).lower(*shapes)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_world import assert_equals_reference, needs_jax, prepare_jax
+from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax
 
 import meshweave as mw
 from meshweave.algorithms import block
 from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.execute.jax.compiled import EMISSIONS
 from sampling import mostly_slow
 
 pytestmark = needs_jax
@@ -58,6 +59,52 @@ def test_every_algorithm_equals_the_dense_product(case: tuple[str, mw.Matmul2dPr
     assert_equals_reference(mw.algorithm(name), problem, program, inputs)
 
 
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(
+        [(name, flow) for name in ("meshslice", "meshslice_tapered", "summa") for flow in ("ls", "os", "rs")],
+        1,
+    ),
+)
+def test_rolled_loops_give_what_unrolled_ones_do(case: tuple[str, Any]) -> None:
+    from meshweave.execute.jax.source import jax_source
+
+    entry = mw.algorithm(case[0])
+    for dtype in ("int32", "bfloat16"):
+        problem = mw.Matmul2dProblem(32, 48, 64, (2, 4), case[1], dtype)
+        program = entry.program(problem, mw.Matmul2dConfig((1,) * 4, 2))
+        assert "lax.fori_loop(1, " in jax_source(program, loops="rolled")
+        inputs = {
+            tensor: np.random.default_rng(6)
+            .integers(-1, 2, problem.stored_shape(tensor.lower()))
+            .astype(kind)
+            for tensor in "AB"
+            for kind in ["int32" if dtype == "int32" else "float32"]
+        }
+        assert_equals_reference(entry, problem, program, inputs, loops="rolled")
+
+
+def emitted() -> Iterator[tuple[str, str, mw.Matmul2dProblem]]:
+    """Yield emissions and algorithms in each dataflow, on uneven sizes."""
+    for emission in EMISSIONS:
+        for name in ("meshslice", "wang", "collective"):
+            for dataflow in ("os", "ls", "rs"):
+                problem = mw.Matmul2dProblem(13, 18, 22, (2, 4), dataflow, "int32")  # type: ignore[arg-type]
+                yield emission, name, problem
+
+
+@pytest.mark.parametrize("case", mostly_slow(emitted(), 2))
+def test_emissions_for_a_compiler_equal_the_dense_product(case: tuple[str, str, mw.Matmul2dProblem]) -> None:
+    """Parts, rings and an order that is tied to data change no number."""
+    emission, name, problem = EMISSIONS[case[0]], case[1], case[2]
+    draw = np.random.default_rng(5)
+    inputs = {
+        tensor: draw.integers(-9, 9, problem.stored_shape(tensor.lower())).astype("int32") for tensor in "AB"
+    }
+    program = emission.program(program_of(name, problem))
+    assert_equals_reference(mw.algorithm(name), problem, program, inputs, in_order=emission.in_order)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_examples_of_every_algorithm(name: str) -> None:
@@ -76,9 +123,9 @@ def test_layers_of_every_strategy(name: str) -> None:
     """Functions of integers show every element that is missing, twice there, or filling of a short shard."""
     entry = mw.algorithm(name)
     for problem in islice(entry.examples(), 2):
-        config = next(iter(entry.candidates(problem)))
-        program = entry.program(problem, config)
-        assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=7))
+        for config in islice(entry.candidates(problem), 2):
+            program = entry.program(problem, config)
+            assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=7))
 
 
 @pytest.mark.slow
@@ -96,16 +143,6 @@ def test_layers_with_the_functions_of_models(name: str, family: Any) -> None:
         outputs = run_jax(program, inputs, calls=entry.functions(problem))
     for tensor, expected in entry.reference(problem, inputs).items():
         np.testing.assert_allclose(outputs[tensor], expected, rtol=1e-9, atol=1e-9)
-
-
-def lowered(program: mw.Program) -> Any:
-    jax = prepare_jax()
-    from meshweave.execute.jax.run import device_mesh, load_source
-    from meshweave.execute.jax.source import jax_source
-
-    inputs = [program.tensor_of[b.tensor or ""] for b in program.buffers if b.kind == "input"]
-    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in inputs]
-    return load_source(jax_source(program), device_mesh(program)).lower(*shapes)
 
 
 @pytest.mark.parametrize(

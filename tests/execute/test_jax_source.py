@@ -10,7 +10,9 @@ import sys
 import pytest
 
 import meshweave as mw
+from meshweave.algorithms.fused import Tiles
 from meshweave.execute.jax.source import jax_source
+from meshweave.lower import interleave, split_products
 
 
 def product_source(
@@ -35,12 +37,32 @@ def test_an_op_is_a_line_and_a_loop_a_loop() -> None:
         "b_g = [None] * 4",
         "for s in range(4):",
         "a_s[s % 4] = blocks(a, 1, s * 4, 4, 16)",
-        'a_g[s % 4] = lax.all_gather(a_s[s % 4], "col", axis=1, tiled=True)',
+        'a_g[s % 4] = gather(a_s[s % 4], "col", 1)',
         "b_s[s % 4] = blocks(b, 0, s * 4, 4, 16)",
         'b_g[s % 4] = lax.all_gather(b_s[s % 4], "row", axis=0, tiled=True)',
         "c = product(a_g[s % 4], b_g[s % 4], c if s > 0 else None)",
         "return (c,)",
     ]
+
+
+def test_a_rolled_loop_has_variables_in_place_of_slots() -> None:
+    lines = body_of(product_source(loops="rolled"))
+    begin = lines.index("def turn_s(s: Array, carried: tuple[Array, ...]) -> tuple[Array, ...]:")
+    assert lines[begin + 1 :] == [
+        "(c,) = carried",
+        "a_s = blocks(a, 1, s * 4, 4, 16)",
+        'a_g = gather(a_s, "col", 1)',
+        "b_s = blocks(b, 0, s * 4, 4, 16)",
+        'b_g = lax.all_gather(b_s, "row", axis=0, tiled=True)',
+        "c = product(a_g, b_g, c)",
+        "return (c,)",
+        "(c,) = lax.fori_loop(1, 4, turn_s, (c,))",
+        "return (c,)",
+    ]
+
+
+def test_a_loop_whose_slots_pass_from_turn_to_turn_stays_unrolled() -> None:
+    assert product_source("cannon", mesh=(2, 2), loops="rolled") == product_source("cannon", mesh=(2, 2))
 
 
 def test_the_ring_sends_pieces_as_they_came() -> None:
@@ -56,12 +78,37 @@ def test_halves_are_summed_in_single_precision() -> None:
     assert "astype" not in "".join(body_of(source)[:-1])
 
 
-def test_in_order_transfers_wait_for_the_last_product() -> None:
+def test_in_order_transfers_wait_for_the_last_product_and_their_lane() -> None:
     lines = body_of(product_source(in_order=True))
-    assert "last = None" in lines
-    assert 'moving.append(lax.all_gather(after(a_s[s % 4], last), "col", axis=1, tiled=True))' in lines
-    product = lines.index("c = product(after(a_g[s % 4], *arrived), b_g[s % 4], c if s > 0 else None)")
-    assert lines[product + 1 :] == ["last = c", "arrived, moving = moving, []", "return (c,)"]
+    assert "last, arrived, moved = None, [], {}" in lines
+    sent = 'gather(after(a_s[s % 4], last, moved.get("col")), "col", 1)'
+    assert f'moved["col"] = {sent}' in lines and 'a_g[s % 4] = moved["col"]' in lines
+    product = lines.index("c = product(after(a_g[s % 4], *arrived, last), b_g[s % 4], c if s > 0 else None)")
+    assert lines[product + 1 :] == ["last = c", "arrived, moved = moved.values(), {}", "return (c,)"]
+
+
+def test_a_product_waits_before_its_operand_is_sliced() -> None:
+    """So that the slice can be part of it; a piece that is read as it came waits too."""
+    problem = mw.Matmul2dProblem(64, 64, 64, (1, 4))
+    for rings, operand in ((0, "after(a_g[0], *arrived, last)[:32]"), (1, "after(a_g_1, *arrived, last)")):
+        program = mw.algorithm("wang" if rings else "meshslice").program(
+            problem, mw.Matmul2dConfig((1,) * 2, 4)
+        )
+        lowered = mw.lower_rings(program, 1) if rings else program
+        lines = body_of(jax_source(interleave(split_products(lowered, 1 + (not rings))), in_order=True))
+        assert any(operand in line for line in lines if "product(" in line), lines
+
+
+def test_slots_that_start_as_arrays_share_none() -> None:
+    lines = body_of(product_source(mesh=(2, 4), rings=1))
+    assert 'a_g = [lax.empty((32, 16), "float32") for _ in range(4)]' in lines
+
+
+def test_parts_are_cast_before_they_are_joined() -> None:
+    problem = mw.Matmul2dProblem(64, 64, 64, (2, 2), dtype="bfloat16")
+    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 2))
+    lines = body_of(jax_source(split_products(program, 2)))
+    assert lines[-1] == 'return (jnp.concatenate([part.astype("bfloat16") for part in c], axis=0),)'
 
 
 def test_names_of_the_program_do_not_hide_names_of_the_source() -> None:
@@ -98,13 +145,23 @@ def test_the_source_uses_only_names_that_it_defines(name: str) -> None:
     assert modules == {"__future__", "typing", "jax", "jax.sharding"}
 
 
-def test_what_jax_has_no_form_for_is_named() -> None:
-    problem = next(iter(mw.algorithm("universal").examples()))
-    program = mw.algorithm("universal").program(
-        problem, next(iter(mw.algorithm("universal").candidates(problem)))
-    )
-    with pytest.raises(mw.UnsupportedError, match="jax"):
-        jax_source(program)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("reshard_broadcast", "not along axes of a mesh of all ranks"), ("zbv", "no mesh of program ZB-V")],
+)
+def test_what_jax_has_no_form_for_is_named(name: str, reason: str) -> None:
+    entry = mw.algorithm(name)
+    problem = next(iter(entry.examples()))
+    with pytest.raises(mw.UnsupportedError, match=reason):
+        jax_source(entry.program(problem, next(iter(entry.candidates(problem)))))
+
+
+def test_messages_of_one_form_are_one_permute() -> None:
+    problem = next(iter(mw.algorithm("t3_direct").examples()))
+    program = mw.algorithm("t3_direct").program(problem, Tiles(3, 10, "rows"))
+    sent = [line for line in body_of(jax_source(program)) if "ppermute" in line]
+    pairs = [ast.literal_eval(line[line.index("[(") : line.index(")]") + 2]) for line in sent]
+    assert [len(listed) for listed in pairs] == [3, 3, 3, 1, 1, 1]  # the last part of four is shorter
 
 
 def test_printing_imports_no_jax() -> None:

@@ -156,6 +156,32 @@ def test_refusals_that_name_the_rank_or_the_op():
         bound.run({"y": torch.zeros(4, 6)})
 
 
+TWO_CALLS = """
+program("two calls")
+q = mesh((1,), ("x",))
+X = tensor((4, 6), "int64")
+x = input(X, q[R])
+y = output(X, q[R])
+z = scratch((4, 6), "int64", on=q)
+one = lane()
+other = lane()
+with q:
+    call(fn="where", outs=(z,), ins=(x,), lane=one)
+    call(fn="where", outs=(y,), ins=(SECOND,), lane=other)
+"""
+
+
+@pytest.mark.parametrize(("second", "num_threads"), [("z", 1), ("x", 2)])
+def test_a_lane_gets_a_thread_only_where_it_may_run_beside_another(second, num_threads):
+    threads = []
+    text = TWO_CALLS.replace("SECOND", second)
+    x = torch.arange(24).view(4, 6)
+    bound = rank_0(text, {"x": x}, calls={"where": lambda x: threads.append(threading.get_ident()) or x + 1})
+    bound.run()
+    assert len(set(threads)) == num_threads and len(threads) == 2
+    assert torch.equal(bound.outputs["y"], x + (2 if second == "z" else 1))
+
+
 def test_a_lane_that_does_not_get_on_is_named():
     """The run ends while that lane is still in the middle of its op."""
     may_end, has_ended = threading.Event(), threading.Event()
@@ -168,7 +194,7 @@ def test_a_lane_that_does_not_get_on_is_named():
     bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls={"think": think})
     try:
         with pytest.raises(
-            DeadlineError, match=r"^add 0.2 gave up after 0.6 s: lane compute .* past call 0.1"
+            DeadlineError, match=r"^add 0.2 of lane other gave up after 0.6 s: call 0.1 of lane compute"
         ):
             bound.run()
         assert not has_ended.is_set()

@@ -18,11 +18,12 @@ NAMES = ("collective", "meshslice", "wang", "summa", "cannon")
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
-def test_the_meaning_stays(name: str, dataflow: mw.Dataflow) -> None:
+@pytest.mark.parametrize("along_sum", [False, True])
+def test_the_meaning_stays(name: str, dataflow: mw.Dataflow, along_sum: bool) -> None:
     """Uneven products in parts, rings and one queue: proved as the program is."""
     problem = mw.Matmul2dProblem(17, 23, 19, (2, 2), dataflow)
     program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1, 1), 2))
-    parts = split_products(mw.lower_rings(program, 2), 3)
+    parts = split_products(mw.lower_rings(program, 2), 3, along_sum=along_sum)
     flops = [
         sum(work_of(each, bound.op).flops for bound in each.ops_on_rank(0) if isinstance(bound.op, Matmul))
         for each in (program, parts)
@@ -55,6 +56,31 @@ def test_each_step_of_later_slices_has_a_product_beside_it() -> None:
 def test_parts_begin_at_whole_tiles() -> None:
     rows = [op.out.selectors[0] for op in meshslice(2, 0).ops() if isinstance(op, Matmul)]
     assert {str(selector) for selector in rows} == {":128", "128:256"}
+
+
+def test_terms_of_a_sum_accumulate() -> None:
+    """Each slice is summed in two terms of half its width; the first one of all does not accumulate."""
+    problem = mw.Matmul2dProblem(1024, 1024, 2048, (4, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
+    products = [op for op in split_products(program, 2, along_sum=True).ops() if isinstance(op, Matmul)]
+    assert [str(op.a.selectors[1]) for op in products] == [":256", "256:512"]
+    assert [str(op.b.selectors[0]) for op in products] == [":256", "256:512"]
+    assert products[1].accumulate == 1 and products[0].accumulate not in (0, 1)
+    assert (
+        products[0].out == products[1].out == next(op for op in program.ops() if isinstance(op, Matmul)).out
+    )
+
+
+def test_transfers_are_issued_in_the_order_of_the_program() -> None:
+    """One at a time, the first gathers of both axes come first: a product could start after them."""
+    problem = mw.Matmul2dProblem(1024, 1024, 1024, (4, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
+    ops = list(interleave(mw.lower_rings(split_products(program, 6), 1), most_beside=1).ops())
+    first = next(at for at, op in enumerate(ops) if isinstance(op, Matmul))
+    lanes = [op.lane for op in ops[:first] if isinstance(op, Permute)]
+    assert lanes == ["col"] * 3 + ["row"] * 3 + ["col"]
+    gaps = [op for op in ops[first:] if isinstance(op, (Permute, Matmul))]
+    assert not any(isinstance(a, Permute) and isinstance(b, Permute) for a, b in pairwise(gaps))
 
 
 def test_a_product_has_at_least_one_part() -> None:

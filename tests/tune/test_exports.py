@@ -132,3 +132,38 @@ def test_overrides_are_fields_of_torchtitan() -> None:
     for table, config in (("parallelism", configs.ParallelismConfig), ("training", configs.TrainingConfig)):
         assert set(settings[table]) <= {field.name for field in fields(config)}
         config(**settings[table])
+
+
+OF_TRAINING = {
+    "--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size", "--swiglu",
+    "--group-query-attention", "--untie-embeddings-and-output-weights", "--use-tp-pp-dp-mapping",
+    "--num-layers-per-virtual-pipeline-stage",
+}  # fmt: skip
+"""Arguments of megatron/training/arguments.py, which PyPI does not have; they are no fields of its configs."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"virtual_stages": 4, "recompute": "full"},
+        {"zero": 3, "recompute": "selective", "strategy": "megatron"},
+        {"zero": 2, "order": ("tensor", "context", "pipeline", "data")},
+    ],
+)
+def test_arguments_are_fields_of_megatron_core(degrees: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    core = pytest.importorskip(
+        "megatron.core.transformer.transformer_config", reason="megatron-core is missing"
+    )
+    ddp = pytest.importorskip("megatron.core.distributed").DistributedDataParallelConfig
+    settings = export_plan(plan_of(degrees), "megatron-lm").settings
+    named = {name[2:].replace("-", "_"): value for name, value in settings.items() if name not in OF_TRAINING}
+    tables: list[dict[str, Any]] = []
+    for config in (core.TransformerConfig, ddp):
+        known = {field.name for field in fields(config)}
+        tables.append({name: value for name, value in named.items() if name in known})
+    assert named.keys() == tables[0].keys() | tables[1].keys()
+    made = core.TransformerConfig(**tables[0], pipeline_dtype=torch.bfloat16)
+    assert made.num_query_groups == 8 and made.sequence_parallel == ("strategy" not in degrees)
+    assert ddp(**tables[1]).use_distributed_optimizer

@@ -108,6 +108,10 @@ class UnsupportedError(MeshweaveError):
     """A request is understood, but not available here."""
 
 
+class PlanError(MeshweaveError):
+    """A plan counts on something that what is to run it does not do."""
+
+
 class RankLostError(MeshweaveError, RuntimeError):
     """One or more ranks died or stopped answering; `missing` names them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,6 +104,18 @@ DescribedLab = Annotated[
     typer.Option(help="Calibrated description of the lab. Default: its nominal rates and no other costs."),
 ]
 NumCases = Annotated[int, typer.Option(help="Number of random cases, 1 to 1000.")]
+
+
+class FusedCollective(StrEnum):
+    """What is fused with a product."""
+
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+
+
+FusedOperation = Annotated[
+    FusedCollective, typer.Option("--op", help="The collective: behind the product, or before it.")
+]
 FusedRatio = Annotated[
     float, typer.Option("--ratio", help="Seconds of the product over those of the transfer; sets the pace.")
 ]

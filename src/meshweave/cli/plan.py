@@ -47,6 +47,13 @@ StackOption = Annotated[
         "on published runs; none adds nothing."
     ),
 ]
+OverlapOption = Annotated[
+    str,
+    typer.Option(
+        help="What communication of a layer may run beside: layers, for all that a program of the layer has "
+        "beside it; sites, for its own product alone, as in a model of mw.parallelize."
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
@@ -72,6 +79,7 @@ def plan(
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False,
     stack: StackOption = "none",
+    overlap: OverlapOption = "layers",
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None,
@@ -108,6 +116,7 @@ def plan(
             sensitivity=sensitivity,
             price=price,
             stack="" if stack == "none" else stack,
+            overlap="" if overlap == "layers" else overlap,
         )
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
@@ -118,7 +127,15 @@ def plan(
     from meshweave.tune.step import StepProblem, load_stack
 
     _plan_step(
-        StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack)),
+        StepProblem(
+            architecture,
+            target,
+            batch,
+            seq,
+            dtype,
+            stack=load_stack(stack),
+            overlap=overlap,  # type: ignore[arg-type]
+        ),
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),

@@ -97,7 +97,7 @@ class _Issue:
         is_moving = True
         while is_moving:
             is_moving = False
-            for lane in self.lanes:
+            for lane in sorted(filter(self.lanes.get, self.lanes), key=lambda lane: self.lanes[lane][0]):
                 if not self._can_issue(lane) or self._is_product(lane):
                     continue
                 if not isinstance(self.ops[self.lanes[lane][0]], Communication):

@@ -9,6 +9,7 @@ along the longer dim of its result; parts share no element of the result.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program import Program, Statement
@@ -21,8 +22,8 @@ _GRAIN = 128
 """Parts begin at multiples of it where they can: tiles of matrix units stay whole."""
 
 
-def split_products(program: Program, num_parts: int) -> Program:
-    """Return the program with each product cut into so many parts along the longer dim of its result.
+def split_products(program: Program, num_parts: int, *, along_sum: bool = False) -> Program:
+    """Return the program with each product cut into so many parts, along the longer dim of its result or the sum.
 
     Products with batch dims, of views that are no boxes along that dim, or with tiles that are released one by one
     stay whole. Sub-programs that it includes are cut likewise.
@@ -32,12 +33,14 @@ def split_products(program: Program, num_parts: int) -> Program:
     """
     if num_parts < 1:
         raise ProgramError(f"a product is cut into 1 part or more, not {num_parts}")
-    program = program.with_parts(lambda part: split_products(part, num_parts))
+    program = program.with_parts(lambda part: split_products(part, num_parts, along_sum=along_sum))
     if num_parts == 1:
         return program
 
     def parts(op: Op) -> list[Statement]:
-        return _parts(program, op, num_parts) if isinstance(op, Matmul) else [op]
+        if not isinstance(op, Matmul):
+            return [op]
+        return (_terms if along_sum else _parts)(program, op, num_parts)
 
     return replace(program, body=rewrite(program.body, parts))
 
@@ -53,16 +56,40 @@ def _parts(program: Program, op: Matmul, num_parts: int) -> list[Statement]:
     if not all(isinstance(selector, Range) for selector in cut):
         return [op]
     size = view_extent(program, op.out, dim)
-    grain = _GRAIN if isinstance(size, int) and size >= num_parts * _GRAIN else 1
-    bounds = [size * part // num_parts // grain * grain for part in range(num_parts)] + [size]
     return [
         replace(
             op,
-            out=sub_view(op.out, dim, bounds[part], bounds[part + 1]),
-            **{name: sub_view(operand, operand_dim, bounds[part], bounds[part + 1])},  # type: ignore[arg-type]
+            out=sub_view(op.out, dim, start, stop),
+            **{name: sub_view(operand, operand_dim, start, stop)},  # type: ignore[arg-type]
+        )
+        for start, stop in _bounds(size, num_parts)
+    ]
+
+
+def _terms(program: Program, op: Matmul, num_parts: int) -> list[Statement]:
+    """Return the product as a sum of products of parts of the summed dim."""
+    if op.release is not None or any(len(view.selectors) != 2 for view in (op.out, op.a, op.b)):
+        return [op]
+    dims = {"a": 0 if op.transpose_a else 1, "b": 1 if op.transpose_b else 0}
+    views = {"a": op.a, "b": op.b}
+    if not all(isinstance(views[name].selectors[dim], Range) for name, dim in dims.items()):
+        return [op]
+    bounds = _bounds(view_extent(program, op.a, dims["a"]), num_parts)
+    return [
+        replace(
+            op,
+            accumulate=1 if part else op.accumulate,
+            **{name: sub_view(views[name], dim, *bounds[part]) for name, dim in dims.items()},  # type: ignore[arg-type]
         )
         for part in range(num_parts)
     ]
+
+
+def _bounds(size: Index, num_parts: int) -> list[tuple[Index, Index]]:
+    """Return [start, stop) of each part of a dim, at multiples of the grain where they fit."""
+    grain = _GRAIN if isinstance(size, int) and size >= num_parts * _GRAIN else 1
+    bounds = [size * part // num_parts // grain * grain for part in range(num_parts)] + [size]
+    return list(pairwise(bounds))
 
 
 def _longest(program: Program, view: View, dim: int) -> int:

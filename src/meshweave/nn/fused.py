@@ -3,71 +3,85 @@
 `linear_reduce_scatter` and `all_gather_linear` are the two products of a tensor-parallel layer whose activations
 are sharded by rows in between (sequence parallelism). They run the programs of `algorithms.fused`, which are also
 simulated, with their products written out by tiles. The backward pass of each is the other's program.
+
+Ranks communicate along one dim of a device mesh: each ring of ranks along it runs a program of its own, beside the
+others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from meshweave.algorithms.fused import NoChoice, Tiles
-from meshweave.algorithms.table import ALGORITHMS
-from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.algorithms.fused import Tiles, ring_problems
+from meshweave.algorithms.fused.product import Parts
+from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout import Shard as LayoutShard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.ir.analysis.edges import exposed_buffers
-from meshweave.lower import lower_one_sided, write_out_tiles
 from meshweave.nn.custom_ops import refuse_second_derivative
+from meshweave.nn.dtensor import from_the_front, layout_on, mesh_of
+from meshweave.nn.fused_products import FusedOptions, bound_product
 from meshweave.nn.matmul_plans import check_dtypes
 from meshweave.nn.products import DTYPES
-from meshweave.nn.transports import Transport, check_transport, memory_of, resolve
+from meshweave.nn.transports import Transport, check_transport
 
 _ALL_GATHER = "t3_all_gather"
+_NO_GRAPH = "a fused linear layer is no op of a graph; meshweave.matmul with overlap='fused' is one"
 REDUCE_SCATTERS = ("t3_ring", "t3_direct", "looped_reduce_scatter", "t3_sequential")
 """The algorithms of `linear_reduce_scatter`, by their names in `ALGORITHMS`."""
 
 
 @dataclass(frozen=True)
 class _Options:
-    algorithm: str
-    tiles: Tiles
-    transport: Transport
+    fused: FusedOptions
     context: TorchContext = field(compare=False)
 
 
+@torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
     *,
+    dim: int = 0,
+    device_mesh: DeviceMesh | None = None,
     algorithm: str = "t3_ring",
     tiles: Tiles | None = None,
     transport: Transport = "auto",
     context: TorchContext | None = None,
 ) -> Tensor:
-    """Return this rank's rows of the sum over ranks of x weight^T; all ranks of the process group call it.
+    """Return this rank's part of the sum over ranks of x weight^T; all ranks of a ring call it.
 
-        operand  local shape         global shape, of DTensors     placement
-        x        (rows, K / ranks)   (rows, K)                     Shard(1)
-        weight   (N, K / ranks)      (N, K)                        Shard(1)
-        result   (rows / ranks, N)   (rows, N)                     Shard(0)
+        operand  local shape            global shape, of DTensors  placement on the mesh dim of the ring
+        x        (..., d, K / ranks)    (..., d, K)                Shard(-1)
+        weight   (N, K / ranks)         (N, K)                     Shard(1)
+        result   (..., d / ranks, N)    (..., d, N)                Shard(dim)
 
     Each part of the result is computed by tiles, in an order that differs from rank to rank, and moves on as soon
     as all its terms are there. Differentiable once: the gradient of x is `all_gather_linear`'s program, and that
     of weight takes the rows that it gathers. Equal calls give equal bits.
 
+    DTensors may be on a mesh of several dims. On the others x may be sharded by rows, or weight by N (Shard(0)).
+    All rings then run beside each other.
+
     Args:
-        x: the local tensor of each rank of the default process group, or a DTensor on a mesh of all of them.
+        x: the local tensor of each rank, or a DTensor.
         weight: as x.
+        dim: which dim of x, but the last, is scattered; its size is d. Where ranks do not divide it the last has
+            less, which needs an x of two dims.
+        device_mesh: for local tensors, the mesh of one dim whose ranks are the ring; None for the default process
+            group.
         algorithm: "t3_ring", "t3_direct"; without tiles "looped_reduce_scatter", "t3_sequential".
             `tune_fused` chooses by simulation.
         tiles: sizes and order of tiles; None for four tiles of whole rows to a part.
@@ -75,54 +89,83 @@ def linear_reduce_scatter(
         context: as for `meshweave.matmul`.
 
     Raises:
-        LayoutError: shapes or placements do not fit; some rank would have no rows.
+        LayoutError: shapes or placements do not fit; some rank would have no rows, or parts would cut through d.
         BindError: dtypes differ, or ranks are about to run different products.
         UnsupportedError: the transport is not available here; a second derivative.
         RankLostError, DeadlineError: other ranks are missing or late. The error names the region that is not
             whole, its rank, and the ranks that have not delivered.
     """
     options = _options(algorithm, tiles, transport, context, x)
-    ranks = _num_ranks()
-    with share_refusal(options.context, range(ranks), "linear_reduce_scatter"):
-        rows = _check(x, weight, 1, 1, "linear_reduce_scatter")
-        k = x.shape[1] if isinstance(x, DTensor) else x.shape[1] * ranks
-        sizes = rows, weight.shape[0], k
-        local: Tensor = _ReduceScatterLinear.apply(_local(x), _local(weight), sizes, options)
-        return _like(local, x, (rows, weight.shape[0]), 0)
+    name = "linear_reduce_scatter"
+    with share_refusal(options.context, _ranks(x, device_mesh), name):
+        dim = _checked(x, weight, dim, device_mesh, name)
+        return _linear(x, weight, dim, device_mesh, options, is_gather=False, name=name)
 
 
+@torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
 def all_gather_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    dim: int = 0,
+    device_mesh: DeviceMesh | None = None,
     algorithm: str = "t3_ring",
     tiles: Tiles | None = None,
     transport: Transport = "auto",
     context: TorchContext | None = None,
 ) -> Tensor:
-    """Return x weight^T for the rows of all ranks; all ranks of the process group call it.
+    """Return x weight^T for the rows of all ranks; all ranks of a ring call it.
 
-        operand  local shape         global shape, of DTensors     placement
-        x        (rows / ranks, K)   (rows, K)                     Shard(0)
-        weight   (N / ranks, K)      (N, K)                        Shard(0)
-        result   (rows, N / ranks)   (rows, N)                     Shard(1)
+        operand  local shape            global shape, of DTensors  placement on the mesh dim of the ring
+        x        (..., d / ranks, K)    (..., d, K)                Shard(dim)
+        weight   (N / ranks, K)         (N, K)                     Shard(0)
+        result   (..., d, N / ranks)    (..., d, N)                Shard(-1)
 
     Rows go around a ring, and those of a tile are multiplied as soon as they are there. Differentiable once: the
     gradient of x is `linear_reduce_scatter`'s program with `algorithm`; what was gathered is kept for that of
     weight. Arguments and errors are those of `linear_reduce_scatter`; local tensors have one shape on all ranks.
     """
     options = _options(algorithm, tiles, transport, context, x)
-    ranks = _num_ranks()
-    with share_refusal(options.context, range(ranks), "all_gather_linear"):
-        local_rows = _check(x, weight, 0, 0, "all_gather_linear")
-        rows, columns = (
-            (local_rows, weight.shape[0])
-            if isinstance(x, DTensor)
-            else (local_rows * ranks, weight.shape[0] * ranks)
+    name = "all_gather_linear"
+    with share_refusal(options.context, _ranks(x, device_mesh), name):
+        dim = _checked(x, weight, dim, device_mesh, name)
+        return _linear(x, weight, dim, device_mesh, options, is_gather=True, name=name)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    dim: int,
+    device_mesh: DeviceMesh | None,
+    options: _Options,
+    *,
+    is_gather: bool,
+    name: str,
+) -> Tensor:
+    """Return the result of a layer; x is seen as a matrix whose rows begin with its dim `dim`."""
+    if isinstance(x, DTensor):
+        assert isinstance(weight, DTensor)
+        placed = _placed(x, weight, dim, is_gather=is_gather, name=name)
+        local_x, local_w = (
+            _local(one, grads) for one, grads in ((x, placed.grads_x), (weight, placed.grads_w))
         )
-        sizes = rows, columns, x.shape[1]
-        local: Tensor = _AllGatherLinear.apply(_local(x), _local(weight), sizes, options)
-        return _like(local, x, (rows, columns), 1)
+        problem, dim = placed.problem, placed.dim
+    else:
+        local_x, local_w, placed = x, weight, None
+        problem = _of_local(x, weight, dim, device_mesh, is_gather=is_gather, name=name)
+    rows = local_x.movedim(dim, 0)
+    lead = rows.shape[1:-1]
+    function = _AllGatherLinear if is_gather else _ReduceScatterLinear
+    matrix = function.apply(rows.reshape(-1, rows.shape[-1]), local_w, problem, options)
+    local: Tensor = matrix.reshape(-1, *lead, matrix.shape[-1]).movedim(0, dim)
+    if placed is None:
+        return local
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    result: Tensor = DTensor.from_local(
+        local.contiguous(), x.device_mesh, placed.out, run_check=False, shape=shape, stride=stride
+    )
+    return result
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -130,95 +173,67 @@ def all_gather_linear(
 
 class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, int, int], options: _Options
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sizes, ctx.options = sizes, options
-        return _reduce_scatter(x, weight.t(), sizes, options)
+        ctx.problem, ctx.options = problem, options
+        return _reduce_scatter(x, weight.t(), problem, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a fused linear layer")
         x, weight = ctx.saved_tensors
-        rows, columns, k = ctx.sizes
-        grad_x, gathered = _all_gather(grads[0], weight, (rows, k, columns), ctx.options)
+        grad_x, gathered = _all_gather(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
         return grad_x, gathered.t() @ x, None, None
 
 
 class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, int, int], options: _Options
-    ) -> Tensor:
-        result, gathered = _all_gather(x, weight.t(), sizes, options)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
+        result, gathered = _all_gather(x, weight.t(), problem, options)
         ctx.save_for_backward(gathered, weight)
-        ctx.sizes, ctx.options = sizes, options
+        ctx.problem, ctx.options = problem, options
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a fused linear layer")
         gathered, weight = ctx.saved_tensors
-        rows, columns, k = ctx.sizes
-        grad_x = _reduce_scatter(grads[0], weight, (rows, k, columns), ctx.options)
+        grad_x = _reduce_scatter(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
         return grad_x, grads[0].t() @ gathered, None, None
 
 
-# --- on local tensors ---------------------------------------------------------------------------------------
+def _backward_sizes(problem: UniversalProblem) -> UniversalProblem:
+    return replace(problem, n=problem.k, k=problem.n)
 
 
-def _reduce_scatter(a: Tensor, b: Tensor, sizes: tuple[int, int, int], options: _Options) -> Tensor:
+# --- on local matrices ---------------------------------------------------------------------------------------
+
+
+def _reduce_scatter(a: Tensor, b: Tensor, sizes: UniversalProblem, options: _Options) -> Tensor:
     """Return this rank's rows of A B, of which `a` has columns and `b` rows."""
-    bound = _bound(options.algorithm, _problem(a, b, sizes, (1, 0, 0)), options)
+    bound = bound_product(_problem(a, b, sizes, (1, 0, 0)), options.fused, options.context).touch()
     bound.run({"a": a, "b": b})
     return bound.outputs["c"].clone()
 
 
-def _all_gather(
-    a: Tensor, b: Tensor, sizes: tuple[int, int, int], options: _Options
-) -> tuple[Tensor, Tensor]:
+def _all_gather(a: Tensor, b: Tensor, sizes: UniversalProblem, options: _Options) -> tuple[Tensor, Tensor]:
     """Return the columns of A B that `b` has, and all of A, of which `a` has this rank's rows."""
     problem = _problem(a, b, sizes, (0, 1, 1))
-    bound = _bound(_ALL_GATHER, problem, options)
+    fused = replace(options.fused, algorithm=_ALL_GATHER)
+    bound = bound_product(problem, fused, options.context).touch()
     bound.run({"a": a, "b": b})
     gathered = bound.scratch["gathered"].clone()
-    start = -(-sizes[0] // len(problem.ranks)) * bound.rank
+    ranks = problem.a.mesh.ranks
+    start = Parts(problem.m, len(ranks)).size * ranks.index(bound.rank)
     gathered[start : start + a.shape[0]] = a  # no rank sends itself its own rows
     return bound.outputs["c"].clone(), gathered
 
 
-def _problem(
-    a: Tensor, b: Tensor, sizes: tuple[int, int, int], shards: tuple[int, int, int]
-) -> UniversalProblem:
-    mesh = Mesh.of("tp", (_num_ranks(),), ("x",))
-    m, n, k = sizes
-    of_a, of_b, of_c = (Layout(mesh, (LayoutShard(dim),)) for dim in shards)
+def _problem(a: Tensor, b: Tensor, sizes: UniversalProblem, shards: tuple[int, int, int]) -> UniversalProblem:
+    """Return the product of `sizes` on its ring with operands that lie as in memory."""
+    of_a, of_b, of_c = (Layout(sizes.a.mesh, (LayoutShard(dim),)) for dim in shards)
     order_a, order_b = ((1, 0) if one.stride(0) == 1 and one.stride(1) > 1 else None for one in (a, b))
-    orders = order_a, order_b, None
-    return UniversalProblem(m, n, k, of_a, of_b, of_c, DTYPES[a.dtype], orders)
-
-
-def _bound(name: str, problem: UniversalProblem, options: _Options) -> BoundProgram:
-    """Return a product bound to memory of its own, at the first of its kind by all ranks together."""
-    context = options.context
-    key = "fused", name, problem, options.tiles, options.transport
-    cached = context.programs.get(problem.ranks, key)
-    if cached is None:
-        entry = ALGORITHMS[name]
-        config = options.tiles if isinstance(next(entry.candidates(problem)), Tiles) else NoChoice()
-        program = write_out_tiles(entry.program(problem, config))
-        resolved = resolve(options.transport, problem.ranks, context)
-        rank = context.rank
-        assert rank is not None
-        if resolved == "messages" or not exposed_buffers(program):
-            bound = bind(lower_one_sided(program), rank, {}, context=context)
-        else:
-            memory = memory_of(resolved, problem.ranks, context)
-            bound = bind(program, rank, {}, context=context, memory=memory)
-        cached = context.programs.put(problem.ranks, key, bound, program_bytes(program))
-    run: BoundProgram = cached.value
-    return run
+    return UniversalProblem(*sizes.sizes, of_a, of_b, of_c, DTYPES[a.dtype], (order_a, order_b, None))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------
@@ -234,43 +249,152 @@ def _options(
             f"{', '.join(REDUCE_SCATTERS)}"
         )
     check_transport(transport)
-    return _Options(algorithm, tiles or Tiles(), transport, context or TorchContext.default(x.device.type))
+    fused = FusedOptions(algorithm, tiles or Tiles(), transport)
+    return _Options(fused, context or TorchContext.default(x.device.type))
 
 
-def _num_ranks() -> int:
-    return int(torch.distributed.get_world_size())
+def _ranks(x: Tensor, device_mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """Return the ranks that call a layer together: of DTensors those of their mesh."""
+    mesh = x.device_mesh if isinstance(x, DTensor) else device_mesh
+    if mesh is None:
+        return tuple(range(int(torch.distributed.get_world_size())))
+    return mesh_of(mesh).ranks
 
 
-def _check(x: Tensor, weight: Tensor, of_x: int, of_weight: int, name: str) -> int:
-    """Return the rows of x. Raises LayoutError, BindError."""
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+def _checked(x: Tensor, weight: Tensor, dim: int, device_mesh: DeviceMesh | None, name: str) -> int:
+    """Return `dim` counted from the front. Raises LayoutError, BindError."""
+    if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise LayoutError(
-            f"{name} of x {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be (rows, K) and (N, K)"
+            f"{name} of x {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be (..., K) and (N, K), "
+            "with at least two dims each"
         )
     if isinstance(x, DTensor) != isinstance(weight, DTensor):
         raise LayoutError(f"{name} of a DTensor and a plain tensor: make both DTensors, or neither")
-    for one, dim, what in ((x, of_x, "x"), (weight, of_weight, "weight")):
-        if isinstance(one, DTensor):
-            ranks = one.device_mesh.mesh.reshape(-1).tolist()
-            if one.device_mesh.ndim != 1 or ranks != list(range(_num_ranks())):
-                raise LayoutError(
-                    f"{name} needs a mesh of one dim with all ranks in order, {what} is on {ranks}"
-                )
-            if tuple(one.placements) != (Shard(dim),):
-                raise LayoutError(f"{name} needs {what} in Shard({dim}), it is in {one.placements}")
+    if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise LayoutError(f"{name}: dim {dim} of x of {x.ndim} dims; it must be one of them but the last")
     check_dtypes(x=x, weight=weight)
-    return int(x.shape[0])
+    if isinstance(x, DTensor):
+        if device_mesh is not None:
+            raise LayoutError(f"{name}: DTensors have a device mesh of their own; give none")
+        if x.device_mesh != weight.device_mesh:
+            raise LayoutError(f"{name}: x is on {x.device_mesh}, weight on {weight.device_mesh}")
+    elif device_mesh is not None and device_mesh.ndim != 1:
+        raise LayoutError(
+            f"{name}: device_mesh has {device_mesh.ndim} dims; give the one of the ring, as in mesh['tp']"
+        )
+    return int(dim % x.ndim)
 
 
-def _local(one: Tensor) -> Tensor:
-    return one.to_local() if isinstance(one, DTensor) else one
+def _of_local(
+    x: Tensor, weight: Tensor, dim: int, device_mesh: DeviceMesh | None, *, is_gather: bool, name: str
+) -> UniversalProblem:
+    """Return the product of local tensors on their ring. Raises LayoutError."""
+    ranks = _ranks(x, device_mesh)
+    count = len(ranks)
+    rows, n, k = math.prod(x.shape[:-1]), weight.shape[0], weight.shape[1]
+    if not is_gather and x.ndim > 2 and x.shape[dim] % count:
+        raise LayoutError(
+            f"{name}: {count} ranks do not divide dim {dim} of x {tuple(x.shape)}, which they must where x has "
+            "three dims or more"
+        )
+    m, n, k = (rows * count, n * count, k) if is_gather else (rows, n, k * count)
+    return _on_ring(m, n, k, ranks, DTYPES[x.dtype], is_gather=is_gather)
 
 
-def _like(local: Tensor, x: Tensor, shape: tuple[int, int], dim: int) -> Tensor:
-    """Return a local result as a DTensor where x is one."""
-    if not isinstance(x, DTensor):
-        return local
-    result: Tensor = DTensor.from_local(
-        local, x.device_mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+def _on_ring(
+    m: int, n: int, k: int, ranks: Sequence[int], dtype: str, *, is_gather: bool
+) -> UniversalProblem:
+    mesh = Mesh("tp", (len(ranks),), ("x",), tuple(ranks))
+    a, b, c = (Layout(mesh, (LayoutShard(at),)) for at in ((0, 1, 1) if is_gather else (1, 0, 0)))
+    return UniversalProblem(m, n, k, a, b, c, dtype)
+
+
+# --- DTensors -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PlacedLinear:
+    """A layer of DTensors, as this rank's ring has it.
+
+    Attributes:
+        problem: the product on the ring.
+        dim: of x, which is scattered or gathered.
+        out: the placements of the result.
+        grads_x, grads_w: those of the gradients as each ring computes them: partial sums where rings share.
+    """
+
+    problem: UniversalProblem
+    dim: int
+    out: tuple[Placement, ...]
+    grads_x: tuple[Placement, ...]
+    grads_w: tuple[Placement, ...]
+
+
+def _placed(x: DTensor, weight: DTensor, dim: int, *, is_gather: bool, name: str) -> _PlacedLinear:
+    """Return how a layer of DTensors lies. Raises LayoutError where it is none that rings compute."""
+    last = x.ndim - 1
+    placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)
+    of_weight = tuple(from_the_front(one, 2, "weight") for one in weight.placements)
+    out: list[Placement] = []
+    grads: tuple[list[Placement], list[Placement]] = [], []
+    num_rings = 0
+    for of_x, of_w in zip(placements, of_weight, strict=True):
+        rows = type(of_x) is Shard and of_x.dim < last
+        if is_gather and rows and of_w == Shard(0):
+            num_rings, dim = num_rings + 1, of_x.dim
+            result: Placement = Shard(last)
+        elif not is_gather and of_x == Shard(last) and of_w == Shard(1):
+            num_rings, result = num_rings + 1, Shard(dim)
+        elif rows and of_w == Replicate():
+            result, of_w = of_x, Partial()
+        elif of_x == Replicate() and of_w == Shard(0):
+            result, of_x = Shard(last), Partial()
+        elif of_x == of_w == Replicate():
+            result = of_x
+        else:
+            num_rings = -len(placements)
+            break
+        out.append(result)
+        grads[0].append(of_x)
+        grads[1].append(of_w)
+    wanted = (
+        "Shard of a dim of rows and weight in Shard(0)" if is_gather else "Shard(-1) and weight in Shard(1)"
     )
-    return result
+    if num_rings != 1:
+        raise LayoutError(
+            f"{name} needs x in {wanted} on one mesh dim, and on others rows of x, rows of weight or nothing "
+            f"sharded; x is in {x.placements}, weight in {weight.placements}"
+        )
+    problem = _ring_of(x, weight, dim, tuple(out))
+    if problem is None:
+        raise LayoutError(
+            f"{name}: the parts of x {tuple(x.shape)} in {x.placements} are not those of a ring; make dim {dim} "
+            "divisible by its ranks, or shard it on one mesh dim only"
+        )
+    return _PlacedLinear(problem, dim, tuple(out), tuple(grads[0]), tuple(grads[1]))
+
+
+def _ring_of(x: DTensor, weight: DTensor, dim: int, out: tuple[Placement, ...]) -> UniversalProblem | None:
+    """Return the product of this rank's ring, of x with its dim `dim` in front; None where there is none."""
+    mesh, order = x.device_mesh, (dim, *(other for other in range(x.ndim) if other != dim))
+
+    def in_front(placements: Sequence[Placement]) -> list[Placement]:
+        fronted = (from_the_front(one, x.ndim, "x") for one in placements)
+        return [Shard(order.index(one.dim)) if type(one) is Shard else one for one in fronted]
+
+    shape = tuple(x.shape[at] for at in order)
+    a = layout_on(mesh, in_front(x.placements), shape)
+    c = layout_on(mesh, in_front(out), (*shape[:-1], weight.shape[0]))
+    b = transposed_layout(layout_on(mesh, weight.placements, tuple(weight.shape)))
+    m = math.prod(shape[:-1])
+    problem = UniversalProblem(m, weight.shape[0], weight.shape[1], a, b, c, DTYPES[x.dtype])
+    rank = mesh.get_rank()
+    return next((ring for ring in ring_problems(problem) if rank in ring.ranks), None)
+
+
+def _local(one: DTensor, grads: tuple[Placement, ...]) -> Tensor:
+    """Return the local tensor of a DTensor whose gradient is computed in `grads`, and summed up where partial."""
+    if not any(isinstance(placement, Partial) for placement in grads):
+        return one.to_local()
+    # The backward pass of `redistribute` makes the gradient lie as its argument does.
+    return one.redistribute(one.device_mesh, one.placements).to_local(grad_placements=grads)

@@ -32,7 +32,7 @@ from meshweave.nn.matmul import (
     matmul,
     saved_operands,
 )
-from meshweave.nn.matmul_plans import MatmulOptions, check_dtypes, checked_placements, multiply
+from meshweave.nn.matmul_plans import MatmulOptions, Overlap, check_dtypes, checked_placements, multiply
 from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Transport
 
@@ -55,6 +55,8 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         transport: as for `meshweave.matmul`.
         cluster: as for `meshweave.matmul`.
         context: as for `meshweave.matmul`.
+        overlap: as for `meshweave.matmul`, but "fused" holds where a fused product takes the operands; other
+            layers are universal products.
         matmul: also do the matrix products of two DTensors, `a @ b`, `torch.matmul` and `torch.mm`, where b has
             two dims.
 
@@ -68,11 +70,12 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         transport: Transport = "auto",
         cluster: Cluster | str | None = None,
         context: TorchContext | None = None,
+        overlap: Overlap = "auto",
         matmul: bool = False,
     ) -> None:
         super().__init__()
         self.out, self.transport, self.cluster, self.context = out, transport, cluster, context
-        self.matmul = matmul
+        self.overlap, self.matmul = overlap, matmul
 
     def __torch_function__(
         self,
@@ -87,8 +90,15 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         if self.matmul and func in _MATMULS and not kwargs and len(args) == 2:
             a, b = args
             if isinstance(a, DTensor) and isinstance(b, DTensor) and b.ndim == 2 and a.ndim > 0:
+                overlap: Overlap = "slices" if self.overlap == "slices" else "auto"
                 return matmul(
-                    a, b, self.out, transport=self.transport, cluster=self.cluster, context=self.context
+                    a,
+                    b,
+                    self.out,
+                    transport=self.transport,
+                    cluster=self.cluster,
+                    context=self.context,
+                    overlap=overlap,
                 )
         return func(*args, **kwargs)
 
@@ -118,11 +128,17 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
             return self._uncompiled_linear(input, weight, bias)
         number = -1 if self.context is None else self.context.number
         out = placement_texts(self.out)
-        return _linear_in_graph(input, weight, bias, out, self.transport, self.cluster, number)
+        return _linear_in_graph(input, weight, bias, out, self.transport, self.cluster, number, self.overlap)
 
     @torch.compiler.disable(reason=CLUSTER_NO_CONSTANT)  # type: ignore[untyped-decorator]
     def _uncompiled_linear(self, input: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
         return self._linear(input, weight, bias)
+
+    def _options(self, device_type: str, context: TorchContext) -> MatmulOptions:
+        options = MatmulOptions.of(
+            device_type, "auto", self.transport, self.cluster, context, overlap=self.overlap
+        )
+        return replace(options, is_lenient=True)
 
     def _checked_linear(
         self, input: DTensor, weight: DTensor, bias: DTensor | None, context: TorchContext
@@ -135,7 +151,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
             raise LayoutError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
         device_type = input.device_mesh.device_type
-        options = MatmulOptions.of(device_type, "auto", self.transport, self.cluster, context)
+        options = self._options(device_type, context)
         input, weight, bias = autocast_operands(device_type, input, weight, bias)
         check_dtypes(input=input, weight=weight, **({} if bias is None else {"bias": bias}))
         placements = checked_placements(self.out, input.ndim)
@@ -152,10 +168,13 @@ def _linear_in_graph(
     transport: Transport,
     cluster: str | None,
     number: int,
+    overlap: Overlap,
 ) -> DTensor:
     """Return a linear layer of `universal_linear` whose arguments are those of a graph."""
     context = context_of(number, input.device_mesh.device_type)
-    mode = universal_linear(placements_from(out), transport=transport, cluster=cluster, context=context)
+    mode = universal_linear(
+        placements_from(out), transport=transport, cluster=cluster, context=context, overlap=overlap
+    )
     return mode(input, weight, bias)
 
 

@@ -8,7 +8,6 @@ programs are bound once and reused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from meshweave.nn.in_graphs import (
 from meshweave.nn.matmul_plans import (
     Calls,
     MatmulOptions,
+    Overlap,
     Stationary,
     check_dtypes,
     checked_placements,
@@ -56,6 +56,7 @@ def matmul(
     context: TorchContext | None = None,
     schedule: ScheduleKind = "direct",
     limits: StageLimits = STAGE_LIMITS,
+    overlap: Overlap = "auto",
 ) -> DTensor:
     """C = A B of DTensors with any placements; every rank of their meshes calls it.
 
@@ -85,6 +86,12 @@ def matmul(
             too. `search_schedule` simulates all four. All ranks must give the same.
         limits: the most products, fetches and accumulates of one stage of such a schedule; also how many products,
             and accumulates, a rank may run at once.
+        overlap: how communication is hidden. "slices": by the universal product, which fetches the next slices
+            while it multiplies. "fused": tile by tile, by the entries of `algorithms.fused`. On one mesh dim `a`
+            is then sharded by columns, `b` and `out` by rows (a reduce-scatter behind the product), or `a` by
+            rows, `b` and `out` by columns (an all-gather before it). Gradients are fused where their operands lie
+            so. "auto": the universal product, or over messages a fused one that is simulated to be faster on
+            `cluster`.
 
     Returns:
         A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
@@ -101,7 +108,9 @@ def matmul(
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _matmul_of_dynamo(a, b, out, stationary, transport, cluster, context, schedule, limits)
+        return _matmul_of_dynamo(
+            a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
+        )
     require_process_group()
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
@@ -117,14 +126,16 @@ def matmul(
         and not compat.is_traced(compat.local_tensor(a))
     ):
         placements = None if out is None else tuple(out)
-        settings = placements, stationary, transport, cluster, schedule, limits
+        settings = placements, stationary, transport, cluster, schedule, limits, overlap
         key = compat.spec_of(a), compat.spec_of(b), *settings
         plan = context.cache(Calls).get(key)
         if plan is not None:
             return plan.run(MatrixView(a).local, MatrixView(b).local)
     title = f"matmul {size_text(a.shape)} @ {size_text(b.shape)}"
     with share_refusal(context, mesh_of(a.device_mesh).ranks, title):
-        options = MatmulOptions.of(device_type, stationary, transport, cluster, context, schedule, limits)
+        options = MatmulOptions.of(
+            device_type, stationary, transport, cluster, context, schedule, limits, overlap
+        )
         if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
             raise LayoutError(
                 f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: "
@@ -153,18 +164,21 @@ def _matmul_of_dynamo(
     context: TorchContext | None,
     schedule: ScheduleKind,
     limits: StageLimits,
+    overlap: Overlap,
 ) -> DTensor:
     """Put a call of `matmul` into the graph that dynamo traces; break the graph where it cannot be in one."""
     if not (cluster is None or isinstance(cluster, str)):
-        return _uncompiled_matmul(a, b, out, stationary, transport, cluster, context, schedule, limits)
+        return _uncompiled_matmul(
+            a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
+        )
     texts, number = placement_texts(out), -1 if context is None else context.number
     most = limits.products, limits.fetches, limits.accumulates
-    return _matmul_in_graph(a, b, texts, stationary, transport, cluster, number, schedule, most)
+    return _matmul_in_graph(a, b, texts, stationary, transport, cluster, number, schedule, most, overlap)
 
 
 @torch.compiler.disable(reason=CLUSTER_NO_CONSTANT)  # type: ignore[untyped-decorator]
 def _uncompiled_matmul(*arguments: Any) -> DTensor:
-    *positional, transport, cluster, context, schedule, limits = arguments
+    *positional, transport, cluster, context, schedule, limits, overlap = arguments
     return matmul(
         *positional,
         transport=transport,
@@ -172,6 +186,7 @@ def _uncompiled_matmul(*arguments: Any) -> DTensor:
         context=context,
         schedule=schedule,
         limits=limits,
+        overlap=overlap,
     )
 
 
@@ -186,6 +201,7 @@ def _matmul_in_graph(
     number: int,
     schedule: ScheduleKind,
     limits: tuple[int, int, int],
+    overlap: Overlap,
 ) -> DTensor:
     """Return a product of `matmul` whose arguments are those of a graph."""
     return matmul(
@@ -198,6 +214,7 @@ def _matmul_in_graph(
         context=context_of(number, a.device_mesh.device_type),
         schedule=schedule,
         limits=StageLimits(*limits),
+        overlap=overlap,
     )
 
 
@@ -221,8 +238,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
         refuse_second_derivative("a product of DTensors")
         a, b = ctx.saved_tensors
-        # What stays forward need not stay backward: there it is another product.
-        options = replace(ctx.options, stationary=None)
+        options = ctx.options.of_gradient
         grad, grad_a, grad_b = MatrixView(grads[0]), None, None
         if ctx.needs_input_grad[0]:
             grad_a = multiply(grad, MatrixView(b, is_transposed=True), ctx.shapes[0], ctx.specs[0], options)

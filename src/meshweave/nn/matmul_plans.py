@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshweave.algorithms.universal import Operand, UniversalProblem
+from meshweave.algorithms.fused import ENTRIES as FUSED_ENTRIES
+from meshweave.algorithms.fused import Tiles, ring_problems
+from meshweave.algorithms.universal import Operand, UniversalProblem, universal_program
 from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
 from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.base.errors import BindError, LayoutError
@@ -25,14 +27,18 @@ from meshweave.execute.torch.cache import CachedProgram
 from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import MatrixView, from_the_front, layout_on
-from meshweave.nn.in_graphs import (
-    traced_product,
-)
+from meshweave.nn.fused_products import FusedOptions, prepare_fused
+from meshweave.nn.in_graphs import traced_product
 from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
 from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Resolved, Transport, check_transport, resolve
+from meshweave.tune.fused import faster_than, tune_fused
+from meshweave.tune.universal import TunedUniversal
 
 Stationary = Literal["auto", "a", "b", "c"]
+
+Overlap = Literal["auto", "slices", "fused"]
+"""How communication of a product is hidden: behind slices of it, or tile by tile (`algorithms.fused`)."""
 
 _MACHINES = {"cpu": "local-cpu", "cuda": "h100-node"}
 """The cluster of the catalog whose rates choose among variants that move the same, where the caller names none."""
@@ -47,6 +53,8 @@ class MatmulOptions:
         rates: those of the cluster that the caller names, or None.
         default_rates: what decides among equals where there is no cluster.
         schedule, limits: in which order ranks issue their steps, and how many at once.
+        overlap: "fused" is refused where no fused product takes the operands, unless `is_lenient`.
+        cluster: what the caller names, by which fused products are simulated.
     """
 
     stationary: Operand | None
@@ -56,6 +64,9 @@ class MatmulOptions:
     context: TorchContext = field(compare=False)
     schedule: ScheduleKind = "direct"
     limits: StageLimits = STAGE_LIMITS
+    overlap: Overlap = "auto"
+    is_lenient: bool = False
+    cluster: Cluster | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -67,8 +78,11 @@ class MatmulOptions:
         context: TorchContext | None,
         schedule: ScheduleKind = "direct",
         limits: StageLimits = STAGE_LIMITS,
+        overlap: Overlap = "auto",
     ) -> MatmulOptions:
         """Return the options for arguments of `matmul`. Raises LayoutError, UnsupportedError, DescriptionError."""
+        if overlap not in get_args(Overlap):
+            raise LayoutError(f"overlap is {overlap!r}; it must be one of {', '.join(get_args(Overlap))}")
         if stationary not in ("auto", "a", "b", "c"):
             raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
         if schedule not in SCHEDULE_KINDS:
@@ -82,7 +96,19 @@ class MatmulOptions:
             context or TorchContext.default(device_type),
             schedule,
             limits,
+            overlap,
+            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
         )
+
+    @property
+    def considers_fused(self) -> bool:
+        """Return whether a fused product may be taken where it is simulated to be faster."""
+        return self.overlap == "auto" and self.stationary is None and self.schedule == "direct"
+
+    @property
+    def of_gradient(self) -> MatmulOptions:
+        """Return the options of a gradient: what stays forward need not stay there, for it is another product."""
+        return replace(self, stationary=None, is_lenient=True)
 
 
 def check_dtypes(**operands: Tensor) -> None:
@@ -246,8 +272,43 @@ def _new_plan(
     target, rank = _target(a, b, shape, out, options), out.device_mesh.get_rank()
     measure = _measure(target.problem, options)
     tuned = tune(target.problem, *measure, options.schedule, options.limits)
-    run = prepare_cached(target.problem, tuned, rank, options.transport, options.context)
+    fused = _fused(target.problem, tuned, measure[0], options)
+    if fused is None:
+        run = prepare_cached(target.problem, tuned, rank, options.transport, options.context)
+    else:
+        run = prepare_fused(target.problem, fused, options.context)
     return MatmulPlan(run, target.spec.torch_spec(shape, a.tensor.dtype), target.local_shape)
+
+
+def _fused(
+    problem: UniversalProblem, tuned: TunedUniversal, transport: Resolved, options: MatmulOptions
+) -> FusedOptions | None:
+    """Return the fused product that computes it, None for the universal product.
+
+    "fused" takes what is simulated to be fastest by tiles on the caller's cluster, without one the ring. "auto"
+    takes any entry of `algorithms.fused`, where a cluster is named on which it is simulated to be faster than the
+    universal product; in memory that ranks share, operands are read in place and nothing is left to hide.
+    """
+    cluster, chosen = options.cluster, None
+    if options.overlap == "fused":
+        rings = ring_problems(problem)
+        names = [
+            entry.name for entry in FUSED_ENTRIES if rings and not any(entry.refusal(ring) for ring in rings)
+        ]
+        if not names and not options.is_lenient:
+            raise LayoutError(
+                f"overlap is 'fused', and no fused product takes a {problem.a}, b {problem.b}, out {problem.c}: "
+                "a by columns, b and out by rows; or a by rows, b and out by columns; on one mesh dim, evenly"
+            )
+        if names and cluster is not None and problem.ranks[-1] < cluster.num_chips:
+            chosen = tune_fused(problem, cluster, by_tiles=True)
+        elif names:
+            return FusedOptions(names[0], Tiles(), transport)
+    elif cluster is not None and options.considers_fused and transport == "messages":
+        chosen = faster_than(problem, universal_program(problem, tuned.config), cluster)
+    if chosen is None:
+        return None
+    return FusedOptions(chosen.algorithm, chosen.tiles or Tiles(), transport)
 
 
 def _matrix(view: MatrixView) -> Matrix:

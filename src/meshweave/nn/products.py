@@ -179,13 +179,13 @@ def _bound(
     is_auto: bool,
 ) -> LocalProduct:
     def by_messages() -> LocalProduct:
-        return _copying(bind(lower_one_sided(program), rank, {}, context=context, num_threads=num_threads))
+        return copying(bind(lower_one_sided(program), rank, {}, context=context, num_threads=num_threads))
 
     if transport == "messages":
         return by_messages()
     memory = memory_of(transport, program.ranks, context)
     if transport != "shared":
-        return _copying(bind(program, rank, {}, context=context, memory=memory, num_threads=num_threads))
+        return copying(bind(program, rank, {}, context=context, memory=memory, num_threads=num_threads))
     try:
         return InPlaceProgram(lower_to_shared_memory(program), rank, context, memory)
     except BindError:  # on every rank, for they agree on the program: some has no memory left
@@ -223,7 +223,9 @@ def _laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _copying(bound: BoundProgram) -> LocalProduct:
+def copying(bound: BoundProgram) -> LocalProduct:
+    """Return a bound program as a product that copies its operands in and its result out."""
+
     def run(a: Tensor, b: Tensor) -> Tensor:
         bound.run({"a": a, "b": b})
         return bound.outputs["c"].clone()

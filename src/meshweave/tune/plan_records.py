@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from meshweave.algorithms.block.problem import Overlap
+
 # Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
 Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
 Width = Annotated[int, Field(gt=0, le=2**31)]
@@ -94,6 +96,7 @@ class StepsRecord(Record):
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
+        overlap: what communication of a layer was priced to run beside: the attribute of `mw.StepProblem`.
         is_complete: whether the search ran to its end.
         num_exact: the first rows that no configuration of the space is faster than; the others are the best of
             those that were priced.
@@ -103,6 +106,7 @@ class StepsRecord(Record):
     ranked: tuple[StepRecord, ...] = Field(min_length=1, description="a list of at least one configuration")
     front: tuple[StepRecord, ...] = ()
     searched: dict[str, int] = Field(default_factory=dict)
+    overlap: Overlap = "layers"
     is_complete: bool = True
     num_exact: int = Field(default=0, ge=0)
     sensitivity: tuple[SensitivityRecord, ...] = ()

@@ -36,7 +36,9 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step
             f"the plan is for {plan.cluster}, which the catalog does not have; give --cluster FILE"
         )
     machine = load_cluster(cluster or f"{plan.cluster}:{plan.num_chips}")
-    problem = StepProblem(load_model(plan.model), machine, plan.batch, plan.sequence, plan.dtype)
+    problem = StepProblem(
+        load_model(plan.model), machine, plan.batch, plan.sequence, plan.dtype, overlap=plan.step.overlap
+    )
     return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
 
 

@@ -15,10 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import MeshweaveError, PlanError
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import load_model
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.model import ParallelModel, parallelize
+from meshweave.tune.step import Parallelism, StepProblem, step_of
 
 
 def features(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +168,20 @@ def _refusals(mesh: DeviceMesh) -> list[str]:
             said.append("")
         except MeshweaveError as error:
             said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _overlap(mesh: DeviceMesh) -> list[str]:
+    """What is said of steps by the overlap that they were priced with, and of the first where less is accepted."""
+    said = []
+    chosen = Parallelism(tensor=mesh.size(), micro_batch=4)
+    for overlap, accepted in (("layers", None), ("sites", None), ("layers", "sites")):
+        problem = StepProblem(load_model("llama-3-8b"), load_cluster("dgx-h100:2"), 4, 2048, overlap=overlap)
+        try:
+            made = parallelize(PlainLlama(), step_of(problem, chosen), mesh, overlap=accepted)
+            said.append(made.report.strategy)
+        except PlanError as error:
+            said.append(str(error))
     return said
 
 

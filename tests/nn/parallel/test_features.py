@@ -21,7 +21,7 @@ def _answers(names: tuple[str, ...], num_ranks: int, timeout_s: float = 100) -> 
 
 @pytest.mark.gloo
 def test_features_of_torch() -> None:
-    names = ("checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta")
+    names = ("checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta", "overlap")
     ranks = _answers(names, 2)
     for answer in ranks:
         assert answer["checkpointing"] == 0
@@ -40,6 +40,9 @@ def test_features_of_torch() -> None:
     assert "q_norm" in strange
     assert "did you mean" in unknown
     assert "mesh axes" in flat
+    whole_layers, by_sites, accepted = ranks[0]["overlap"]
+    assert "run one by one; plan with overlap='sites'" in whole_layers
+    assert by_sites == accepted == "megatron_sp on 2x1 ranks"
 
 
 @pytest.mark.gloo

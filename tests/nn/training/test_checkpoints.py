@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+import meshweave as mw  # noqa: E402
 from meshweave.base.errors import DescriptionError  # noqa: E402
 from meshweave.execute.torch import waits  # noqa: E402
 from meshweave.nn.training.checkpoints import Checkpoints  # noqa: E402
-from meshweave.nn.training.manifest import MANIFEST, make_whole, part_name, whole_steps  # noqa: E402
+from meshweave.nn.training.manifest import MANIFEST, Manifest, make_whole, part_name, whole_steps  # noqa: E402
 from meshweave.nn.training.pieces import ShardPieces  # noqa: E402
 from meshweave.nn.training.state import TrainingState  # noqa: E402
 
@@ -83,6 +85,39 @@ def test_a_checkpoint_that_is_cut_short_is_never_loaded(harm: str, tmp_path: Pat
     again = Checkpoints(tmp_path)
     assert again.latest() == 2
     assert not (tmp_path / part_name(4)).exists()
+
+
+@pytest.mark.parametrize("which", ["tensors", "metadata of torch"])
+def test_a_checkpoint_whose_bytes_changed_is_refused_by_the_name_of_the_file(
+    which: str, tmp_path: Path
+) -> None:
+    """The size stays, so that it looks whole; no tensor is touched."""
+    checkpoints = saved(tmp_path, 2)
+    files = sorted(path for path in (tmp_path / "step-00000002").iterdir() if path.name != MANIFEST)
+    harmed = next(path for path in files if (path.name == ".metadata") == (which != "tensors"))
+    data = bytearray(harmed.read_bytes())
+    data[len(data) // 2] ^= 1
+    harmed.write_bytes(data)
+    value = torch.zeros(3, 2)
+    with pytest.raises(
+        DescriptionError, match=rf"has a file {harmed.name} with other bytes than were written"
+    ):
+        checkpoints.load(2, {"w": value})
+    assert not value.any()
+
+
+def test_files_have_their_checksums_from_those_who_wrote_them(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    folder = tmp_path / "step-00000002"
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    assert (
+        set(manifest.checksums)
+        == set(manifest.files)
+        == {path.name for path in folder.iterdir()} - {MANIFEST}
+    )
+    for name, value in manifest.checksums.items():
+        assert value == zlib.crc32((folder / name).read_bytes())
 
 
 def test_a_folder_has_its_name_only_with_its_manifest(
@@ -210,6 +245,19 @@ def test_boxes_are_saved_and_loaded_where_they_are_in_the_whole(tmp_path: Path) 
     assert all(map(torch.equal, plain.tensors, (whole[3:7], whole[9:10], whole[1:2])))
     with pytest.raises(DescriptionError, match=r"has 'fused' of shape \(12, 2\), and here it is \(11, 2\)"):
         checkpoints.load(1, {"fused": boxes(empty[:11], (0, 2))})
+
+
+def test_a_plan_with_the_overlap_of_whole_layers_is_taken_only_where_it_is_accepted(tmp_path: Path) -> None:
+    from gpt_training.layout import parallelism_of_plan
+
+    path = tmp_path / "plan.json"
+    options = {"batch": 8, "seq": 512, "tp": 2, "strategy": "megatron_sp", "zero": 0, "recompute": "none"}
+    for overlap in ("layers", "sites"):
+        mw.plan("llama-3-8b", "dgx-h100:2", overlap=overlap, memory_bytes=1 << 40, **options).save(path)
+        if overlap == "layers":
+            with pytest.raises(mw.PlanError, match=r"plan with --overlap sites, or give --accept-sites"):
+                parallelism_of_plan(path, 2)
+        assert parallelism_of_plan(path, 2, accepts_sites=overlap == "layers").tensor == 2
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {"parallel": "dp=4"}),
     "tp2": (2, {"parallel": "tp=2"}),
     "tp2 pp2": (4, {"parallel": "tp=2,pp=2"}),
+    "tp2 pp2 zb": (4, {"parallel": "tp=2,pp=2", "schedule": "zb-h1"}),
+    "tp4": (4, {"parallel": "tp=4"}),
     "tp2 dp2": (4, {"parallel": "tp=2,dp=2", "strategy": "megatron"}),
     "tp2x2": (4, {"parallel": "tp=2x2", "strategy": "atp"}),
 }
 """Ranks and options of each; those without data parallelism add up gradients in one order."""
+UNEVEN_LAYOUTS = ("one", "tp2", "tp2 pp2", "tp2 pp2 zb", "tp4", "tp2x2")
 ONE_ORDER = ("one", "pp2", "pp4", "interleaved")
 
 
@@ -57,7 +61,8 @@ def trained(num_ranks: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.gloo
 def test_a_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
-    case = {"folder": str(tmp_path), "size": {"seq": 7}}  # the sequence is shared out unevenly
+    size = {"seq": 7, "hidden": 24, "num_heads": 3, "num_kv_heads": 3}  # two ranks share neither evenly
+    case = {"folder": str(tmp_path), "size": size}
     stopped, on_stages, straight = trained(
         2,
         {**case, "parallel": "tp=2,micro_batch=4", "until": 2, "save_every": 2},
@@ -74,25 +79,34 @@ def test_a_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("saved_on", LAYOUTS)
 def test_saved_on_one_layout_and_resumed_on_any_other(saved_on: str, style: str, tmp_path: Path) -> None:
-    size = {
-        "style": style,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2 if style == "llama" else 4,
-        "seq": 7,
-    }
+    heads = {"num_heads": 4, "num_kv_heads": 2 if style == "llama" else 4}
+    save_and_resume(saved_on, LAYOUTS, {"style": style, "num_layers": 4, "seq": 7, **heads}, tmp_path)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("saved_on", UNEVEN_LAYOUTS)
+def test_heads_that_ranks_do_not_share_evenly(saved_on: str, style: str, tmp_path: Path) -> None:
+    """Three heads, or six of queries and three of keys and values, on two and four ranks."""
+    heads = {"num_heads": 6 if style == "llama" else 3, "num_kv_heads": 3, "hidden": 24}
+    save_and_resume(saved_on, UNEVEN_LAYOUTS, {"style": style, "num_layers": 2, "seq": 7, **heads}, tmp_path)
+
+
+def save_and_resume(saved_on: str, layouts: Iterable[str], size: dict[str, Any], folder: Path) -> None:
+    """Save on one layout, go on on all, and compare the losses with those of a training that never stopped."""
 
     def case(name: str) -> dict[str, Any]:
         options = LAYOUTS[name][1]
         parallel = ",".join(filter(None, [options.get("parallel"), "micro_batch=2"]))
-        return {**options, "parallel": parallel, "size": size, "folder": str(tmp_path)}
+        return {**options, "parallel": parallel, "size": size, "folder": str(folder)}
 
     ranks = LAYOUTS[saved_on][0]
     straight, _ = trained(
         ranks, {**case(saved_on), "folder": "", "until": 5}, {**case(saved_on), "until": 3, "save_every": 3}
     )
-    for resumed_on, (num_ranks, _) in LAYOUTS.items():
-        (resumed,) = trained(num_ranks, {**case(resumed_on), "until": 5, "resume": True})
+    for resumed_on in layouts:
+        (resumed,) = trained(LAYOUTS[resumed_on][0], {**case(resumed_on), "until": 5, "resume": True})
         assert resumed["begun"] == 3
         if saved_on == resumed_on or {saved_on, resumed_on} <= set(ONE_ORDER):
             assert resumed["losses"] == straight["losses"][3:], resumed_on

@@ -9,7 +9,7 @@ from meshweave.algorithms.block.ends import EndsWriter
 from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
 from meshweave.algorithms.block.layer import LayerWriter
 from meshweave.algorithms.block.pieces import WRITERS, Piece
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.ring_equations import (
     POSITIONS,
@@ -36,10 +36,15 @@ def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh
 
 
 def write_skeleton(
-    problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, piece: Piece | None = None
+    problem: BlockProblem,
+    config: BlockConfig,
+    roles: Roles,
+    mesh: Mesh,
+    piece: Piece | None = None,
+    overlap: Overlap = "layers",
 ) -> Skeleton:
-    """Return the tasks of rank 0 of that program, or of one piece of the model."""
-    writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
+    """Return the tasks of rank 0 of that program, or of one piece of the model; by sites, of their programs."""
+    writer = SkeletonWriter(problem, config, mesh, batch_dims(roles), overlap)
     if piece is None:
         _layers(problem, roles, writer).write()
     else:
@@ -47,9 +52,11 @@ def write_skeleton(
     return writer.skeleton()
 
 
-def write_sized_skeleton(problem: BlockProblem, roles: Roles, mesh: Mesh) -> SizedSkeleton:
-    """Return the tasks of rank 0 of that program in one chunk, for any number of sequences."""
-    writer = SizedWriter(problem, mesh, batch_dims(roles))
+def write_sized_skeleton(
+    problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
+) -> SizedSkeleton:
+    """Return the tasks of `write_skeleton` in one chunk, for any number of sequences."""
+    writer = SizedWriter(problem, mesh, batch_dims(roles), overlap)
     _layers(writer.problem, roles, writer).write()
     return writer.sized()
 

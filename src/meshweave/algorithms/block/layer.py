@@ -44,16 +44,26 @@ class LayerWriter(BlockTensors):
     def write_forward(self) -> None:
         """Write the forward part, once everything is declared."""
         self._before()
+        self._end_site()
         for half in self._halves:
             self._forward(half)
         self._after()
+        self._end_site()
 
     def write_backward(self) -> None:
         """Write the backward part after the forward one."""
         self._before_backward()
+        self._end_site()
         for half in reversed(self._halves):
             self._backward(half)
         self._after_backward()
+        self._end_site()
+
+    def _end_site(self) -> None:
+        """Let nothing that follows run beside what is written, where sites run one by one."""
+        if self.writer.is_by_sites:
+            self._write_later()
+            self.writer.end_site()
 
     def _before(self) -> None:
         """Write what is before the first layer."""
@@ -71,11 +81,13 @@ class LayerWriter(BlockTensors):
 
     def _multiply(self, site: Site) -> Stored:
         """Write a product of the forward part: operand and weight are moved to it, and its result from it."""
+        self._end_site()
         operand = self.stored[site.operand]
         tensor, sides, final = self._result(site)
         if self._is_2d(site):
             out = self._new(tensor, sides, final)
             self.writer.product_2d(self.roles.product_2d, "os", out, operand, self.stored[site.weight])
+            self._end_site()
             return out
         weight = self._weight(site)
         operand = self.writer.move(operand, self.roles.operand(site.is_first), "all")
@@ -84,16 +96,19 @@ class LayerWriter(BlockTensors):
         landed, out = self._landing(tensor, sides, natural, final)
         self.writer.matmul(landed, operand, weight)
         self.writer.move(landed, final, "moved", into=out)
+        self._end_site()
         return out
 
     def _multiply_back(self, site: Site, arriving: Stored) -> Stored:
         """Write the products for the gradients of an operand, which is returned, and later of a weight."""
+        self._end_site()
         first = self.stored[site.operand]
         tensor, final = f"D{site.operand}", first.dims
         if self._is_2d(site):
             out = self._new(tensor, first.sides, final)
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
             self._then(lambda: self._weight_gradient_2d(site.weight, first, arriving))
+            self._end_site()
             return out
         arriving = self.writer.move(arriving, gradient_dims(self.roles.product(site.is_first)), "all")
         if self.roles.keeps_gathered:
@@ -106,6 +121,7 @@ class LayerWriter(BlockTensors):
         self.writer.matmul(landed, arriving, weight, transpose_b=True)
         self.writer.move(landed, final, "moved", into=out)
         self._then(lambda: self._weight_gradient(site.weight, operand, arriving))
+        self._end_site()
         return out
 
     def _result(self, site: Site) -> tuple[str, Sides, AxisDims]:
@@ -166,6 +182,7 @@ class LayerWriter(BlockTensors):
         natural: AxisDims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
         self.writer.call(fn, (sums,), ins, "reduction", (self.writer.elements(ins[0]),))
         self.writer.move(replace(sums, dims=natural), self.roles.statistics, "moved")
+        self._end_site()
         return sums
 
     def _rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
@@ -186,6 +203,7 @@ class LayerWriter(BlockTensors):
             self._rings[half.layer] = ring
             ring.forward()
             self.writer.cut()
+            self._end_site()
             return
         self.writer.call(
             "attention", (core, log_sums), (inner,), "attention", self._attention_shape(log_sums)
@@ -253,6 +271,7 @@ class LayerWriter(BlockTensors):
         if half.is_attention and half.layer in self._rings:
             self._rings[half.layer].backward(of_core, out)
             self.writer.cut()
+            self._end_site()
         elif half.is_attention:
             log_sums = stored[half.log_sums]
             ins = (of_core, inner, stored[half.core], log_sums)

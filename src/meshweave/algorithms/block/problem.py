@@ -160,6 +160,11 @@ class BlockProblem:
         return "float32" if self.dtype in ("bfloat16", "float16") else self.dtype
 
 
+Overlap = Literal["layers", "sites"]
+"""What communication of a layer may run beside: "layers": whatever a program of the whole layer has beside it;
+"sites": the product that it belongs to, as where each product is a program of its own (`nn.parallel`)."""
+
+
 @dataclass(frozen=True)
 class BlockConfig:
     """What a strategy leaves open.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import AxisDims
 from meshweave.algorithms.block.skeleton_writer import Pending, SkeletonWriter
@@ -129,10 +129,12 @@ def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) ->
 class SizedWriter(SkeletonWriter):
     """Writes tasks as `SkeletonWriter` does for one sequence a rank, and keeps what gives their work."""
 
-    def __init__(self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims) -> None:
+    def __init__(
+        self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims, overlap: Overlap = "layers"
+    ) -> None:
         sizes = zip(batch_dims, mesh.shape, strict=True)
         self._batch_parts = math.prod(size for dim, size in sizes if dim == "batch")
-        super().__init__(replace(problem, batch=self._batch_parts), BlockConfig(), mesh, batch_dims)
+        super().__init__(replace(problem, batch=self._batch_parts), BlockConfig(), mesh, batch_dims, overlap)
         self._sized: list[SizedTask | SizedProduct] = []
 
     def _add_task(self, op: Pending, work: Work, chunk: int) -> None:

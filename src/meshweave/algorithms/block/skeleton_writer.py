@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
@@ -58,8 +58,18 @@ def _no_work(_: int) -> Work:
 class SkeletonWriter(BlockWriter):
     """The tasks of rank 0, as they are written."""
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
+    def __init__(
+        self,
+        problem: BlockProblem,
+        config: BlockConfig,
+        mesh: Mesh,
+        batch_dims: AxisDims,
+        overlap: Overlap = "layers",
+    ) -> None:
         super().__init__(problem, config, mesh, batch_dims)
+        self.is_by_sites = overlap == "sites"
+        self._site_begin = 0
+        self._site_before: frozenset[int] = frozenset()
         self._tasks: list[Task | SkeletonPart] = []
         self._body: list[Pending] = []
         self._times = 1
@@ -102,9 +112,19 @@ class SkeletonWriter(BlockWriter):
         self._tasks.append(Task(str(me), op.lane, work, self._waits(waits, op.lane), op.times))
         self._note(op, chunk, [me])
 
+    def end_site(self) -> None:
+        """Let what follows wait for all that was written; for a writer that `is_by_sites`."""
+        self.cut()
+        last: dict[str, int] = {}
+        for number in range(self._site_begin, len(self._tasks)):
+            task = self._tasks[number]
+            last[f"part {number}" if isinstance(task, SkeletonPart) else task.lane] = number
+        if last:
+            self._site_begin, self._site_before = len(self._tasks), frozenset(last.values())
+
     def _conflicts(self, op: Pending, chunk: int) -> set[int]:
-        """Return the tasks whose accesses conflict with those of an op."""
-        after: set[int] = set()
+        """Return the tasks whose accesses conflict with those of an op, and those of the site before."""
+        after = set(self._site_before)
         for stored in op.reads:
             after.update(self._users_of(stored, chunk).writers)
         for stored in op.writes:

@@ -13,7 +13,7 @@ from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, T
 from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.parts import BlockParts, write_parts
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
@@ -134,15 +134,21 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
-    def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
-        """Return the tasks of rank 0 of the program, or of one piece of the model."""
+    def skeleton(
+        self,
+        problem: BlockProblem,
+        config: BlockConfig,
+        piece: Piece | None = None,
+        overlap: Overlap = "layers",
+    ) -> Skeleton:
+        """Return the tasks of rank 0 of the program, or of one piece of the model, or of its sites one by one."""
         self._check(problem, config)
-        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece, overlap)
 
-    def sized_skeleton(self, problem: BlockProblem) -> SizedSkeleton:
+    def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
         """Return the tasks of rank 0 in one chunk for any number of sequences, whatever batch `problem` has."""
         self._check(problem, BlockConfig())
-        return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh)
+        return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""

@@ -73,6 +73,10 @@ class BlockWriter(ABC):
         chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
     """
 
+    is_by_sites = False
+    """Whether nothing of a site runs beside another: a site is a product with its moves, a sum of statistics, or
+    attention."""
+
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         self.problem, self.config, self.mesh, self.batch_dims = problem, config, mesh, batch_dims
         self.largest_batch = largest_extent(mesh, Side("batch", problem.batch), batch_dims)
@@ -147,6 +151,10 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def _end_loop(self) -> None: ...
+
+    def end_site(self) -> None:
+        """Let what follows wait for all that was written; for a writer that `is_by_sites`."""
+        raise AssertionError("this writer writes whole layers")
 
     @abstractmethod
     def call(

@@ -8,14 +8,15 @@ It begins with its own rows, which it need not wait for, and goes on in the orde
 from __future__ import annotations
 
 from meshweave.algorithms.fused.product import (
+    GATHERS,
     Parts,
     TiledProduct,
     Tiles,
     declarations,
     each_region,
+    rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
-from meshweave.describe.layout import Shard
 
 
 class AllGatherAtConsumer(TiledProduct):
@@ -24,7 +25,7 @@ class AllGatherAtConsumer(TiledProduct):
     name = "t3_all_gather"
     title = "T3 all-gather at the consumer"
     source = "Pati et al., T3, ASPLOS '24, section 7.2"
-    accepted = ((Shard(0), Shard(1), Shard(1)),)
+    accepted = GATHERS
     wants = "A sharded by rows, B and C by columns"
 
     def text(self, problem: UniversalProblem, config: Tiles) -> str:
@@ -32,6 +33,7 @@ class AllGatherAtConsumer(TiledProduct):
         count, (m, _, k) = len(problem.ranks), problem.sizes
         parts = Parts(m, count)
         own, passed = parts.range("tp.x"), parts.range(f"((tp.x + {count - 1} - s) % {count})")
+        following = rank_of(problem, f"(tp.x + 1) % {count}")
         released = config.release(update=False)
         arrived = each_region(f"local(c[{passed}, :], a=gathered[{passed}, :])", count - 1)
         return f"""{declarations(problem, "T3: a product that starts as its operand arrives")}\
@@ -39,9 +41,9 @@ gathered = scratch(({m}, {k}), "{problem.dtype}", on=tp)
 compute = lane()
 dma = lane()
 with tp:
-    put(at((tp.x + 1) % {count}, gathered[{own}, :]), a, release={released}, lane=dma, name="all_gather")
+    put(at({following}, gathered[{own}, :]), a, release={released}, lane=dma, name="all_gather")
     for s in range({count - 2}):
-        put(at((tp.x + 1) % {count}, gathered[{passed}, :]), gathered[{passed}, :],
+        put(at({following}, gathered[{passed}, :]), gathered[{passed}, :],
             release={released}, lane=dma, name="all_gather")
     product(a, b, (local(c[{own}, :]), {arrived}), release={released}, lane=compute)
 """

@@ -12,6 +12,7 @@ from meshweave.algorithms.fused.product import (
     Tiles,
     declarations,
     each_region,
+    rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.describe.layout import Replicate, Shard
@@ -35,7 +36,7 @@ class FusedAllToAll(TiledProduct):
         mine, own_columns = rows.range("tp.x"), columns.range("tp.x")
 
         def remote_map(to: str) -> str:
-            return f"remote_map(at({to}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
+            return f"remote_map(at({rank_of(problem, to)}, c[{mine}, :]), b=b[:, {columns.range(f'({to})')}])"
 
         return f"""{declarations(problem, "T3: a product whose columns go straight to their owners")}\
 compute = lane()

@@ -15,6 +15,7 @@ from meshweave.algorithms.fused.product import (
     declarations,
     each_region,
     end_of_sums,
+    rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
 
@@ -33,7 +34,10 @@ class DirectReduceScatter(TiledProduct):
         count = len(problem.ranks)
         parts = Parts(problem.m, count)
         first, owner = f"(tp.x + 1) % {count}", f"(tp.x + 2 + s) % {count}"
-        others = each_region(f"remote_map(at({owner}, acc), a=a[{parts.range(f'({owner})')}, :])", count - 2)
+
+        def remote_map(to: str) -> str:
+            return f"remote_map(at({rank_of(problem, to)}, acc), a=a[{parts.range(f'({to})')}, :])"
+
         return f"""{declarations(problem, "T3: a product whose parts go straight to their owners")}\
 acc = scratch(({parts.extent("tp.x")}, {problem.n}), "{problem.dtype}", on=tp)
 compute = lane()
@@ -41,7 +45,8 @@ with tp:
     zero(acc, lane=compute)
     fence(over="tp", lane=compute)
     product(a, b, (
-        remote_map(at({first}, acc), a=a[{parts.range(f"({first})")}, :]),
-        {others}local(acc, a=a[{parts.range("tp.x")}, :])), release={config.release(update=True)}, lane=compute)
+        {remote_map(first)},
+        {each_region(remote_map(owner), count - 2)}local(acc, a=a[{parts.range("tp.x")}, :])),
+        release={config.release(update=True)}, lane=compute)
     {end_of_sums(problem, parts, "acc")}
 """

@@ -1,14 +1,15 @@
 """What the entries of fused products share: the layouts they take, and the declarations of their programs.
 
-All ranks stand in one ring, the mesh axis `tp.x`. A dim that is sharded is cut into parts of equal size, the last
-of which may be smaller; part number i belongs to rank i.
+All ranks of the problem's mesh, whatever their numbers, stand in one ring, the mesh axis `tp.x` of the program. A
+dim that is sharded is cut into parts of equal size, the last of which may be smaller; part number i belongs to
+member i of the ring. `rings.ring_problems` finds the rings of a product on a mesh of several axes.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshweave.algorithms.contract import ConfigT
@@ -21,10 +22,13 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Release, TileOrder
 from meshweave.ir.program.parse import parse
-from meshweave.ir.program.text import value_to_text
+from meshweave.ir.program.text import mesh_to_text, value_to_text
 
 Placements = tuple[Placement, Placement, Placement]
 """Of A, B and C over the one mesh axis."""
+
+GATHERS: tuple[Placements, ...] = ((Shard(0), Shard(1), Shard(1)),)
+"""Each rank needs all rows of A for its columns of C."""
 
 SUMS: tuple[Placements, ...] = tuple((Shard(1), Shard(0), c) for c in (Shard(0), Replicate()))
 """Each rank has a term of all of C; the sum is scattered by rows, and gathered again where C is replicated."""
@@ -97,12 +101,8 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         layouts = (problem.a, problem.b, problem.c)
         on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
         placements = tuple(layout.placements[0] for layout in layouts) if on_ring else ()
-        if (
-            placements not in self.accepted
-            or mesh.ranks != tuple(range(len(mesh.ranks)))
-            or len(mesh.ranks) < 2
-        ):
-            return f"it takes {self.wants}, on a ring of ranks 0, 1, 2, ..."
+        if placements not in self.accepted or len(mesh.ranks) < 2:
+            return f"it takes {self.wants}, on a mesh of one axis and two ranks or more"
         for dim in self.cut_dims:
             if Parts(problem.sizes[dim], len(mesh.ranks)).has_empty:
                 what = ("rows", "columns")[dim]
@@ -182,6 +182,14 @@ class UntiledProduct(FusedProduct[NoChoice]):
         yield NoChoice()
 
 
+def rank_of(problem: UniversalProblem, member: str) -> str:
+    """Return the rank of a member of the ring in the text form; `member` is an expression from 0 to ranks - 1."""
+    ranks = problem.a.mesh.ranks
+    if ranks == tuple(range(len(ranks))):
+        return member
+    return f"{ranks}[{member}]"
+
+
 def each_region(region: str, count: int) -> str:
     """Return the map of a region for s = 0 .. count - 1, with what parts it from the next; "" for none."""
     return f"*({region} for s in range({count})), " if count > 0 else ""
@@ -201,8 +209,9 @@ def declarations(problem: UniversalProblem, title: str) -> str:
         f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")
         for layout, order in zip((problem.a, problem.b, problem.c), problem.orders, strict=True)
     )
+    mesh = mesh_to_text(replace(problem.a.mesh, name="tp", axes=("x",)))
     return f"""program("{title}")
-tp = mesh(({len(problem.ranks)},), ("x",))
+tp = {mesh}
 A = tensor(({m}, {k}), "{dtype}")
 B = tensor(({k}, {n}), "{dtype}")
 C = tensor(({m}, {n}), "{dtype}")

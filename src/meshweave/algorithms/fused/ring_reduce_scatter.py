@@ -18,6 +18,7 @@ from meshweave.algorithms.fused.product import (
     declarations,
     each_region,
     end_of_sums,
+    rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
 
@@ -43,7 +44,7 @@ class RingReduceScatter(TiledProduct):
                 "tp.x",
             )
         )
-        following = f"(tp.x + 1) % {count}"
+        following = rank_of(problem, f"(tp.x + 1) % {count}")
         dma_maps = each_region(
             f"dma_map(at({following}, acc[{passed}]), acc[{passed}], a=a[{passed}], lane=dma)", count - 2
         )

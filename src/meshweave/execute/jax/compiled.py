@@ -59,6 +59,7 @@ class Emission:
     Attributes:
         ring_directions: 0 for collectives as they are, 1 or 2 for rings of permutes.
         num_parts: the parts into which each product is cut.
+        along_sum: whether these are terms of a sum, rather than parts of the result.
         in_order: whether each transfer waits for the product before it, in the order of `lower.interleave`.
         most_beside: the most transfers beside one product, where it is in order; None for one of each lane.
         options: of the compiler.
@@ -67,6 +68,7 @@ class Emission:
     name: str
     ring_directions: int = 0
     num_parts: int = 1
+    along_sum: bool = False
     in_order: bool = False
     most_beside: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class Emission:
         """
         if self.ring_directions:
             program = lower_rings(program, 2 if self.ring_directions == 2 else 1)
-        program = split_products(program, self.num_parts)
+        program = split_products(program, self.num_parts, along_sum=self.along_sum)
         return interleave(program, self.most_beside) if self.in_order else program
 
 
@@ -87,15 +89,16 @@ EMISSIONS = {
     emission.name: emission
     for emission in (
         Emission("collectives"),
-        Emission("fused", num_parts=2, in_order=True, most_beside=1, options=ASYNC_FUSION),
+        Emission("fused", num_parts=2, along_sum=True, in_order=True, most_beside=1, options=ASYNC_FUSION),
         Emission("rings", 1, num_parts=2),
-        Emission("ordered-rings", 2, num_parts=3, in_order=True),
+        Emission("ordered-rings", 1, num_parts=3, in_order=True),
     )
 }
 """`collectives`: as they are, with the compiler's defaults. `fused`: with asynchronous collective fusion; a
 product takes one collective into its fusion, so each is cut in two, and the order says which. `rings`: permutes,
 beside products in two parts, in the order that the compiler's own model of latencies gives. `ordered-rings`:
-permutes in both directions, each beside a part of its own as far as the compiler keeps the order."""
+products in three parts, each with the next step of the ring along either axis beside it.
+"""
 
 
 def emission_named(name: str) -> Emission:

@@ -136,15 +136,22 @@ class DeviceMesh:
             mesh = self.program.mesh_of[over.partition(".")[0]]
             if axes is not None:
                 return DeviceGroup(axes, math.prod(self.sizes[axis] for axis in axes))
-            listed = list(dict.fromkeys(self.program.group(over, rank) for rank in mesh.ranks))
-        else:
-            listed = [over]
+            return self.group_of(tuple(dict.fromkeys(self.program.group(over, rank) for rank in mesh.ranks)))
+        return self.group_of((over,))
+
+    def group_of(self, groups: Sequence[tuple[int, ...]]) -> DeviceGroup:
+        """Return the devices of a collective that runs in groups of ranks at once, of equal size."""
+        listed = list(groups)
         size = len(listed[0])
+        by_rank = {rank: group for group in listed for rank in group}
+        axes = self._axes_with(by_rank) if len(by_rank) == len(self.mesh.ranks) else None
+        if axes is not None:
+            return DeviceGroup(axes, size)
         covered = {rank for group in listed for rank in group}
         rest = [rank for rank in self.mesh.ranks if rank not in covered]
         if len(rest) % size:
             raise UnsupportedError(
-                f"{len(rest)} devices are in no group of '{over}', and groups of {size} do not divide them"
+                f"{len(rest)} devices are in no group of a collective, and groups of {size} do not divide them"
             )
         listed += [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
         numbers = tuple(tuple(self.number(rank) for rank in group) for group in listed)

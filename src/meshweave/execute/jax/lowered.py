@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
+from meshweave.execute.jax.rank_steps import as_messages
 from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import AllToAll, Collective, DataCollective, Permute, ReduceScatter
+from meshweave.ir.program.ops import AllToAll, Collective, DataCollective, Permute, ReduceScatter, Send
 
 Moved = Counter[tuple[str, int]]
 """How many collectives there are of each kind and operand bytes."""
@@ -47,6 +50,27 @@ def lowered_collectives(lowered: Any) -> Moved:
             for operand in op.operands:
                 moved[kind, _bytes(str(operand.type))] += 1
     return moved
+
+
+def lowered_messages(lowered: Any) -> Counter[int]:
+    """Return the bytes of each message of a lowered module: a permute sends one for each of its pairs."""
+    sizes: Counter[int] = Counter()
+    for op in _operations(lowered.compiler_ir("stablehlo").operation):
+        if str(op.name) == "stablehlo.collective_permute":
+            pairs = np.asarray(op.attributes["source_target_pairs"])
+            sizes[_bytes(str(op.operands[0].type))] += len(pairs)
+    return sizes
+
+
+def program_messages(program: Program) -> Counter[int]:
+    """Return the bytes of each message that ranks of a program send, with one-sided ops and tiles as messages."""
+    program = as_messages(program)
+    return Counter(
+        program.view_bytes(bound.op.src)
+        for rank in program.ranks
+        for bound in program.ops_by_rank[rank]
+        if isinstance(bound.op, Send)
+    )
 
 
 def _operations(operation: Any) -> Iterator[Any]:

@@ -56,14 +56,18 @@ def keep(x: Array, dim: int, start: int | Array, stop: int | Array) -> Array:
     return jnp.where((at >= start) & (at < stop), x, 0)
 
 
-def blocks(x: Array, dim: int, first: int, block: int, stride: int) -> Array:
+def blocks(x: Array, dim: int, first: int | Array, block: int, stride: int) -> Array:
     """Return the elements [first, first + block) of every period of `stride` elements of a dim."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    chosen = lax.slice_in_dim(x.reshape(*before, -1, stride, *after), first, first + block, axis=dim + 1)
+    periods = x.reshape(*before, -1, stride, *after)
+    if isinstance(first, int):
+        chosen = lax.slice_in_dim(periods, first, first + block, axis=dim + 1)
+    else:
+        chosen = lax.dynamic_slice_in_dim(periods, first, block, axis=dim + 1)
     return chosen.reshape(*before, -1, *after)
 
 
-def put_blocks(x: Array, dim: int, first: int, block: int, stride: int, value: Array) -> Array:
+def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, value: Array) -> Array:
     """Return x with `value` in the elements that `blocks` reads."""
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     whole = x.reshape(*before, -1, stride, *after)
@@ -159,6 +163,47 @@ def after(x: Array, *made: Array | None) -> Array:
     return ordered
 
 
+def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
+    """Return the x of all members, one after another along a dim that is not the first.
+
+    A CPU gathers along the first dim alone: it would have x transposed before, and the result after, element by
+    element. There pieces are gathered one behind the other, and rows of them put side by side.
+
+    Args:
+        turned: x is a matrix, and products read the result transposed. A CPU then copies it in that order: its
+            fast products take no first operand that is stored (K, M).
+    """
+
+    def in_front(x: Array) -> Array:
+        pieces = lax.all_gather(x, axes)
+        if turned:
+            return lax.optimization_barrier(pieces.swapaxes(1, 2).reshape(-1, x.shape[0])).T
+        return jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+    def along(x: Array) -> Array:
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+    gathered: Array = lax.platform_dependent(x, cpu=in_front, default=along)
+    return gathered
+
+
+def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
+    """Return this member's part, of `count` along a dim that is not the first, of the sum of all x.
+
+    On a CPU its parts are put in front first, for the reason that `gather` gives.
+    """
+
+    def in_front(x: Array) -> Array:
+        parts = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+        return lax.psum_scatter(jnp.moveaxis(parts, dim, 0), axes, scatter_dimension=0)
+
+    def along(x: Array) -> Array:
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    scattered: Array = lax.platform_dependent(x, cpu=in_front, default=along)
+    return scattered
+
+
 def shift(x: Array, axes: Axes, count: int, by: int) -> Array:
     """Return what the member `by` places back along an axis of `count` members has."""
     shifted: Array = lax.ppermute(x, axes, [(at, (at + by) % count) for at in range(count)])
@@ -216,6 +261,12 @@ def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
     """Return a whole tensor whose dim is cut into equal shards: its elements at positions, zeros for -1."""
     at = jnp.asarray(positions)
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
+
+
+def terms(x: Array, count: int) -> Array:
+    """Return terms whose sum is x, along a dim in front: each has one of `count` neighbours, and zeros else."""
+    number = jnp.arange(x.size).reshape(x.shape) % count
+    return jnp.stack([jnp.where(number == term, x, 0) for term in range(count)])
 
 
 def collect(x: Array, dim: int, positions: tuple[int, ...]) -> Array:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import BindError, did_you_mean
 from meshweave.execute.jax.devices import DeviceMesh
+from meshweave.execute.jax.rolled_loops import Loops
 from meshweave.execute.jax.source import ENTRY, jax_source
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
@@ -53,6 +54,9 @@ def run_jax(
     inputs: Mapping[str, Any],
     mesh: Mesh | None = None,
     calls: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    loops: Loops = "unrolled",
+    in_order: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """Return the whole output tensors of a program by name, run on jax devices.
 
@@ -60,6 +64,8 @@ def run_jax(
         inputs: whole input tensors by name.
         mesh: a jax mesh of the shape of the program's; by default of the first devices of this process.
         calls: the functions that `call` ops name, on jax arrays.
+        loops: "rolled" for loops as `lax.fori_loop`, as in `jax_source`.
+        in_order: tie the order of ops to data, as in `jax_source`.
 
     Raises:
         BindError: a tensor or a function is missing, or there are too few devices.
@@ -70,7 +76,8 @@ def run_jax(
     for name in needed:
         if name not in (calls or {}):
             raise BindError(f"no function is bound to call '{name}'{did_you_mean(name, calls or {})}")
-    function = load_source(jax_source(program, mesh.axis_names), mesh, calls if needed else None)
+    source = jax_source(program, mesh.axis_names, loops=loops, in_order=in_order)
+    function = load_source(source, mesh, calls if needed else None)
     results = function(*_arguments(program, inputs))
     outputs = dict.fromkeys(b.tensor for b in program.buffers if b.kind == "output")
     listed = results if isinstance(results, tuple) else (results,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import keyword
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,14 +17,16 @@ from importlib.resources import files
 import numpy as np
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.layout import Layout, Shard, StridedShard, Tile
+from meshweave.describe.layout import Layout, Partial, Shard, StridedShard, Tile
 from meshweave.execute.jax.devices import DeviceMesh, quoted
+from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, is_by_rank
+from meshweave.execute.jax.rolled_loops import Loops, RolledLoopWriter
 from meshweave.execute.jax.statements import StatementWriter
 from meshweave.execute.jax.turns import NumberTexts, Turn
 from meshweave.execute.jax.variables import rewritten_whole, written_in_parts
 from meshweave.execute.jax.views import HeldBuffer, Views
 from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.ops import Add, Matmul, Op
+from meshweave.ir.program.ops import Add, Matmul, Op, Recv
 
 ENTRY = "on_mesh"
 """The function of the source that returns the jitted function of whole tensors."""
@@ -47,33 +50,44 @@ from functools import partial
 """
 
 
-def jax_source(program: Program, axes: Sequence[str] | None = None, *, in_order: bool = False) -> str:
+def jax_source(
+    program: Program,
+    axes: Sequence[str] | None = None,
+    *,
+    in_order: bool = False,
+    loops: Loops = "unrolled",
+) -> str:
     """Return the source of a module whose `on_mesh(mesh)` returns the jitted function that a program is.
 
     It takes whole input tensors, in the order in which the program declares them, and returns whole outputs.
 
     Args:
         axes: names of the axes of the jax mesh; by default those of the first mesh with all ranks.
-        in_order: have communication wait for the last product that stands before it in the program. XLA's
-            scheduler may otherwise start all of it at once, and end each transfer right before its use.
+        in_order: have communication wait for the last product that stands before it in the program, and a product
+            for the product before it. XLA's scheduler may otherwise start all of it at once, and end each transfer
+            right before its use.
+        loops: "rolled" writes loops whose turns differ in numbers alone as `lax.fori_loop`, which compiles in less
+            time. XLA then overlaps nothing across turns. Not with `in_order`, nor in programs without a template.
 
     Raises:
         UnsupportedError: jax has no form for something in the program.
         ProgramError: an expression has no value.
     """
-    return _SourceWriter(program.expanded, axes, in_order).source()
+    return _SourceWriter(as_messages(program), axes, in_order, loops).source()
 
 
 class _SourceWriter:
-    def __init__(self, program: Program, axes: Sequence[str] | None, in_order: bool) -> None:
-        self.in_order = in_order
+    def __init__(self, program: Program, axes: Sequence[str] | None, in_order: bool, loops: Loops) -> None:
+        self.in_order, self.loops = in_order, loops
         self.program = program
         self.devices = DeviceMesh(program, axes)
         self.calls: list[str] = []
         self.numbers = NumberTexts(self.devices, self._index_name)
         self.views = Views(program, self.numbers)
         sums = {view.buffer for op in program.ops() if _sums(op) for view in op.writes}
-        values, parts = rewritten_whole(program), written_in_parts(program)
+        self.by_rank = is_by_rank(program)
+        values = set() if self.by_rank else rewritten_whole(program)
+        parts = {} if self.by_rank else written_in_parts(program)
         for buffer in program.buffers:
             name = self._buffer_name(buffer.name)
             self.views.declare(buffer, name, sums=buffer.name in sums, is_value=buffer.name in values)
@@ -130,9 +144,7 @@ class _SourceWriter:
         inputs, outputs = self._of_kind("input"), self._of_kind("output")
         for buffer in inputs:
             self.views.held[buffer.name].is_written = True
-        writer = StatementWriter(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
-        ranks = {rank: self.program.environment(rank) for rank in self.program.ranks}
-        writer.body(self.program.body, [Turn({}, ranks)])
+        writer = self._writer()
         held = [self.views.held[buffer.name] for buffer in self.program.buffers]
         used = set(_names_in("\n".join(writer.lines)))
         lines = [
@@ -143,7 +155,7 @@ class _SourceWriter:
             if name in used
         ]
         lines += [line for each in held for line in _start(each, used)]
-        lines += ["last = None", "arrived, moving = [], []"] if self.in_order else []
+        lines += ["last, arrived, moved = None, [], {}"] if self.in_order else []
         lines += writer.lines
         results = ", ".join(self._result(buffer) for buffer in outputs)
         lines.append(f"return ({results},)")
@@ -158,12 +170,29 @@ class _SourceWriter:
         head += f'    """Return the shards of {made} on one device, given {shapes}."""\n'
         return head + "".join(f"    {line}\n" for line in lines)
 
+    def _writer(self) -> StatementWriter:
+        """Return the writer of the body, with all lines written."""
+        if self.by_rank:
+            by_rank = RankStepWriter(
+                self.program, self.devices, self.numbers, self.views, in_order=self.in_order
+            )
+            by_rank.steps()
+            return by_rank
+        kind = RolledLoopWriter if self.loops == "rolled" else StatementWriter
+        writer = kind(self.program, self.devices, self.numbers, self.views, in_order=self.in_order)
+        ranks = {rank: self.program.environment(rank) for rank in self.program.ranks}
+        writer.body(self.program.body, [Turn({}, ranks)])
+        return writer
+
     def _result(self, buffer: Buffer) -> str:
         held = self.views.held[buffer.name]
         text = held.name if buffer.slots == 1 else f"{held.name}[0]"
-        if held.parts is not None:
-            text = f"jnp.concatenate({text}, axis={held.parts[0]})"
-        text += "" if held.dtype == buffer.dtype else f".astype({quoted(buffer.dtype)})"
+        cast = "" if held.dtype == buffer.dtype else f".astype({quoted(buffer.dtype)})"
+        if held.parts is None:
+            text += cast
+        else:  # a part is cast before they are joined: the product that makes it does so
+            parts = f"[part{cast} for part in {text}]" if cast else text
+            text = f"jnp.concatenate({parts}, axis={held.parts[0]})"
         assert buffer.layout is not None
         return f"{text}[None]" if buffer.layout.partial_axes else text
 
@@ -249,7 +278,12 @@ class _SourceWriter:
         """Return the text of a whole input tensor cut into equal shards."""
         assert buffer.tensor is not None and buffer.layout is not None
         text = buffer.tensor
-        offset = 1 if buffer.layout.partial_axes else 0
+        axes = buffer.layout.partial_axes
+        offset = 1 if axes else 0
+        if axes:
+            if any(isinstance(p, Partial) and p.op != "sum" for p in buffer.layout.placements):
+                raise UnsupportedError(f"{buffer.name}: inputs of which ranks hold terms must be sums")
+            text = f"terms({text}, {math.prod(buffer.layout.mesh.size(axis) for axis in axes)})"
         for dim, size in enumerate(self.program.tensor_of[buffer.tensor].shape):
             positions = self._positions(buffer, dim)
             if np.array_equal(positions, np.arange(size)):
@@ -283,13 +317,18 @@ class _SourceWriter:
 
 
 def _sums(op: Op) -> bool:
-    return isinstance(op, Add) or (isinstance(op, Matmul) and op.accumulate != 0)
+    """Return whether an op adds to what it writes."""
+    release = getattr(op, "release", None)
+    adds = (release is not None and release.update) or (isinstance(op, Recv) and op.update)
+    return adds or isinstance(op, Add) or (isinstance(op, Matmul) and op.accumulate != 0)
 
 
 def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
     """Yield the line that gives a buffer its value before the first op."""
     buffer = held.buffer
     if buffer.kind == "input":
+        if held.name in used and buffer.layout is not None and buffer.layout.partial_axes:
+            yield f"{held.name} = {held.name}[0]"
         if held.name in used and held.dtype != buffer.dtype:
             yield f"{held.name} = {held.name}.astype({quoted(held.dtype)})"
         if buffer.slots > 1:
@@ -305,7 +344,11 @@ def _start(held: HeldBuffer, used: set[str]) -> Iterator[str]:
     elif held.needs_start or (slots and held.name in used):
         kind = "jnp.zeros" if held.is_uneven else "lax.empty"
         start = f"{kind}({held.shape}, {quoted(held.dtype)})" if held.needs_start else "None"
-        yield f"{held.name} = [{start}]{slots}" if slots else f"{held.name} = {start}"
+        if slots and held.needs_start:  # one array for all of them would be copied for each
+            start = f"[{start} for _ in range({buffer.slots})]"
+        elif slots:
+            start = f"[None]{slots}"
+        yield f"{held.name} = {start}"
 
 
 def _is_filled(positions: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> bool:
@@ -335,5 +378,5 @@ def _taken_names() -> frozenset[str]:
     """Return the names that buffers and indices may not have."""
     modules = {"jax", "jnp", "lax", "Array", "Mesh", "P", "Any", "Callable", "Mapping", "partial"}
     own = {ENTRY, BODY, "Axes", "Shapes", "functions", "mesh", "local", "whole", *modules}
-    own |= {"last", "arrived", "moving"}
+    own |= {"last", "arrived", "moved"}
     return frozenset({*own, *_helpers(), *dir(builtins), *keyword.kwlist})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
@@ -39,8 +39,8 @@ class StatementWriter:
     """Writes the body of a program.
 
     Attributes:
-        in_order: whether communication waits for the last product before it, and a product for the communication
-            that stands before that one.
+        in_order: whether communication waits for the last product before it, and for what its lane sent since;
+            and a product for that product, and for the communication that stands before it.
         lines: the lines so far, without the indentation of the function.
     """
 
@@ -105,7 +105,7 @@ class StatementWriter:
         inner = [turn.having(block.condition) for turn in turns]
         if all(len(turn.ranks) in (0, len(before.ranks)) for turn, before in zip(inner, turns, strict=True)):
             runs = [bool(turn.ranks) for turn in inner]
-            condition = self.numbers.text(turns, lambda t, r: int(runs[t]), block.condition)
+            condition = self.numbers.text(turns, lambda t, r: int(runs[t]), block.condition, static=True)
             if all(runs):
                 self.body(block.body, inner, active)
             elif any(runs):
@@ -126,7 +126,7 @@ class StatementWriter:
 
     def _repeat(self, block: Repeat, var: str, turns: Sequence[Turn], active: str) -> None:
         counts = [len(list(turn.repeated(var, block.count))) for turn in turns]
-        count = self.numbers.text(turns, lambda t, r: counts[t], block.count)
+        count = self.numbers.text(turns, lambda t, r: counts[t], block.count, static=True)
         inner = [each for turn in turns for each in turn.repeated(var, block.count)]
         if not inner:
             return
@@ -152,6 +152,13 @@ class StatementWriter:
                 for t, turn in enumerate(turns)
                 for rank, env in turn.ranks.items()
             }
+        except (ProgramError, UnsupportedError) as error:
+            raise type(error)(f"{op.title}: {error}") from None
+        self._write_resolved(op)
+
+    def _write_resolved(self, op: Op) -> None:
+        """Write an op whose turns and numbers are known."""
+        try:
             self._write_op(op)
         except (ProgramError, UnsupportedError) as error:
             raise type(error)(f"{op.title}: {error}") from None
@@ -160,8 +167,10 @@ class StatementWriter:
         match op:
             case Matmul():
                 self._matmul(op)
-            case Copy() if op.release is None:
-                self._store("out", self._read("src"), self._dtype(op.src))
+            case Copy(release=release):
+                is_added = release is not None and release.update
+                before = f"{self._read('out')} + " if is_added else ""
+                self._store("out", f"{before}{self._read('src')}", self._dtype(op.src))
             case Add():
                 self._store("out", f"{self._read('out')} + {self._read('src')}", self._dtype(op.out))
             case Zero():
@@ -187,8 +196,8 @@ class StatementWriter:
             chosen(self._template), self._turns, {at: chosen(op) for at, op in self._resolved.items()}
         )
 
-    def _read(self, name: str, number: int | None = None) -> str:
-        return self.views.read(self._access(name, number))
+    def _read(self, name: str, number: int | None = None, waits: str = "") -> str:
+        return self.views.read(self._access(name, number), waits=waits)
 
     def _store(self, name: str, value: str, dtype: str, number: int | None = None) -> None:
         access = self._access(name, number)
@@ -215,23 +224,22 @@ class StatementWriter:
     # --- compute --------------------------------------------------------------------------------------
 
     def _matmul(self, op: Matmul) -> None:
-        if op.release is not None:
-            raise UnsupportedError("jax has no form for tiles that are released one by one")
-        args = [self._read("a"), self._read("b")]
+        waits = "*arrived, last" if self.in_order else ""
+        args = [self._read("a", waits=waits), self._read("b")]
         held = self.views.held[op.out.buffer]
-        if any(self._values("accumulate")):
+        if op.release is not None and op.release.update:
+            args.append(self.views.read(self._access("out"), raw=True))
+        elif any(self._values("accumulate")):
             args.append(self._onto(held))
         args += [f"{name}=True" for name in ("transpose_a", "transpose_b") if getattr(op, name)]
         dims = [len(view.selectors) for view in (op.a, op.b, op.out)]
         if min(dims[:2]) > 2 and dims[2] == 2:
             args.append("sum_batch=True")
         dtype = WIDER.get(held.buffer.dtype, held.buffer.dtype)
-        if self.in_order:
-            args[0] = f"after({args[0]}, *arrived)"
         self._store("out", f"product({', '.join(args)})", dtype)
         if self.in_order:
             self.line(f"last = {self.views.variable(self._access('out'))}")
-            self.line("arrived, moving = moving, []")
+            self.line("arrived, moved = moved.values(), {}")
 
     def _onto(self, held: HeldBuffer) -> str:
         """Return the text of what a product is added to, in the turns that accumulate."""
@@ -260,7 +268,10 @@ class StatementWriter:
             at: (tuple(view.shape for view in each.ins), tuple(view.shape for view in each.outs))
             for at, each in self._resolved.items()
         }
-        classes = list(dict.fromkeys(shapes.values()))
+        classes = [
+            tuple(dict.fromkeys(shapes[t, r] for r in turn.ranks)) for t, turn in enumerate(self._turns)
+        ]
+        variants = list(dict.fromkeys(classes))
         function = f"functions[{quoted(op.fn)}]"
         targets = [self.views.free_name(f"out_{number}") for number in range(len(op.outs))]
         if all(len({shapes[t, r] for r in turn.ranks}) <= 1 for t, turn in enumerate(self._turns)):
@@ -268,8 +279,10 @@ class StatementWriter:
         elif args:
             raise UnsupportedError("ranks call it with unequal shapes, and it has arguments beside arrays")
         else:
-            which = self.numbers.text(self._turns, lambda t, r: classes.index(shapes[t, r]))
-            value = f"call_in_class({', '.join([str(which), function, repr(tuple(classes)), *ins])})"
+            which = self.numbers.text(self._turns, lambda t, r: classes[t].index(shapes[t, r]))
+            variant = self.numbers.text(self._turns, lambda t, r: variants.index(classes[t]), static=True)
+            listed = repr(variants[0]) if len(variants) == 1 else f"{tuple(variants)!r}[{variant}]"
+            value = f"call_in_class({', '.join([str(which), function, listed, *ins])})"
         if not targets:
             return
         self.line(f"({', '.join(targets)},) = {value}")
@@ -280,7 +293,7 @@ class StatementWriter:
     # --- collectives ----------------------------------------------------------------------------------
 
     def _collective(self, op: Any) -> None:
-        group = self.devices.group(op.over)
+        group = self._group(op)
         keywords = "" if group.groups is None else f", axis_index_groups={group.groups!r}"
         if group.size == 1:
             self._store("out", self._read("src"), self._dtype(op.src))
@@ -304,9 +317,14 @@ class StatementWriter:
                 assert isinstance(op, Reduce)
                 value = self._reduce(op.op, self._sent(), group, keywords)
         if self.in_order:
-            self.line(f"moving.append({value})")
-            value = "moving[-1]"
+            moved = f"moved[{quoted(op.lane)}]"
+            self.line(f"{moved} = {value}")
+            value = moved
         self._store("out", value, self._dtype(op.src))
+
+    def _group(self, op: Any) -> DeviceGroup:
+        """Return the devices of a collective."""
+        return self.devices.group(op.over)
 
     def _refuse_listed(self, group: DeviceGroup) -> None:
         if group.groups is not None:
@@ -336,7 +354,7 @@ class StatementWriter:
         if all(len({size for parts in of_turn for size in parts}) <= 1 for of_turn in by_turn):
             return text
         largest = [max((size for parts in of_turn for size in parts), default=0) for of_turn in by_turn]
-        most = self.numbers.text(self._turns, lambda t, r: largest[t])
+        most = self.numbers.text(self._turns, lambda t, r: largest[t], static=True)
         columns = [self.numbers.text(self._turns, partial(_entry, sizes, p)) for p in range(count)]
         listed = f"({', '.join(map(str, columns))})"
         verb = "join" if joins else "split"
@@ -346,14 +364,29 @@ class StatementWriter:
         return f"{verb}_at({text}, {dim}, jnp.stack({listed}), {most}{total})"
 
     def _all_gather(self, op: AllGather, group: DeviceGroup, keywords: str) -> str:
-        text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        """Return the text of a gather: along a later dim by a function, which says what a CPU wants."""
+        if op.dim == 0 or keywords:
+            text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
+        else:
+            turned = ", turned=True" if op.out.buffer in self._read_transposed else ""
+            text = f"gather({self._sent()}, {group.text}, {op.dim}{turned})"
         return self._parts(text, "sizes", "out", op.dim, joins=True)
+
+    @cached_property
+    def _read_transposed(self) -> set[str]:
+        """Return the matrices that products read whole, and always as a first operand that they transpose."""
+        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
+        as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
+        turned = {op.a.buffer for op in products if op.transpose_a and len(op.a.selectors) == 2}
+        return {name for name in turned - as_stored if self.views.held[name].is_value}
 
     def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
             raise UnsupportedError(f"jax has no reduce-scatter by {op.op}")
         text = self._parts(self._sent(), "sizes", "src", op.dim, joins=False)
-        return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        if op.dim == 0 or keywords:
+            return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
+        return f"sum_scatter({text}, {group.text}, {op.dim}, {group.size})"
 
     def _all_to_all(self, op: AllToAll, group: DeviceGroup, keywords: str) -> str:
         text = self._parts(self._sent(), "send_sizes", "src", op.split_dim, joins=False)
@@ -362,8 +395,11 @@ class StatementWriter:
         return self._parts(text, "recv_sizes", "out", op.concat_dim, joins=True)
 
     def _sent(self) -> str:
-        """Return the text of what the op sends, after the last product where lanes are to be kept in order."""
-        return f"after({self._read('src')}, last)" if self.in_order else self._read("src")
+        """Return the text of what the op sends; in order, after the last product and what its lane sent since."""
+        text = self._read("src")
+        if not self.in_order or self._template is None:
+            return text
+        return f"after({text}, last, moved.get({quoted(self._template.lane)}))"
 
     def _permute(self, group: DeviceGroup) -> str:
         """Return the text of a ring step; members of different groups may go different distances."""
@@ -371,7 +407,7 @@ class StatementWriter:
         by_turn = [{shifts[t, r] for r in turn.ranks} for t, turn in enumerate(self._turns)]
         value = self._sent()
         if group.groups is None and all(len(of_turn) == 1 for of_turn in by_turn):
-            by = self.numbers.text(self._turns, lambda t, r: shifts[t, r])
+            by = self.numbers.text(self._turns, lambda t, r: shifts[t, r], static=True)
             if by.text == "0":
                 return value
             return f"shift({value}, {group.text}, {group.size}, {by})"

@@ -71,11 +71,15 @@ class NumberTexts:
 
     Attributes:
         coordinates: the names of coordinates that texts use, with the mesh axes that each is the index along.
+        tables_only: whether ops have no expressions in common, so that numbers are tables.
+        rolled: the loop whose index is a traced scalar, if one is written as `lax.fori_loop`.
     """
 
     def __init__(self, devices: DeviceMesh, reserved: Callable[[str], str]) -> None:
         self.devices, self.reserved = devices, reserved
         self.coordinates: dict[str, tuple[str, ...]] = {}
+        self.tables_only = False
+        self.rolled: str | None = None
         repeats = (each for each in statements_of(devices.program.body) if isinstance(each, Repeat))
         self._loops = {reserved(each.var) for each in repeats}
 
@@ -93,13 +97,22 @@ class NumberTexts:
         return name in self._loops or name in self.coordinates
 
     def text(
-        self, turns: Sequence[Turn], value: Callable[[int, int], int], index: Index | None = None
+        self,
+        turns: Sequence[Turn],
+        value: Callable[[int, int], int],
+        index: Index | None = None,
+        *,
+        static: bool = False,
     ) -> Number:
         """Return the text of a number.
 
         Args:
             value: its value for (number of the turn, rank).
             index: an expression for it, if there is one.
+            static: whether the index of a rolled loop may not change it.
+
+        Raises:
+            UnsupportedError: it has no text, or a rolled loop changes a static number.
         """
         points = [(t, rank) for t, turn in enumerate(turns) for rank in turn.ranks]
         values = {point: value(*point) for point in points}
@@ -107,16 +120,29 @@ class NumberTexts:
         if len(distinct) <= 1:
             return Number(str(distinct.pop() if distinct else 0), traced=False)
         per_turn = {t: {values[t, rank] for rank in turn.ranks} for t, turn in enumerate(turns)}
-        is_traced = any(len(of_turn) > 1 for of_turn in per_turn.values())
+        is_rolled = self._changes_in_rolled(turns, per_turn)
+        if is_rolled and static:
+            raise UnsupportedError(f"a number that must be known beforehand depends on {self.rolled}")
+        is_traced = is_rolled or any(len(of_turn) > 1 for of_turn in per_turn.values())
         table = self._table(turns, values, is_traced)
-        expression = (
-            None if index is None or (not is_traced and _is_coordinate(index)) else self.expression(index)
-        )
+        has_none = index is None or self.tables_only or (not is_traced and _is_coordinate(index))
+        expression = None if has_none or index is None else self.expression(index)
         if expression is None or (table is not None and len(table) < len(expression.text)):
             if table is None:
                 raise UnsupportedError("a number depends on more than loop indices and coordinates")
             return Number(table, is_traced)
         return Number(expression.text, is_traced)
+
+    def _changes_in_rolled(self, turns: Sequence[Turn], per_turn: Mapping[int, set[int]]) -> bool:
+        """Return whether a number changes with the index of the rolled loop alone."""
+        if self.rolled is None:
+            return False
+        by_others: dict[tuple[tuple[str, int], ...], set[int]] = {}
+        for t, values in per_turn.items():
+            others = tuple((name, at) for name, at in turns[t].loops.items() if name != self.rolled)
+            if by_others.setdefault(others, values) != values:
+                return True
+        return False
 
     def _table(self, turns: Sequence[Turn], values: Mapping[Point, int], is_traced: bool) -> str | None:
         """Return a table of values by the fewest loop indices, then coordinates, that tell them apart."""
@@ -133,6 +159,8 @@ class NumberTexts:
                     if entries.setdefault(at, value) != value:
                         break
                 else:
+                    if self.rolled in chosen_loops:
+                        return self._picked(entries, chosen_loops, chosen_axes)
                     text = _nested(entries, len(chosen_loops) + len(chosen_axes))
                     text += "".join(f"[{name}]" for name in chosen_loops)
                     if not chosen_axes:
@@ -140,6 +168,13 @@ class NumberTexts:
                     at_text = ", ".join(self.coordinate((axis,)) for axis in chosen_axes)
                     return f"pick({text}, {at_text if len(chosen_axes) == 1 else f'({at_text})'})"
         return None
+
+    def _picked(
+        self, entries: Mapping[tuple[int, ...], int], loops: Sequence[str], axes: Sequence[str]
+    ) -> str:
+        """Return the text of an entry of a table by traced and other indices."""
+        at = [*map(self.reserved, loops), *(self.coordinate((axis,)) for axis in axes)]
+        return f"pick({_nested(entries, len(at))}, {at[0] if len(at) == 1 else '(' + ', '.join(at) + ')'})"
 
     def expression(self, index: Index) -> Number | None:
         """Return an expression of loop indices and coordinates; None where a coordinate is no index along axes."""
@@ -181,7 +216,7 @@ class NumberTexts:
 
     def _variable(self, name: str) -> tuple[ast.expr, bool]:
         if name != "rank" and "." not in name:
-            return ast.Name(self.reserved(name), ast.Load()), False
+            return ast.Name(self.reserved(name), ast.Load()), name == self.rolled
         axes = self.devices.axes_of_coordinate(name)
         if axes is None:
             raise ProgramError(f"{name} is no index along mesh axes")

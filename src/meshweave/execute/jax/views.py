@@ -70,6 +70,7 @@ class HeldBuffer:
         parts: the parts of which the variable is a list; None where it is one array.
         is_uneven: whether ranks have unequal shapes of it.
         pieces: the variables that hold parts just as they were written, with the view of each.
+        in_turn: whether each turn of a rolled loop has a variable of its own, in place of slots.
     """
 
     buffer: Buffer
@@ -82,6 +83,7 @@ class HeldBuffer:
     parts: Parts | None = None
     is_uneven: bool = False
     pieces: dict[str, ViewUse] = field(default_factory=dict)
+    in_turn: bool = False
 
 
 @dataclass
@@ -118,12 +120,12 @@ class Views:
         if parts is None:
             return ""
         numbers = {point: part_number(view, parts) for point, view in access.at.items()}
-        return f"[{self.numbers.text(access.turns, lambda t, r: numbers[t, r] or 0)}]"
+        return f"[{self.numbers.text(access.turns, lambda t, r: numbers[t, r] or 0, static=True)}]"
 
     def _slot(self, access: ViewUse) -> str:
         """Return the text of the array, or list of parts, of a view's slot."""
         held = self.held[access.view.buffer]
-        if held.buffer.slots == 1:
+        if held.buffer.slots == 1 or held.in_turn:
             return held.name
         slot = self.numbers.text(access.turns, lambda t, r: _int(access.at[t, r].slot), access.view.slot)
         if slot.traced:
@@ -138,8 +140,13 @@ class Views:
         return self.numbers.text(access.turns, lambda t, r: self.program.local_shape(name, r)[dim])
 
     def _is_whole(self, access: ViewUse, dim: int) -> bool:
-        """Return whether every rank has the whole of its dim."""
+        """Return whether every rank has the whole of its dim, and if only some ranks run the op, of the array."""
         name = access.view.buffer
+        held, everyone = self.held[name], len(self.program.ranks)
+        for t, turn in enumerate(access.turns):
+            is_short = len(turn.ranks) < everyone and access.most(dim, t) < held.shape[dim]
+            if is_short and not held.is_value:
+                return False
         return all(
             _bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
             and not isinstance(view.selectors[dim], Blocked)
@@ -181,7 +188,7 @@ class Views:
 
     def most(self, access: ViewUse, dim: int) -> Number:
         """Return the most elements that ranks have of a dim: a Python integer."""
-        return self.numbers.text(access.turns, lambda t, r: access.most(dim, t))
+        return self.numbers.text(access.turns, lambda t, r: access.most(dim, t), static=True)
 
     def _positions(self, access: ViewUse, dim: int) -> str:
         """Return the list of positions of a dim's selector."""
@@ -197,31 +204,34 @@ class Views:
 
     # --- reading --------------------------------------------------------------------------------------
 
-    def read(self, access: ViewUse, *, raw: bool = False) -> str:
+    def read(self, access: ViewUse, *, raw: bool = False, waits: str = "") -> str:
         """Return the text of a view's elements. Where ranks have unequal numbers the rest is zero.
 
-        With `raw` the rest is anything, and the dtype that of the variable.
+        Args:
+            raw: the rest is anything, and the dtype that of the variable.
+            waits: the array may not be used before these values exist. A slice of it is taken after that, so that
+                it can be part of the op that reads it.
         """
         held = self.held[access.view.buffer]
-        text = self.variable(access)
         piece = next((n for n, written in held.pieces.items() if written.is_same(access)), None)
-        if piece is not None:
-            return (
-                piece
-                if raw or held.dtype == held.buffer.dtype
-                else f"{piece}.astype({quoted(held.buffer.dtype)})"
-            )
-        held.needs_start |= not held.is_written
-        if held.parts is not None:
-            if any(part_number(view, held.parts) is None for view in access.at.values()):
-                text = f"jnp.concatenate({self._slot(access)}, axis={held.parts[0]})"
-        elif not held.is_value:
+        if piece is None:
+            held.needs_start |= not held.is_written
+        text = piece or self._array(access)
+        text = f"after({text}, {waits})" if waits else text
+        if piece is None and held.parts is None and not held.is_value:
             text = self._cut(text, access)
             for dim in range(len(held.shape)):
                 text = self._read_dim(text, access, dim, filled=not raw)
         if held.dtype != held.buffer.dtype and not raw:
             text = f"{text}.astype({quoted(held.buffer.dtype)})"
         return text
+
+    def _array(self, access: ViewUse) -> str:
+        """Return the text of the array of a view, or of all of its parts where it is none of them."""
+        parts, text = self.held[access.view.buffer].parts, self.variable(access)
+        if parts is None or all(part_number(view, parts) is not None for view in access.at.values()):
+            return text
+        return f"jnp.concatenate({self._slot(access)}, axis={parts[0]})"
 
     def _cut(self, text: str, access: ViewUse) -> str:
         """Return the text of an array with the static slices that a view takes of it."""

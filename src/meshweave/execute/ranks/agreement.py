@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshweave.base.errors import BindError
+from meshweave.base.errors import BindError, RankLostError
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallSequence, call_order
 from meshweave.execute.torch.call_watch import out_of_order
@@ -84,15 +84,20 @@ def _said_by_all(
         return [rank for rank, key in zip(others, keys, strict=True) if not quick.check([key])]
 
     with _no_longer_waits(me), waiting(context, what, others, unheard) as overdue:
-        store.set(_now(me), json.dumps([ranks, sequence.session, number, what]))
+        folder = f"{sequence.folder}/{number}"
+        store.set(_now(me), json.dumps([ranks, sequence.session, number, what, folder]))
         store.set(sequence.words_key(number, me), spoken)
         pause_s = _FIRST_S
         while not store.check(keys):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
             if pause_s == _LONGEST_S:
-                _check_same_talk(store, known, me, ranks, what, f"{sequence.folder}/{number}")
-            overdue()
+                _check_same_talk(store, known, me, ranks, what, folder)
+            try:
+                overdue()
+            except RankLostError:
+                _check_broken(store, folder)  # those that broke this off may have left since
+                raise
         said = store.multi_get(keys)
         if sequence.last_key:  # all that speak now have heard the last words
             with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -117,7 +122,7 @@ def _no_longer_waits(rank: int) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
-            signed_store(_UNHEARD_S).set(_now(rank), json.dumps([[], 0, 0, ""]))
+            signed_store(_UNHEARD_S).set(_now(rank), json.dumps([[], 0, 0, "", ""]))
         raise
 
 
@@ -131,14 +136,13 @@ def _check_same_talk(
 ) -> None:
     """Raise BindError where a rank waits for this one in an agreement of other ranks: both would wait for ever.
 
-    The others of this agreement learn it under a key in its `folder`: not all of them can see it for themselves.
+    The others of both agreements learn it under a key in the `folder` of theirs: not all can see it themselves,
+    and this rank waits no longer once it has seen it.
     """
-    broken = f"{folder}/broken"
-    if store.check([broken]):
-        raise BindError(store.get(broken).decode())
+    _check_broken(store, folder)
     for rank in ranks:
         if rank != me and store.check([_now(rank)]):
-            theirs, session, number, theirs_what = json.loads(store.get(_now(rank)))
+            theirs, session, number, theirs_what, their_folder = json.loads(store.get(_now(rank)))
             is_begun = begun.get((tuple(theirs), session), 0) >= number
             elsewhere = me in theirs and tuple(theirs) != ranks and not is_begun
             # One that has spoken in our agreement has gone on to its next, and does not keep us.
@@ -147,8 +151,19 @@ def _check_same_talk(
                     f"rank {me} waits with ranks {ranks} for {what}, "
                     f"rank {rank} with ranks {tuple(theirs)} for {theirs_what}"
                 )
-                store.set(broken, why)
+                for each in (their_folder, folder):
+                    store.set(_broken(each), why)
                 raise BindError(why)
+
+
+def _broken(folder: str) -> str:
+    return f"{folder}/broken"
+
+
+def _check_broken(store: SignedStore, folder: str) -> None:
+    """Raise BindError where a rank has found that the agreement of this folder cannot end."""
+    if store.check([_broken(folder)]):
+        raise BindError(store.get(_broken(folder)).decode())
 
 
 @contextlib.contextmanager

@@ -26,19 +26,31 @@ def _lanes(ops: Sequence[BoundOp]) -> list[str]:
     return sorted(num_local, key=lambda name: -num_local[name])
 
 
+def has_one_order(analysis: RankAnalysis) -> bool:
+    """Return whether each op of a rank waits for the one before it, so that no two ever run at once."""
+    ops, edges = analysis.ops, analysis.edges
+    return all(ops[at].op.lane == ops[at - 1].op.lane or at - 1 in edges[at] for at in range(1, len(ops)))
+
+
 def thread_per_lane(
     context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
 ) -> Execute:
-    """Return what runs each lane in a thread of its own, in program order; most compute is the caller's."""
+    """Return what runs each lane in a thread of its own, in program order; most compute is the caller's.
+
+    Where ops can only run one after another, the calling thread runs them all: a handover between threads takes
+    longer than a small op.
+    """
     ops = analysis.ops
     names = _lanes(ops)
     lane_of = [names.index(bound.op.lane) for bound in ops]
-    lanes = [LaneRun(name) for name in names]
+    if ops and has_one_order(analysis):
+        names, lane_of = names[:1], [0] * len(ops)
+    lanes = [LaneRun() for _ in names]
     for index, needed in enumerate(cross_lane_waits(lane_of, analysis.edges, len(lanes))):
         lane = lanes[lane_of[index]]
         lane.actions.append(actions[index])
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
-        lane.labels.append(ops[index].label)
+        lane.labels.append(f"{ops[index].label} of lane {ops[index].op.lane}")
         lane.indices.append(index)
     _post_receives_early(analysis, actions, lanes, lane_of)
     lane_threads = context.lane_threads

@@ -60,7 +60,6 @@ class LaneRun:
         "done",
         "indices",
         "labels",
-        "name",
         "progress",
         "spans",
         "stopped",
@@ -68,11 +67,10 @@ class LaneRun:
         "wanted",
     )
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.actions: list[Action] = []
         self.waits: list[tuple[tuple[LaneRun, int], ...]] = []
-        self.labels: list[str] = []
+        self.labels: list[str] = []  # "matmul 0.1 of lane compute"
         self.indices: list[int] = []  # in the rank's op list
         self.spans: list[tuple[int, int]] = []  # nanoseconds, when traced
         self.done = 0
@@ -188,7 +186,7 @@ class LaneThreads:
         except BaseException as error:
             if not isinstance(error, _Abandoned):
                 if lane.done < len(lane.labels):
-                    error.add_note(f"in {lane.labels[lane.done]} of lane {lane.name}")
+                    error.add_note(f"in {lane.labels[lane.done]}")
                 self._fail(error, lanes)
         finally:
             lane.stopped = True
@@ -242,8 +240,7 @@ class LaneThreads:
                     waited_s += min(time.monotonic() - begin, 2 * _TICK_S)
                     if waited_s >= limit_s:
                         raise DeadlineError(
-                            f"{what} gave up after {limit_s:g} s: lane {lane.name} does not get "
-                            f"past {lane.labels[seen]}"
+                            f"{what} gave up after {limit_s:g} s: {lane.labels[seen]} does not end"
                         )
         if lane.done < count:
             raise _Abandoned

@@ -63,7 +63,7 @@ def op_to_text(op: Op) -> str:
 
 def _lines(program: Program) -> Iterator[str]:
     for mesh in program.meshes:
-        yield f"{mesh.name} = {_mesh(mesh)}"
+        yield f"{mesh.name} = {mesh_to_text(mesh)}"
     for tensor in program.tensors:
         yield f'{tensor.name} = tensor({tensor.shape}, "{tensor.dtype}")'
     for meaning in program.computes:
@@ -77,7 +77,8 @@ def _lines(program: Program) -> Iterator[str]:
     yield from _statements(program.body)
 
 
-def _mesh(mesh: Mesh) -> str:
+def mesh_to_text(mesh: Mesh) -> str:
+    """Return the call that declares a mesh."""
     first = mesh.ranks[0]
     if mesh.ranks == tuple(range(first, first + mesh.num_ranks)):
         tail = f", first={first}" if first else ""

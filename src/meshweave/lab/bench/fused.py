@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
@@ -15,12 +15,25 @@ from meshweave.ir.program.text import to_text
 from meshweave.lab.lab import Lab, RunningLab
 from meshweave.tune.fused import FusedChoice, fused_choices
 
-RIVALS = ("t3_sequential", "looped_reduce_scatter")
-OURS = ("t3_ring", "t3_direct")
-NOT_RUN = {
-    "torch.ops.symm_mem.fused_matmul_reduce_scatter": "needs CUDA symmetric memory: it does not run on CPU ranks",
-    "torch async tensor parallelism": "needs CUDA symmetric memory: it does not run on CPU ranks",
+FusedOp = Literal["reduce-scatter", "all-gather"]
+"""What is fused with a product: the reduce-scatter behind it, or the all-gather before it."""
+
+RIVALS: dict[FusedOp, tuple[str, ...]] = {
+    "reduce-scatter": ("t3_sequential", "looped_reduce_scatter"),
+    "all-gather": ("sequential_all_gather", "looped_all_gather"),
 }
+OURS: dict[FusedOp, tuple[str, ...]] = {
+    "reduce-scatter": ("t3_ring", "t3_direct"),
+    "all-gather": ("t3_all_gather",),
+}
+NOT_RUN = dict.fromkeys(
+    (
+        "torch.ops.symm_mem.fused_matmul_reduce_scatter",
+        "torch.ops.symm_mem.fused_all_gather_matmul",
+        "torch async tensor parallelism",
+    ),
+    "needs CUDA symmetric memory: it does not run on CPU ranks",
+)
 """torch's own fused products, and why they are not measured here."""
 
 
@@ -31,7 +44,7 @@ class FusedTimes:
     Attributes:
         times_s: seconds of each run, from the common start to the end of the last rank.
         simulated_s: seconds as predicted.
-        bound_s: max(product, transfer) + the transfer of the last chunk, which is one tile of ours.
+        bound_s: max(product, transfer) + the transfer of a chunk, which is the smallest tile of ours.
         error: the largest absolute error of a result.
     """
 
@@ -57,27 +70,37 @@ class FusedTimes:
         }
 
 
-def reduce_scatter_problem(sizes: tuple[int, int, int], num_ranks: int) -> UniversalProblem:
-    """Return the product of A by columns and B by rows whose sum is scattered by rows."""
+def fused_problem(sizes: tuple[int, int, int], num_ranks: int, op: FusedOp) -> UniversalProblem:
+    """Return the product of A by columns and B by rows whose sum is scattered by rows, or that of A by rows and B
+    by columns."""
     mesh = Mesh.of("tp", (num_ranks,), ("x",))
-    a, b, c = (Layout(mesh, (Shard(dim),)) for dim in (1, 0, 0))
+    shards = (1, 0, 0) if op == "reduce-scatter" else (0, 1, 1)
+    a, b, c = (Layout(mesh, (Shard(dim),)) for dim in shards)
     return UniversalProblem(*sizes, a, b, c)
 
 
-def transfer_s(problem: UniversalProblem, link_bytes_per_s: float) -> float:
-    """Return the seconds in which a rank sends all rows of C but its own: no reduce-scatter is faster."""
+def moved_row_bytes(problem: UniversalProblem, op: FusedOp) -> int:
+    """Return the bytes of a row that moves: of C where it is scattered, of A where it is gathered."""
+    return 4 * (problem.n if op == "reduce-scatter" else problem.k)
+
+
+def transfer_s(problem: UniversalProblem, op: FusedOp, link_bytes_per_s: float) -> float:
+    """Return the seconds in which a rank sends all rows of C but its own, or gets all of A but its own.
+
+    No reduce-scatter or all-gather is faster.
+    """
     count = len(problem.ranks)
-    return problem.m * problem.n * 4 * (count - 1) / count / link_bytes_per_s
+    return problem.m * moved_row_bytes(problem, op) * (count - 1) / count / link_bytes_per_s
 
 
-def chosen(problem: UniversalProblem, cluster: Cluster) -> list[FusedChoice]:
+def chosen(problem: UniversalProblem, op: FusedOp, cluster: Cluster) -> list[FusedChoice]:
     """Return both rivals, then ours with the tiles that are simulated to be fastest, for each algorithm."""
     best: dict[str, FusedChoice] = {}
     for choice in fused_choices(problem, cluster):
         known = best.get(choice.algorithm)
         if known is None or choice.simulated_s < known.simulated_s:
             best[choice.algorithm] = choice
-    return [best[name] for name in (*RIVALS, *OURS)]
+    return [best[name] for name in (*RIVALS[op], *OURS[op])]
 
 
 def bench_fused(
@@ -85,6 +108,7 @@ def bench_fused(
     sizes: tuple[int, int, int],
     ratio: float = 1.0,
     *,
+    op: FusedOp = "reduce-scatter",
     calibrated: Cluster | None = None,
     repeat: int = 5,
     timeout_s: float = 600.0,
@@ -93,13 +117,16 @@ def bench_fused(
 
     Args:
         sizes: m, n, k of the product, over all ranks.
+        op: what is fused with the product.
         ratio: seconds of the product over those of the transfer; sets the pace of products.
         calibrated: the cluster on which tiles are chosen and runs are simulated; the described lab if None.
 
     Raises what `Lab.up` and `RunningLab.launch` raise, and LayoutError where the product does not fit.
     """
     with lab.up() as running:
-        return run_fused(running, sizes, ratio, calibrated=calibrated, repeat=repeat, timeout_s=timeout_s)
+        return run_fused(
+            running, sizes, ratio, op=op, calibrated=calibrated, repeat=repeat, timeout_s=timeout_s
+        )
 
 
 def run_fused(
@@ -107,22 +134,23 @@ def run_fused(
     sizes: tuple[int, int, int],
     ratio: float = 1.0,
     *,
+    op: FusedOp = "reduce-scatter",
     calibrated: Cluster | None = None,
     repeat: int = 5,
     seed: int = 0,
     timeout_s: float = 600.0,
 ) -> list[FusedTimes]:
     """Run all rivals in a lab that is up. Arguments and errors are those of `bench_fused`."""
-    problem, described = reduce_scatter_problem(sizes, lab.num_ranks), lab.description.cluster()
+    problem, described = fused_problem(sizes, lab.num_ranks, op), lab.description.cluster()
     rate = getattr(lab.description.network, "nic", None)
     if rate is None:
         raise LayoutError(
             "fused products are measured in a lab whose hosts are on one switch, a rank to a host"
         )
-    moved_s = transfer_s(problem, rate.bytes_per_s)
+    moved_s = transfer_s(problem, op, rate.bytes_per_s)
     pace = 2 * problem.m * problem.n * problem.k / lab.num_ranks / (ratio * moved_s)
     cluster = calibrated or described
-    choices = chosen(problem, replace(cluster, chip=cluster.chip.with_flops_per_s(pace)))
+    choices = chosen(problem, op, replace(cluster, chip=cluster.chip.with_flops_per_s(pace)))
     payload = {
         "sizes": list(sizes),
         "programs": [to_text(choice.program) for choice in choices],
@@ -136,7 +164,7 @@ def run_fused(
         "meshweave.lab.bench.fused_rank:bench_fused", payload, timeout_s=timeout_s, env=no_pace
     )
     tile_rows = min(choice.tiles.rows for choice in choices if choice.tiles is not None)
-    bound_s = max(ratio, 1.0) * moved_s + tile_rows * problem.n * 4 / rate.bytes_per_s
+    bound_s = max(ratio, 1.0) * moved_s + tile_rows * moved_row_bytes(problem, op) / rate.bytes_per_s
     measured = []
     for number, choice in enumerate(choices):
         runs = zip(*(rank["times"][number] for rank in ranks), strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jax import Array
@@ -20,6 +20,7 @@ from meshweave.algorithms.matmul2d import Dataflow, Matmul2dConfig, Matmul2dProb
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.base.units import DTYPES
+from meshweave.execute.jax.rolled_loops import Loops
 from meshweave.execute.jax.run import load_source
 from meshweave.execute.jax.source import jax_source
 from meshweave.nn.matmul2d_programs import Slices, backward_problem, product_program, slice_widths
@@ -39,6 +40,7 @@ class _BoundProduct:
     mesh: Mesh
     axes: tuple[str, str]
     in_order: bool
+    loops: Loops
 
 
 def matmul2d(
@@ -52,6 +54,7 @@ def matmul2d(
     block: int = 8,
     ring_ways: Literal[0, 1, 2] = 0,
     in_order: bool = False,
+    loops: Loops = "unrolled",
 ) -> Array:
     """Return the product of two matrices, both and the result sharded over a 2D mesh.
 
@@ -73,6 +76,7 @@ def matmul2d(
         block: neighbouring elements that stay together in a slice.
         ring_ways: run collectives as rings of this many directions; 0 leaves them to XLA.
         in_order: have communication wait for the product that stands before it in the program.
+        loops: "rolled" writes equal slices as a `lax.fori_loop`: it compiles in less time, and overlaps nothing.
 
     Raises:
         LayoutError: shapes do not fit each other or `dataflow`, or the mesh is not 2D.
@@ -82,6 +86,8 @@ def matmul2d(
         raise LayoutError(f"matmul2d needs a mesh of 2 axes, this one has {len(mesh.axis_names)}")
     if x.ndim != 2 or w.ndim != 2:
         raise LayoutError(f"matmul2d multiplies matrices, not arrays of shapes {x.shape} and {w.shape}")
+    if loops not in get_args(Loops):
+        raise BindError(f"loops are {' or '.join(get_args(Loops))}, not {loops!r}")
     if ring_ways not in (0, 1, 2):
         raise BindError(f"a ring has 1 or 2 ways, or 0 for XLA's own collectives, not {ring_ways}")
     dtype = jax.numpy.promote_types(x.dtype, w.dtype)
@@ -90,7 +96,9 @@ def matmul2d(
     shape: tuple[int, ...] = mesh.devices.shape
     problem = _problem(x.shape, w.shape, dataflow, shape, dtype.name)
     config = Matmul2dConfig(slice_widths(slices), block)
-    product = _BoundProduct(problem, algorithm, config, ring_ways, mesh, tuple(mesh.axis_names), in_order)
+    product = _BoundProduct(
+        problem, algorithm, config, ring_ways, mesh, tuple(mesh.axis_names), in_order, loops
+    )
     y = _differentiable(x.astype(dtype), w.astype(dtype), product)
     if _is_explicit(x) or _is_explicit(w):
         y = _moved(y, _spec_of_result(product), mesh)
@@ -115,7 +123,7 @@ def _function(product: _BoundProduct, in_context: bool) -> Callable[[Array, Arra
     """Return the jitted function of a product, or the one for a context that gives a mesh with explicit axes."""
     problem, axes = product.problem, product.axes
     program = product_program(problem, product.algorithm, product.config, product.ring_ways)
-    source = jax_source(program, axes, in_order=product.in_order)
+    source = jax_source(program, axes, in_order=product.in_order, loops=product.loops)
     function: Callable[[Array, Array], Array]
     if in_context:
         function = jax.sharding.auto_axes(load_source(source, None), out_sharding=_spec_of_result(product))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, gradient_dims, product
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
-from meshweave.nn.parallel.parameters import ParameterLayout, local_of
+from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -53,8 +53,7 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         """
         batch, sequence = tokens.shape
         here = local_tokens(tokens, self.layer_strategy, self.token_dims)
-        table = local_of(self.weight)
-        assert table is not None
+        (table,) = local_parts([self.weight])
         if self.sum_gradient is not None:
             (table,) = self.sum_gradient([table])
         table = self.gather(table, 1, 1)
@@ -86,8 +85,7 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
 
     def forward(self, sequence: int) -> Tensor:
         """Return the rows (1, sequence, features) of the positions that this rank has in the residual."""
-        table = local_of(self.weight)
-        assert table is not None
+        (table,) = local_parts([self.weight])
         (table,) = self.sum_gradient([table])
         start, stop = self.layer_strategy.span(Side("sequence", sequence), self.layer_strategy.roles.residual)
         return table[start:stop][None]

@@ -16,7 +16,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
 from meshweave.nn.parallel.ops import SiteProduct, multiply, product_number
-from meshweave.nn.parallel.parameters import ParameterLayout, local_of
+from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.units import UnitChoice
 
@@ -123,18 +123,13 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             return dims
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
-    def weights(self) -> list[Tensor]:
-        """Return this rank's parts of the weights, each (features out, features in)."""
-        weight = local_of(self.weight)
-        assert weight is not None
-        parts = self.weight_choice(weight)
+    def weights(self, kept: Tensor) -> list[Tensor]:
+        """Return this rank's parts of the weights, each (features out, features in), of what it keeps."""
+        parts = self.weight_choice(kept)
         return [part.t() for part in parts] if self.is_transposed else parts
 
-    def biases(self) -> list[Tensor]:
-        """Return this rank's parts of the biases."""
-        bias = local_of(self.bias)
-        if bias is None:
-            return []
+    def biases(self, bias: Tensor) -> list[Tensor]:
+        """Return this rank's parts of the biases, of what it keeps."""
         if self.parts == 1 or self.take_bias is None:
             return self.bias_choice(bias)
         return list(self.take_bias(bias.view(self.parts, -1), 1, 1))
@@ -203,10 +198,18 @@ class LinearGroup:
         partial = terms(lies, TOKENS)
         return GradientSum(PlacedMove(strategy, (side,), partial, dims, has_tokens=False))
 
+    def _local_parameters(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Return this rank's parts of the weights and biases of all layers."""
+        linears = self.linears
+        with_bias = [linear for linear in linears if linear.bias is not None]
+        kept = local_parts([*(each.weight for each in linears), *(each.bias for each in with_bias)])
+        weights = [part for linear, own in zip(linears, kept, strict=False) for part in linear.weights(own)]
+        pairs = zip(with_bias, kept[len(linears) :], strict=True)
+        return weights, [part for linear, own in pairs for part in linear.biases(own)]
+
     def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
         """Return this rank's part of each result: one for each weight, of each part of a fused one."""
-        weights = [weight for linear in self.linears for weight in linear.weights()]
-        biases: Sequence[Tensor] = [bias for linear in self.linears for bias in linear.biases()]
+        weights, biases = self._local_parameters()
         if self.is_alone:
             pairs = zip(weights, biases or [None] * len(weights), strict=True)
             return [nn.functional.linear(x, weight, bias) for weight, bias in pairs]

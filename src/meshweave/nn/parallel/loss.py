@@ -1,13 +1,13 @@
 """Cross entropy of logits whose vocabulary lies on several ranks: no rank has all logits of a token.
 
 The greatest logit, the sum of exponentials and the logit of the target are reductions over the vocabulary (Shoeybi
-et al., Megatron-LM, 2019, section 3).
+et al., Megatron-LM, 2019, section 3). A rank that has all words of its tokens computes torch's own cross entropy.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.nn.parallel.embedding import local_tokens
@@ -51,6 +51,17 @@ class VocabularyLoss:
         sizes = tuple(targets.shape)
         here = local_tokens(targets, self.strategy, self.token_dims)
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        if self.end - self.first == self.words.count:
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1), here.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        else:
+            loss = self._shared(logits, here, sizes)
+        count = (targets != IGNORED).sum()
+        return self.total(loss[None], 1, 1)[0] / count
+
+    def _shared(self, logits: Tensor, here: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the sum of losses of the tokens that this rank has, where ranks share the words."""
         greatest = (
             logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
         )
@@ -62,8 +73,7 @@ class VocabularyLoss:
         terms_of = torch.cat((shifted.exp().sum(-1, keepdim=True), target * is_here[..., None]), -1)
         sums = self.sums(terms_of, *sizes)
         losses = (sums[..., 0].log() - sums[..., 1]) * (here != IGNORED)
-        count = (targets != IGNORED).sum()
-        return self.total(losses.sum()[None], 1, 1)[0] / count
+        return losses.sum()
 
     def whole_logits(self, logits: Tensor, batch: int, sequence: int) -> Tensor:
         """Return the logits (batch, sequence, words) of all tokens and words, on every rank."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group
@@ -246,6 +247,7 @@ def parallelize(
     *,
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
+    overlap: Overlap | None = None,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -260,6 +262,8 @@ def parallelize(
             and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
         mapping: which modules of the model are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
+        overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
+            for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
 
     Returns:
         The model, to train: see `ParallelModel`.
@@ -267,9 +271,10 @@ def parallelize(
     Raises:
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
+        PlanError: the plan counts on overlap that is not obtained here.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config)
+    resolved = resolve(plan, device_mesh, config, overlap)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
     if missing := names.missing(module):
         raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshweave.algorithms.block.roles import TOKENS, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
-from meshweave.nn.parallel.parameters import ParameterLayout, local_of
+from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -56,8 +56,8 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the normalised rows (batch, sequence, features)."""
-        given = [value for value in (local_of(self.weight), local_of(self.bias)) if value is not None]
-        gain, *rest = self.sum_gains(given)
+        given = [self.weight] if self.bias is None else [self.weight, self.bias]
+        gain, *rest = self.sum_gains(local_parts(given))
         bias = rest[0] if rest else None
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if self.has_whole_rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class SiteProduct:
     strategy: LayerStrategy
     widths: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_interleaved(self) -> bool:
         """Return whether columns of the weights stand by turns, unit by unit, since units are dealt out anew.
 
@@ -68,6 +68,7 @@ def product_number(product: SiteProduct) -> int:
     return len(_PRODUCTS) - 1
 
 
+@lru_cache(4096)
 def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> tuple[SiteProduct, ProductPrograms]:
     product = _PRODUCTS[number]
     return product, sized_product(product.site, product.strategy, batch, sequence, dtype)
@@ -161,6 +162,8 @@ def _multiply_back(
 ) -> list[Tensor]:
     """Return what `block_product_back` does."""
     product, sized = _sized(number, batch, sequence, x.dtype)
+    if not sized.talks[1] and not kept:
+        return _local_gradients(arriving, x, weights)
     bound = sized.bound(True, x.device)
     _fill(bound.inputs["dy"].view(sized.result_shape), arriving, product, 2)
     if "x" in bound.inputs:
@@ -171,6 +174,16 @@ def _multiply_back(
     bound.run(bound.inputs)
     of_operand = bound.outputs["dx"].reshape(x.shape).clone()
     return [of_operand, *_parts(bound.outputs["dw"].t(), product, 0, weights)]
+
+
+def _local_gradients(arriving: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of `block_product_back` where no other rank is needed for them."""
+    rows = x.flatten(0, 1)
+    flat = [grad.flatten(0, 1) for grad in arriving]
+    of_operand = torch.mm(flat[0], weights[0])
+    for grad, weight in zip(flat[1:], weights[1:], strict=True):
+        of_operand.addmm_(grad, weight)
+    return [of_operand.view(x.shape), *(grad.t().mm(rows) for grad in flat)]
 
 
 @block_product_back.register_fake  # type: ignore[untyped-decorator]

@@ -8,12 +8,13 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
-from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy, block_entry, device_mesh_for
 from meshweave.tune.plan import load_plan
 from meshweave.tune.step import Parallelism, Step
-from meshweave.tune.step.layers import best_config
+from meshweave.tune.step.layers import best_config, hidden_between_sites_s
 from meshweave.tune.step.strategies import StrategyAround
 from meshweave.tune.step_cases import planned_step
 
@@ -29,20 +30,30 @@ class ResolvedPlan:
     recompute: bool = False
 
 
-def resolve(plan: PlanLike, device_mesh: DeviceMesh | None, config: BlockConfig | None) -> ResolvedPlan:
+def resolve(
+    plan: PlanLike,
+    device_mesh: DeviceMesh | None,
+    config: BlockConfig | None,
+    overlap: Overlap | None = None,
+) -> ResolvedPlan:
     """Return what a plan stands for on a device mesh, or on all ranks where there is none.
+
+    Args:
+        overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
 
     Raises:
         UnsupportedError: there is no such strategy.
         LayoutError: the plan does not fit the mesh, or is not said.
+        PlanError: the plan counts on overlap that is not obtained.
     """
     if isinstance(plan, Step):
+        _check_overlap(plan, overlap)
         config = config or best_config(plan.problem, plan.parallelism)
         plan = plan.parallelism
     if isinstance(plan, Parallelism):
         return _of_parallelism(plan, device_mesh, config)
     if isinstance(plan, Path) or str(plan).endswith(".json"):
-        return _of_file(Path(plan), device_mesh, config)
+        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
@@ -53,9 +64,21 @@ def resolve(plan: PlanLike, device_mesh: DeviceMesh | None, config: BlockConfig 
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config))
 
 
-def _of_file(path: Path, device_mesh: DeviceMesh | None, config: BlockConfig | None) -> ResolvedPlan:
-    """Return the best configuration of a plan file. Raises DescriptionError where it is no plan of a step."""
-    return resolve(planned_step(load_plan(path)), device_mesh, config)
+def _check_overlap(step: Step, accepted: Overlap | None) -> None:
+    """Raise PlanError where a plan counts on overlap between sites, which run one by one here."""
+    if accepted == "sites" or step.problem.overlap == "sites":
+        return
+    lost_s = hidden_between_sites_s(step.problem, step.parallelism)
+    if lost_s > _NOTHING_S:
+        raise PlanError(
+            f"the plan by {step.parallelism.strategy} hides {1e6 * lost_s:.3g} us more of each layer and "
+            "micro-batch than parallelize does, whose products run one by one; plan with overlap='sites', or give "
+            "parallelize overlap='sites' to do without"
+        )
+
+
+_NOTHING_S = 1e-9
+"""Less than the rounding of prices to picoseconds, over the tasks of a layer."""
 
 
 def _of_parallelism(

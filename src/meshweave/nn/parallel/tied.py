@@ -13,7 +13,7 @@ from meshweave.nn.parallel.embedding import ParallelEmbedding
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.moves import Mover, PlacedMove
 from meshweave.nn.parallel.ops import multiply
-from meshweave.nn.parallel.parameters import local_of
+from meshweave.nn.parallel.parameters import local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -43,8 +43,7 @@ class TiedWeight:
 
     def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the logits."""
-        weight = local_of(self.embedding.weight)
-        assert weight is not None
+        (weight,) = local_parts([self.embedding.weight])
         for mover in self.movers:
             weight = mover(weight, 1, 1)
         if group.is_alone:

@@ -24,6 +24,7 @@ from meshweave.nn.training.manifest import (
     Manifest,
     folder_name,
     make_whole,
+    note_checksums,
     part_name,
     remove_older,
     remove_parts,
@@ -33,6 +34,24 @@ from meshweave.nn.training.pieces import PiecesLoadPlanner, PiecesSavePlanner, S
 
 Saved: TypeAlias = Tensor | ShardPieces
 """What a checkpoint takes under a name."""
+
+
+class _ChecksumWriter(dcp.FileSystemWriter):  # type: ignore[misc]
+    """Writes the files of a rank, and then their checksums, in the thread that writes.
+
+    What was written is read again at once, from the memory in which the system keeps it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, overwrite=True)
+        self._folder, self._rank = folder, rank
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write what a plan has for this rank. Returns torch's future of the results."""
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        note_checksums(self._folder, self._rank, sorted(names))
+        return written
 
 
 class Checkpoints:
@@ -81,7 +100,7 @@ class Checkpoints:
             RankLostError, DeadlineError, OSError: of the save before this one, see `wait`.
         """
         self.wait()
-        writer = dcp.FileSystemWriter(self.folder / part_name(step), overwrite=True)
+        writer = _ChecksumWriter(self.folder / part_name(step), self._context.rank or 0)
         plain, pieces = _sorted(tensors)
         planner = PiecesSavePlanner({name: each.copied() for name, each in pieces.items()})
         written: Any = dcp.async_save(
@@ -136,19 +155,25 @@ class Checkpoints:
 
     def notes(self, step: int) -> dict[str, Any]:
         """Return the notes of the checkpoint of a step. Raises DescriptionError where that is not whole."""
-        manifest = Manifest.read(self.folder / folder_name(step)) if self._is_first else None
-        notes: dict[str, Any] | None = self._from_first(None if manifest is None else manifest.notes)
-        if notes is None:
+        return self._manifest(step).notes
+
+    def _manifest(self, step: int) -> Manifest:
+        """Return the manifest of the checkpoint of a step, on all ranks. Raises as `notes` does."""
+        found = Manifest.read(self.folder / folder_name(step)) if self._is_first else None
+        manifest: Manifest | None = self._from_first(found)
+        if manifest is None:
             raise DescriptionError(f"{self.folder} has no whole checkpoint of step {step}")
-        return notes
+        return manifest
 
     def load(self, step: int, tensors: Mapping[str, Saved]) -> dict[str, Any]:
         """Load the checkpoint of a step into `tensors`, laid as they lie; collective. Return its notes.
 
         Raises:
-            DescriptionError: it is not whole, or lacks a tensor, or has one of another shape.
+            DescriptionError: it is not whole, a file has other bytes than were written, or it lacks a tensor, or
+                has one of another shape.
         """
-        notes = self.notes(step)
+        manifest = self._manifest(step)
+        self._check_bytes(step, manifest)
         reader = dcp.FileSystemReader(self.folder / folder_name(step))
         self._check_fit(step, reader, tensors)
         what = f"all ranks to load the checkpoint of step {step}"
@@ -162,7 +187,15 @@ class Checkpoints:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        return notes
+        return manifest.notes
+
+    def _check_bytes(self, step: int, manifest: Manifest) -> None:
+        """Raise DescriptionError on all ranks where a file has not its checksum; each rank reads some of them."""
+        share, num_shares = self._context.rank or 0, len(self._ranks)
+        name = manifest.changed_file(self.folder / folder_name(step), share, num_shares)
+        self._refuse_together(
+            step, "" if name is None else f"has a file {name} with other bytes than were written"
+        )
 
     def _check_fit(self, step: int, reader: dcp.FileSystemReader, tensors: Mapping[str, Saved]) -> None:
         """Raise DescriptionError on all ranks where the tensors of one do not fit."""
@@ -174,10 +207,14 @@ class Checkpoints:
                 wrong = f"has no tensor '{name}'{did_you_mean(name, saved)}"
             elif size is not None and tuple(size) != tuple(tensor.shape):
                 wrong = f"has '{name}' of shape {tuple(size)}, and here it is {tuple(tensor.shape)}"
+        self._refuse_together(step, wrong)
+
+    def _refuse_together(self, step: int, wrong: str) -> None:
+        """Raise DescriptionError on all ranks where one of them says what is wrong with a checkpoint."""
         every: list[Any] = [wrong]
         if self._group is not None:
             every = [None] * len(self._ranks)
-            with self._context.guard("all ranks to compare the checkpoint with what they load", self._ranks):
+            with self._context.guard("all ranks to look at the checkpoint that they load", self._ranks):
                 dist.all_gather_object(every, wrong, self._group)
         first = next((each for each in every if each), None)
         if first is not None:

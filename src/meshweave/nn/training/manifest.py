@@ -2,7 +2,10 @@
 
 A checkpoint is written into a folder whose name ends in `.part`. When all its files are on the disk, a manifest of
 these is written there, and the folder gets its final name. So a folder with a final name is whole, unless files in
-it were changed or lost later: then their sizes are not those of the manifest.
+it were changed or lost later: then their sizes or checksums are not those of the manifest.
+
+Each rank leaves the checksums of the files that it wrote in a file of its own beside them, from which the first
+rank takes them into the manifest.
 """
 
 from __future__ import annotations
@@ -11,12 +14,17 @@ import json
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_SUMS = "checksums."
+"""What the files begin with in which ranks leave checksums, before the rank."""
+_READ_BYTES = 1 << 22
 _PART = re.compile(r"step-\d{8,}\.(part|old)")
 
 
@@ -27,11 +35,13 @@ class Manifest:
     Attributes:
         step: how many steps were trained.
         files: the bytes of each file, by name.
+        checksums: the CRC-32 of each file, by name, as its writer computed it.
         notes: what is the same on all ranks and no tensor, as JSON.
     """
 
     step: int
     files: dict[str, int]
+    checksums: dict[str, int]
     notes: dict[str, Any]
 
     @classmethod
@@ -46,6 +56,21 @@ class Manifest:
             return None
         return manifest
 
+    def changed_file(self, folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
+        """Return the name of a file that has not its checksum, None where all have.
+
+        Args:
+            share: which of `num_shares` parts of the files to read.
+        """
+        for name in sorted(self.files)[share::num_shares]:
+            try:
+                found = checksum(folder / name)
+            except OSError:
+                return name
+            if found != self.checksums.get(name):
+                return name
+        return None
+
 
 def folder_name(step: int) -> str:
     """Return the name of the folder of a whole checkpoint."""
@@ -57,6 +82,34 @@ def part_name(step: int) -> str:
     return f"{folder_name(step)}.part"
 
 
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of the bytes of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def note_checksums(part: Path, rank: int, names: Iterable[str]) -> None:
+    """Leave the checksums of files that a rank wrote in a folder, for `make_whole`."""
+    sums = {name: checksum(part / name) for name in names}
+    (part / f"{_SUMS}{rank}").write_text(json.dumps(sums))
+
+
+def _take_checksums(part: Path) -> dict[str, int]:
+    """Return the checksums of all files in a folder: those that ranks left, and those of the others.
+
+    The files in which they were left are removed.
+    """
+    sums: dict[str, int] = {}
+    for left in sorted(part.glob(f"{_SUMS}*")):
+        sums |= json.loads(left.read_text())
+        left.unlink()
+    names = {path.name for path in part.iterdir()} - {MANIFEST}
+    return {name: sums[name] if name in sums else checksum(part / name) for name in sorted(names)}
+
+
 def make_whole(folder: Path, step: int, notes: dict[str, Any]) -> None:
     """Write the manifest of the checkpoint in `.part`, and give it its final name.
 
@@ -64,9 +117,10 @@ def make_whole(folder: Path, step: int, notes: dict[str, Any]) -> None:
         folder: that of all checkpoints.
     """
     part, final = folder / part_name(step), folder / folder_name(step)
-    files = {path.name: path.stat().st_size for path in part.iterdir() if path.name != MANIFEST}
+    sums = _take_checksums(part)
+    files = {name: (part / name).stat().st_size for name in sums}
     with (part / MANIFEST).open("w") as out:
-        json.dump(asdict(Manifest(step, files, notes)), out)
+        json.dump(asdict(Manifest(step, files, sums, notes)), out)
         out.flush()
         os.fsync(out.fileno())
     _sync_folder(part)

@@ -1,4 +1,4 @@
-"""A plan as arguments of Megatron-LM (megatron/training/arguments.py of core 0.12 to 0.15)."""
+"""A plan as arguments of Megatron-LM (megatron/training/arguments.py of core 0.12 to 0.16)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
     Raises:
         UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
             and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
-            or sizes that tensor-parallel ranks do not share evenly.
+            layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -116,6 +116,8 @@ class _StepWriter:
             raise UnsupportedError(
                 "the program of a step overlaps all of its reductions or none, and its transfers"
             )
+        if self.problem.overlap == "sites":
+            raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
         self.is_sharded = p.zero == 1 and p.shards > 1

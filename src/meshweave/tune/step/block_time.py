@@ -116,7 +116,7 @@ def piece_time(
     """Return the time of a piece of a block alone, forward or (`training`) forward and backward."""
     entry = strategy_of(problem, parallelism)
     block = block_of(problem, parallelism, training, problem.model.vocab_size or 0)
-    skeleton = _without_gradients(entry.skeleton(block, config, piece))
+    skeleton = _without_gradients(entry.skeleton(block, config, piece, problem.overlap))
     return _estimated(skeleton, machine_of(problem, block_axes(parallelism)), problem.stack.waits_for_tensor)
 
 
@@ -244,7 +244,8 @@ def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: 
     if key not in known:
         sized = problem.cache("sized")
         if family not in sized:
-            sized[family] = entry.sized_skeleton(block_of(problem, parallelism, training, vocabulary))
+            block = block_of(problem, parallelism, training, vocabulary)
+            sized[family] = entry.sized_skeleton(block, problem.overlap)
         of: SizedSkeleton = sized[family]
         steps = of.steps(of.sequences(parallelism.micro_batch), config)
         known[key] = _PricedTasks(steps, product_dtype, problem)
@@ -293,7 +294,9 @@ def _skeleton(problem: StepProblem, parallelism: Parallelism, what: _What, confi
     block = block_of(problem, parallelism, training, vocabulary)
     key = entry.name, block, config, product_dtype
     if key not in known:
-        known[key] = _adapted(_without_gradients(entry.skeleton(block, config)), product_dtype)
+        known[key] = _adapted(
+            _without_gradients(entry.skeleton(block, config, overlap=problem.overlap)), product_dtype
+        )
     skeleton: Skeleton = known[key]
     return skeleton
 

@@ -10,7 +10,7 @@ attends to half of the keys (Brandon et al., Striped Attention, 2023).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.base.units import to_s
@@ -74,6 +74,17 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     elif parallelism.recompute == "selective":
         again = PartTime(sum(_attention_s(problem, parallelism, "forward")), 0.0, first.part.context_s)
     return LayerTime(forward, backward, again)
+
+
+def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return the seconds of a layer and micro-batch that its overlap hides beyond that within single sites.
+
+    They are what a plan of overlap "layers" counts on, and a model whose sites run one by one does not do.
+    """
+    own = layer_time(problem, parallelism)
+    by_sites = layer_time(replace(problem, overlap="sites"), parallelism)
+    hidden = by_sites.forward + by_sites.backward - own.forward - own.backward
+    return hidden.total_s
 
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
@@ -248,6 +249,8 @@ class StepProblem:
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: what the software adds, in constants.
+        overlap: what communication of a layer may run beside: "layers", all that the program of the whole layer
+            has beside it; "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
 
     Raises:
         DescriptionError: a size or a word is wrong.
@@ -266,6 +269,7 @@ class StepProblem:
     loss: Literal["fused", "eager", "sharded"] = "fused"
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
+    overlap: Overlap = "layers"
 
     def __post_init__(self) -> None:
         Workload(self.batch, self.seq, self.dtype)
@@ -275,6 +279,7 @@ class StepProblem:
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
             ("loss", _LOSSES),
+            ("overlap", get_args(Overlap)),
         ):
             word = getattr(self, name)
             if word not in known:

@@ -126,12 +126,14 @@ def plan_step(
         batch=problem.batch,
         sequence=problem.seq,
         dtype=problem.dtype,
-        steps=_steps_record(ranking, link_sensitivity(ranking) if sensitivity else ()),
+        steps=_steps_record(problem, ranking, link_sensitivity(ranking) if sensitivity else ()),
         note=NOTE,
     )
 
 
-def _steps_record(ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ...]) -> StepsRecord:
+def _steps_record(
+    problem: StepProblem, ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ...]
+) -> StepsRecord:
     count = ranking.count
     return StepsRecord(
         memory_limit_bytes=ranking.memory_bytes,
@@ -143,6 +145,7 @@ def _steps_record(ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ..
             "over_memory": count.over_memory,
             "refused": count.refused,
         },
+        overlap=problem.overlap,
         is_complete=ranking.is_complete,
         num_exact=ranking.num_exact if ranking.is_complete else 0,
         sensitivity=sensitivity,

@@ -1,0 +1,151 @@
+"""A layer priced site by site takes as long as the programs of its sites, which `meshweave.parallelize` runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshweave as mw
+from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import Roles, Side
+from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, ring_parts
+from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.estimate import skeleton_ps
+from meshweave.ir.program import Program
+from meshweave.ir.skeleton import Skeleton, skeleton_of
+from meshweave.ir.work import Compute, Transfer, Work
+from meshweave.tune.plan import load_plan
+from meshweave.tune.step import StepProblem, simulate_step, step_of
+from meshweave.tune.step.block_time import _without_gradients
+from meshweave.tune.step.layers import hidden_between_sites_s, layer_time
+from meshweave.tune.step_cases import planned_step
+
+BATCH, SEQUENCE, HIDDEN, HEADS, WIDTH, FFN = 8, 8, 16, 4, 2, 24
+
+
+def duration(work: Work) -> int:
+    """Return some picoseconds that differ between works."""
+    return 1 + sum(map(ord, repr(work))) % 97
+
+
+def took(program: Program) -> int:
+    """Return the picoseconds of a program without reductions of gradients of weights."""
+    return skeleton_ps(_without_gradients(skeleton_of(program.expanded)), duration)
+
+
+def products_ps(problem: BlockProblem, config: BlockConfig, roles: Roles) -> int:
+    """Return the picoseconds of the four products of a layer, forward and backward."""
+    total = 0
+    for is_first, is_attention in ((True, True), (False, True), (True, False), (False, False)):
+        units, unit = (HEADS, WIDTH * (3 if is_first else 1)) if is_attention else (FFN, 1)
+        site = ProductSite(is_first, is_attention, HIDDEN, units, unit)
+        parts = product_parts(site, problem, config, roles, problem.mesh)
+        total += took(parts.forward) + took(parts.backward)
+    return total
+
+
+def between_ps(skeleton: Skeleton) -> int:
+    """Return the picoseconds of what is no product and no communication."""
+    tasks = (task for _, task in skeleton.counted_tasks())
+    return sum(
+        task.times * duration(task.work)
+        for task in tasks
+        if isinstance(task.work, Compute)
+        and task.work.kind in ("call", "add", "zero")
+        and task.lane == "compute"
+    )
+
+
+def statistics_ps(problem: BlockProblem, roles: Roles) -> int:
+    """Return the picoseconds in which ranks sum the statistics of both norms, forward and backward."""
+    if not roles.two_step_norms:
+        return 0
+    sides = (Side("batch", BATCH), Side("sequence", SEQUENCE), Side("", 2))
+    before = tuple("partial" if dim == "hidden" else dim for dim in roles.residual)
+    move = skeleton_of(
+        move_program(MoveSite(sides, before, roles.statistics), problem.mesh, "float32").expanded
+    )
+    sums = (task.work for _, task in move.counted_tasks() if isinstance(task.work, Transfer))
+    return 4 * sum(map(duration, sums))
+
+
+def ring_ps(problem: BlockProblem, config: BlockConfig, roles: Roles) -> int:
+    """Return the picoseconds of attention in a ring, forward and backward."""
+    parts = ring_parts(problem, config, roles, problem.mesh)
+    return took(parts.forward) + took(parts.backward)
+
+
+WITHOUT_CHAINS = [entry for entry in ENTRIES if getattr(entry, "product_2d", "") != "summa"]
+"""Chains of broadcasts have no time without a machine."""
+
+
+@pytest.mark.parametrize("entry", WITHOUT_CHAINS, ids=lambda entry: entry.name)
+def test_a_layer_by_sites_is_the_programs_of_its_sites(entry: BlockAlgorithm) -> None:
+    shape = {2: (2, 2), 3: (2, 2, 2)}[len(entry.roles)]
+    if entry.refusal(BlockProblem(1, 1, 1, 1, 1, 1, 1, shape)):
+        shape = (4, 1)
+    problem = BlockProblem(BATCH, SEQUENCE, HIDDEN, HEADS, HEADS, WIDTH, FFN, shape, dtype="float32")
+    roles = entry.roles_of(problem)
+    config = BlockConfig(slices=2) if isinstance(entry, IncludedProducts) else BlockConfig()
+    by_sites = _without_gradients(entry.skeleton(problem, config, overlap="sites"))
+    whole = skeleton_ps(_without_gradients(entry.skeleton(problem, config)), duration)
+    assert whole <= skeleton_ps(by_sites, duration)
+    expected = products_ps(problem, config, roles) + statistics_ps(problem, roles)
+    if isinstance(entry, IncludedProducts):  # copies of slices are no tasks of the skeleton
+        assert skeleton_ps(by_sites, duration) == pytest.approx(expected + between_ps(by_sites), rel=0.01)
+    elif roles.ring_axis is None:
+        assert skeleton_ps(by_sites, duration) == expected + between_ps(by_sites)
+    else:
+        assert skeleton_ps(by_sites, duration) >= expected + ring_ps(problem, config, roles)
+
+
+def problem_of(**options: Any) -> StepProblem:
+    """Return a step of a small model on eight chips."""
+    return StepProblem(mw.load_model("llama-3-8b"), mw.load_cluster("dgx-h100:8"), 16, 2048, **options)
+
+
+@pytest.mark.parametrize("strategy", ["megatron_sp", "meshslice_block", "collective_block"])
+def test_less_is_hidden_by_sites(strategy: str) -> None:
+    parallelism = mw.Parallelism(
+        tensor=8 if strategy == "megatron_sp" else (4, 2), strategy=strategy, micro_batch=4, context=1
+    )
+    layers, sites = problem_of(), problem_of(overlap="sites")
+    hidden_s = hidden_between_sites_s(layers, parallelism)
+    assert hidden_s > 0
+    times = [layer_time(each, parallelism) for each in (layers, sites)]
+    totals = [each.forward.total_s + each.backward.total_s for each in times]
+    assert totals[1] - totals[0] == pytest.approx(hidden_s)
+    assert hidden_between_sites_s(sites, parallelism) == 0
+
+
+def test_nothing_is_hidden_between_sites_without_communication() -> None:
+    assert hidden_between_sites_s(problem_of(), mw.Parallelism(data=8, micro_batch=2)) == 0
+
+
+def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
+    options = {"batch": 16, "seq": 2048, "tp": 8, "strategy": "megatron_sp", "micro_batch": 4, "zero": 0}
+    steps = {}
+    for overlap in ("layers", "sites"):
+        plan = mw.plan("llama-3-8b", "dgx-h100:8", overlap=overlap, **options)
+        plan.save(tmp_path / "plan.json")
+        read = load_plan(tmp_path / "plan.json")
+        assert read.step.overlap == overlap
+        steps[overlap] = planned_step(read)
+        assert steps[overlap].problem.overlap == overlap
+        assert steps[overlap].time_s == pytest.approx(read.step.best.step_s)
+    assert steps["sites"].time_s > steps["layers"].time_s
+
+
+def test_a_step_by_sites_is_simulated_with_layers_of_their_estimated_time() -> None:
+    parallelism = mw.Parallelism(tensor=8, strategy="megatron_sp", micro_batch=4)
+    step = step_of(problem_of(overlap="sites"), parallelism)
+    simulated = simulate_step(step)
+    assert "one by one" in simulated.calls_because
+    assert simulated.time_s == pytest.approx(step.time_s, rel=0.02)
+
+
+def test_an_unknown_overlap_is_refused() -> None:
+    with pytest.raises(mw.DescriptionError, match=r"unknown overlap 'site' \(did you mean 'sites'"):
+        problem_of(overlap="site")
