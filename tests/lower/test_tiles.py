@@ -101,7 +101,7 @@ def test_the_tuner_takes_what_is_simulated_to_be_fastest() -> None:
     cluster = load_cluster("local-cpu")
     choices = list(fused_choices(problem, cluster))
     names = {choice.algorithm for choice in choices}
-    assert names == {"t3_ring", "t3_direct", "t3_sequential", "looped_reduce_scatter"}
+    assert names == {"t3_ring", "t3_direct", "t3_copied", "t3_sequential", "looped_reduce_scatter"}
     assert tune_fused(problem, cluster).simulated_s == min(choice.simulated_s for choice in choices)
     mesh = Mesh.of("tp", (4,), ("x",))
     whole = Layout(mesh, (Replicate(),))
