@@ -45,7 +45,7 @@ def differences(bound, result):
     """The output buffers that are not exactly what the numpy run says."""
     wrong = []
     for name, tensor in bound.outputs.items():
-        value = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        value = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
         if not np.array_equal(value, result.memory[bound.rank, name, 0]):
             wrong.append(name)
     return wrong

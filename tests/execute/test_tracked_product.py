@@ -148,8 +148,8 @@ def test_tiles_are_right_and_counted_in_the_interpreter(which: str) -> None:
 @needs_triton
 @needs_shared
 def test_fused_programs_run_their_products_as_kernels_in_the_interpreter() -> None:
-    """The programs that the simulator reads: each entry's orders of tiles; waits of threads, and queued ones."""
-    payload = {"memories": [("shared", "float16"), ("queued", "float32")], "every": 3}
+    """The programs that the simulator reads; waits of threads, and queued ones. The slow suite has all of them."""
+    payload = {"memories": [("shared", "float16"), ("queued", "bfloat16")], "every": 4}
     assert launch("tracked_rank_functions:cases", 3, payload, env=INTERPRETED, timeout_s=120.0) == [[]] * 3
 
 
@@ -160,7 +160,9 @@ def test_fused_programs_run_their_products_as_kernels_in_the_interpreter() -> No
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_every_fused_program_in_the_interpreter(num_ranks: int) -> None:
     payload = {
-        "memories": [(kind, dtype) for kind in ("shared", "queued") for dtype in ("float16", "float32")]
+        "memories": [
+            (kind, dtype) for kind in ("shared", "queued") for dtype in ("float16", "float32", "bfloat16")
+        ]
     }
     options = {"env": INTERPRETED, "timeout_s": 400.0}
     assert launch("tracked_rank_functions:cases", num_ranks, payload, **options) == [[]] * num_ranks

@@ -22,6 +22,7 @@ from meshweave.execute.memory import open_memory
 from meshweave.execute.numpy import run_numpy
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.program.text import to_text
 
 
 def opened(kind, ours):
@@ -66,8 +67,11 @@ def cases_on_gpu(context, payload):
 
 
 def faults(ours, memory, dtype, payload):
-    """Yield what differs in programs in one memory."""
-    for name, program in programs(ours.num_ranks, dtype, payload.get("every", 1)):
+    """Yield what differs in programs in one memory; on a CPU, bfloat16 where nothing is added atomically."""
+    listed = programs(ours.num_ranks, dtype, payload.get("every", 1))
+    if dtype == "bfloat16" and ours.device.type == "cpu":
+        listed = [(name, program) for name, program in listed if "update=True" not in to_text(program)]
+    for name, program in listed:
         bound = bind(program, ours.rank, {}, context=ours, memory=memory, products="tracked")
         for turn in (0, 1):
             values = inputs_for(program, turn)

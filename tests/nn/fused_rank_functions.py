@@ -38,7 +38,7 @@ def cases(context, payload):
     ours, wrong = TorchContext(liveness=context.liveness, deadline_s=30.0), []
     combined = list(itertools.product(DTYPES, itertools.product(REDUCE_SCATTERS, ("messages", "shared"))))
     for number, (dtype, (algorithm, transport)) in enumerate(combined):
-        pair, of_dtype = number % 8, number // 8
+        of_dtype, pair = divmod(number, 2 * len(REDUCE_SCATTERS))
         if payload["all"] or (pair == of_dtype and of_dtype % 2 == 0):  # one pair of every second dtype
             given = {"algorithm": algorithm, "transport": transport, "context": ours}
             faults = _faults(dtype, ours.rank, ours.num_ranks, given)

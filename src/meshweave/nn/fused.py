@@ -41,7 +41,7 @@ from meshweave.nn.transports import Transport, check_transport
 
 _ALL_GATHER = "t3_all_gather"
 _NO_GRAPH = "a fused linear layer is no op of a graph; meshweave.matmul with overlap='fused' is one"
-REDUCE_SCATTERS = ("t3_ring", "t3_direct", "looped_reduce_scatter", "t3_sequential")
+REDUCE_SCATTERS = ("t3_ring", "t3_direct", "t3_copied", "looped_reduce_scatter", "t3_sequential")
 """The algorithms of `linear_reduce_scatter`, by their names in `ALGORITHMS`."""
 
 
@@ -84,7 +84,7 @@ def linear_reduce_scatter(
             less, which needs an x of two dims.
         device_mesh: for local tensors, the mesh of one dim whose ranks are the ring; None for the default process
             group.
-        algorithm: "t3_ring", "t3_direct"; without tiles "looped_reduce_scatter", "t3_sequential".
+        algorithm: "t3_ring", "t3_direct", "t3_copied"; without tiles "looped_reduce_scatter", "t3_sequential".
             `tune_fused` chooses by simulation.
         tiles: sizes and order of tiles; None for four tiles of whole rows to a part.
         transport: as for `meshweave.matmul`.

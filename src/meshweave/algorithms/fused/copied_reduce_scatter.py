@@ -17,6 +17,7 @@ from meshweave.algorithms.fused.product import (
     declarations,
     each_region,
     end_of_sums,
+    rank_of,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
 
@@ -38,7 +39,9 @@ class CopiedReduceScatter(TiledProduct):
         def sent(owner: str, distance: str) -> str:
             start, rows = f"{parts.size} * ({distance})", parts.range(f"({owner})")
             place = f"arrived[{start}:{start} + {parts.extent(f'({owner})')}, :]"
-            return f"dma_map(at({owner}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
+            return (
+                f"dma_map(at({rank_of(problem, owner)}, {place}), terms[{rows}, :], a=a[{rows}, :], lane=dma)"
+            )
 
         first = sent(f"(tp.x + 1) % {count}", "0")
         others = each_region(sent(f"(tp.x + 2 + s) % {count}", "s + 1"), count - 2)
