@@ -78,7 +78,9 @@ sanitized-core: $(TOOLS)
 	.ci/sanitize --build $(BIN)/python
 
 # All tests, also those that take minutes, with many more examples (tests/sampling.py).
+# XLA's compiler for TPUs is a proprietary wheel (libtpu); where there is none, the tests that need it are skipped.
 slow: $(STAMP)
+	$(PIP) install --quiet --no-compile -c constraints.txt 'jax[tpu]' || echo 'no libtpu: nothing is compiled for TPUs'
 	$(PYTEST) -m '' --hypothesis-profile slow --timeout 1200
 
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.

@@ -4,7 +4,8 @@ python benchmarks/jax_compile.py --seconds 600 [--only v4:4x4x1]
 
 compiles for that many seconds at most, one program after another, and adds each to
 benchmarks/results/jax_compile.json when it is done; what is there is not compiled again. It needs meshweave[tpu],
-no TPU. The table, benchmarks/results/jax_compile.md, is written with it.
+no TPU. The table, benchmarks/results/jax_compile.md, is written with it, and the summary in
+docs/guide/jax-compile.md.
 
 Sizes are those of a step of 32 sequences of 2048 tokens on a 4 x 4 mesh. Slices are four.
 """
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from meshweave.execute.jax.tpu import compiler_versions
 
 RESULTS = Path(__file__).parent / "results" / "jax_compile.json"
 PAGE = RESULTS.with_suffix(".md")
+GUIDE = Path(__file__).parents[1] / "docs" / "guide" / "jax-compile.md"
+BLOCK = re.compile(r"(<!-- compiled: begin -->\n).*?(<!-- compiled: end -->)", re.DOTALL)
 MODELS = {"gpt3": 12288, "megatron-nlg": 20480}
 LAYERS = {"ff1": (1, 4), "out": (1, 1), "qkv": (1, 3), "ff2": (4, 1)}
 """(k, n) of each layer in hidden sizes."""
@@ -81,6 +87,45 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[name] for name in ("topology", "model", "layer", "algorithm", "emission"))
 
 
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return a table of one line for each topology and form, over all products."""
+    collective = {key_of(row)[:3]: row for row in rows if row["algorithm"] == "collective"}
+    forms = defaultdict(list)
+    for row in sorted(rows, key=key_of):
+        forms[row["topology"], row["algorithm"], row["emission"]].append(row)
+    lines = [
+        "| topology | algorithm, emission | programs | collectives | beside | bare | time / Collective | "
+        "cycles of products / Collective | time / predicted |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (topology, algorithm, emission), listed in forms.items():
+        count = {row["synchronous"] + row["asynchronous"] + row["fused"] for row in listed}
+        columns = (count, {row["beside"] for row in listed}, {row["exposed_within"] for row in listed})
+        shown = (str(min(seen)) if len(seen) == 1 else f"{min(seen)} to {max(seen)}" for seen in columns)
+        rivals = [(row, collective[key_of(row)[:3]]) for row in listed if key_of(row)[:3] in collective]
+        ratios = (
+            geometric_mean(row[name] / rival[name] for row, rival in rivals)
+            for name in ("expected_s", "product_s")
+        )
+        error = geometric_mean(row["expected_s"] / row["predicted_s"] for row in listed)
+        lines.append(
+            f"| {topology} | {algorithm}, {emission} | {len(listed)} | {' | '.join(shown)} | "
+            f"{' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {error:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def guide(rows: list[dict[str, Any]]) -> str:
+    """Return the guide page with the summary of rows in it."""
+    return BLOCK.sub(lambda match: f"{match[1]}{summary(rows)}{match[2]}", GUIDE.read_text())
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the page: one line a compiled program."""
     lines = [
@@ -123,6 +168,7 @@ def main() -> None:
             rows.append(compile_case(*case))
             RESULTS.write_text(json.dumps({"programs": rows}, indent=1) + "\n")
             PAGE.write_text(table(rows))
+            GUIDE.write_text(guide(rows))
             print(*case, f"{rows[-1]['expected_s'] * 1e6:.0f} us", flush=True)
 
 

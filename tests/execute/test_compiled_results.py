@@ -16,6 +16,10 @@ def test_the_table_is_generated() -> None:
     assert page == BENCHMARK["table"](ROWS), "run python benchmarks/jax_compile.py"
 
 
+def test_the_summary_in_the_guide_is_generated() -> None:
+    assert BENCHMARK["guide"](ROWS) == BENCHMARK["GUIDE"].read_text(), "run python benchmarks/jax_compile.py"
+
+
 def test_every_row_is_a_case() -> None:
     keys = [BENCHMARK["key_of"](row) for row in ROWS]
     assert len(set(keys)) == len(keys) and set(keys) <= set(BENCHMARK["cases"]())
@@ -26,17 +30,40 @@ def test_every_row_is_a_case() -> None:
         assert row["expected_s"] >= row["product_s"] > 0 and row["predicted_s"] > 0
 
 
-def test_emissions_of_meshslice_keep_no_bare_collective_between_products() -> None:
-    """Fused gathers and, on v4, rings: what starts between two products has a product beside it."""
-    rows = [row for row in ROWS if row["algorithm"] == "meshslice" and row["emission"] in ("fused", "rings")]
-    assert rows and all(row["exposed_within"] == 0 for row in rows)
-    assert all(row["fused"] == row["beside"] == 5 for row in rows if row["emission"] == "fused")
-    assert all(
-        row["beside"] >= 8 for row in rows if (row["emission"], row["topology"]) == ("rings", "v4:4x4x1")
-    )
+def test_every_case_is_saved() -> None:
+    assert [BENCHMARK["key_of"](row) for row in ROWS] == list(BENCHMARK["cases"]())
+
+
+def test_fused_gathers_of_meshslice_have_a_product_each_but_the_first_of_either_axis() -> None:
+    """Of all products on both topologies: two of eight gathers come before the first product, none between two."""
+    rows = [row for row in ROWS if row["emission"] == "fused"]
+    assert len(rows) == 16
+    assert all((row["synchronous"], row["fused"], row["beside"]) == (2, 6, 6) for row in rows)
+    assert all(row["exposed_within"] == 0 for row in rows)
+
+
+def test_ordered_rings_of_meshslice_run_beside_products_on_v4() -> None:
+    """On v4 all but the ring of the first slice along either axis; on v5e at most three more are bare."""
+    rows = [row for row in ROWS if row["emission"] == "ordered-rings"]
+    for row in rows:
+        assert row["asynchronous"] == 24 and row["beside"] + row["exposed_within"] == 18
+        assert row["exposed_within"] <= (0 if row["topology"] == "v4:4x4x1" else 3)
+
+
+def test_rings_in_the_order_of_the_compiler_hide_fewer_steps() -> None:
+    beside = {"v4:4x4x1": 11, "v5e:4x4": 3}
+    rows = [row for row in ROWS if row["emission"] == "rings"]
+    assert all(row["beside"] == beside[row["topology"]] for row in rows)
 
 
 def test_plain_gathers_are_synchronous_on_v4() -> None:
     rows = [row for row in ROWS if row["topology"] == "v4:4x4x1" and row["emission"] == "collectives"]
     for row in rows:
         assert row["fused"] == 0 and (row["algorithm"] == "wang" or row["asynchronous"] == 0)
+
+
+def test_plain_gathers_of_meshslice_are_fused_in_part_on_v5e() -> None:
+    rows = [row for row in ROWS if row["topology"] == "v5e:4x4" and row["emission"] == "collectives"]
+    assert all(
+        (row["synchronous"], row["fused"]) == (5, 3) for row in rows if row["algorithm"] == "meshslice"
+    )

@@ -56,11 +56,24 @@ def test_rings_of_meshslice_run_beside_products() -> None:
     assert read.num_exposed_within == 0 and len(read.products) == 8
 
 
-def test_fused_gathers_of_meshslice_run_in_products() -> None:
-    """The emission `fused` on v4: five of eight gathers run inside a product; no other stands between products."""
-    read = module("fused_v4")
-    assert [one.mode for one in read.collectives] == ["synchronous"] * 3 + ["fused"] * 5
-    assert all(len(one.products) == 1 for one in read.collectives[3:]) and read.num_exposed_within == 0
+@pytest.mark.parametrize("name", ["fused_v4", "fused_v5e"])
+def test_all_gathers_but_the_first_of_each_axis_run_in_products(name: str) -> None:
+    """The emission `fused`: six of eight gathers have a product each; two come before the first product."""
+    read = module(name)
+    assert [one.mode for one in read.collectives] == ["synchronous"] * 2 + ["fused"] * 6
+    assert {one.axis(AXES) for one in read.collectives[:2]} == {"row", "col"}
+    hosts = [one.products for one in read.collectives[2:]]
+    assert hosts == [(product,) for product in read.products[:6]] and len(read.products) == 8
+    assert read.num_exposed_within == 0
+
+
+def test_all_permutes_but_the_first_ring_of_each_axis_run_beside_products() -> None:
+    """The emission `ordered-rings` on v4: 18 of 24 permutes; the others are the rings of the first slice."""
+    read = module("ordered_rings_v4")
+    beside = [len(one.products) for one in read.collectives]
+    assert len(beside) == 24 and beside[:6] == [0] * 6 and all(beside[6:])
+    assert [one.axis(AXES) for one in read.collectives[:6]].count("row") == 3
+    assert read.num_exposed_within == 0 and len(read.products) == 12
 
 
 def test_the_time_follows_cycles_and_links() -> None:

@@ -36,8 +36,9 @@ def compile_plan(
         typer.Option("--algorithm", help="Algorithms of the plan, separated by commas; 'best'; or 'all'."),
     ] = "best",
     emission: Annotated[
-        str, typer.Option(help="How it is given to XLA: collectives, fused or rings; or 'all'.")
-    ] = "rings",
+        str,
+        typer.Option(help="How it is given to XLA: collectives, fused, rings or ordered-rings; or 'all'."),
+    ] = "fused",
     text: Annotated[
         Path | None, typer.Option(help="Write the scheduled module of the last one here.")
     ] = None,
@@ -67,9 +68,10 @@ def compile_plan(
         for each in emissions:
             compiled = compile_program(_program(planned, loaded.dtype), target, each)
             title = f"{planned.title()}, as {each.name}"
-            listed.append({"title": title, "emission": each.name, **report(compiled)})
+            said = report(compiled)
+            listed.append({"title": title, "emission": each.name, **said})
             if not json:
-                _print(title, compiled)
+                _print(title, compiled, said)
             if text is not None:
                 write_text(text, compiled.text)
     if json:
@@ -127,7 +129,7 @@ def report(compiled: CompiledProgram) -> dict[str, Any]:
     }
 
 
-def _print(title: str, compiled: CompiledProgram) -> None:
+def _print(title: str, compiled: CompiledProgram, said: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -146,8 +148,9 @@ def _print(title: str, compiled: CompiledProgram) -> None:
     console.print(
         f"{compiled.target.topology}: schedule {format_s(time.total_s)} expected (products {products}, other "
         f"fusions {others}, waiting {waiting}), program {format_s(compiled.predicted_s())} predicted; "
-        f"{format_bytes(compiled.peak_bytes)} a device; {compiled.module.num_exposed_within} collectives between "
-        f"products have none beside them; compiled in {format_s(compiled.compile_s)}"
+        f"{format_bytes(compiled.peak_bytes)} a device; {said['beside']} of {len(said['collectives'])} "
+        f"collectives have a product beside them, {said['exposed_within']} between products have none; "
+        f"compiled in {format_s(compiled.compile_s)}"
     )
 
 
