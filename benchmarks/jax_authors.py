@@ -10,8 +10,8 @@ operands, slices, blocks, and for Wang the same ring. Results are compared first
 that begins alternating; a time is the median, by the clock and of all processors (which other work on the machine
 disturbs less). `--save` writes benchmarks/results/jax_authors.json.
 
-The file imports `jax.experimental.shard_map`, which newer versions of jax have no more. A module of that name is
-made before, with `jax.shard_map` without its check of replication, as the functions ran when they were written.
+The file imports `jax.experimental.shard_map`, which is deprecated. Where jax has it no more, a module of that name
+is made before, with `jax.shard_map` without its check of replication.
 """
 
 from __future__ import annotations
