@@ -7,11 +7,11 @@ for its functions. Twelve products: the two fully connected layers of the feed-f
 Megatron-NLG, each with the output, the data and the weights stationary, on a 4 x 4 mesh, for each of Collective,
 Wang and MeshSlice. Every size is a 16th of that of a step of 32 sequences of 2048 tokens. Both sides have equal
 operands, slices, blocks, and for Wang the same ring. Results are compared first, then both run in turn, the one
-that begins alternating; a time is the median, by the clock and of all processors (which other work on the machine
-disturbs less). `--save` writes benchmarks/results/jax_authors.json.
+that begins alternating; times are the median and the least by the clock, and the median of all processors' (which
+other work on the machine disturbs less). `--save` writes benchmarks/results/jax_authors.json.
 
-The file imports `jax.experimental.shard_map`, which newer versions of jax have no more. A module of that name is
-made before, with `jax.shard_map` without its check of replication, as the functions ran when they were written.
+The file imports `jax.experimental.shard_map`, which is deprecated. Where jax has it no more, a module of that name
+is made before, with `jax.shard_map` without its check of replication.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ METHODS = {"os": "OS", "ls": "IS", "rs": "WS"}
 """The authors' name of each dataflow."""
 ALGORITHMS = {"collective": "collective", "wang": "wang", "meshslice": "systolic"}
 """The authors' name of each algorithm."""
+
+KINDS = ("median", "least", "cpu")
 
 Product = Callable[[Any, Any], Any]
 
@@ -121,14 +123,19 @@ def timed(function: Product, a: Any, b: Any) -> tuple[float, float]:
     return time.perf_counter() - begin, time.process_time() - used
 
 
-def in_turn(both: tuple[Product, Product], a: Any, b: Any, repeats: int) -> list[tuple[float, float]]:
-    """Return the median seconds, as `timed` has them, of two functions that run in turn, either one first."""
+def in_turn(both: tuple[Product, Product], a: Any, b: Any, repeats: int) -> list[dict[str, float]]:
+    """Return the median, the least and the processors' seconds of two functions that run in turn."""
     taken: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for turn in range(repeats):
         for number in (0, 1) if turn % 2 == 0 else (1, 0):
             taken[number].append(timed(both[number], a, b))
-    medians = [[statistics.median(kind) for kind in zip(*listed, strict=True)] for listed in taken]
-    return [(wall_s, cpu_s) for wall_s, cpu_s in medians]
+    kinds = []
+    for listed in taken:
+        wall_s, cpu_s = zip(*listed, strict=True)
+        kinds.append(
+            {"median": statistics.median(wall_s), "least": min(wall_s), "cpu": statistics.median(cpu_s)}
+        )
+    return kinds
 
 
 def compared(
@@ -140,15 +147,12 @@ def compared(
     a, b = operands(problem, mesh)
     both = ours(algorithm, problem, mesh), theirs(authors, algorithm, problem.dataflow, mesh)
     results = [np.asarray(function(a, b)) for function in both]
-    (ours_s, ours_cpu_s), (theirs_s, theirs_cpu_s) = in_turn(both, a, b, repeats)
+    mine, other = in_turn(both, a, b, repeats)
     return {
         "equal": bool(np.array_equal(*results)),
-        "ours_s": ours_s,
-        "authors_s": theirs_s,
-        "times_faster": theirs_s / ours_s,
-        "ours_cpu_s": ours_cpu_s,
-        "authors_cpu_s": theirs_cpu_s,
-        "times_less_cpu": theirs_cpu_s / ours_cpu_s,
+        "ours_s": mine,
+        "authors_s": other,
+        "times_faster": {kind: other[kind] / mine[kind] for kind in KINDS},
     }
 
 
@@ -179,10 +183,8 @@ def main() -> None:
             row |= compared(authors, algorithm, problem, mesh, given.repeats)
             rows.append(row)
             print(*row.values(), flush=True)
-        means[algorithm] = {
-            kind: geometric_mean([row[kind] for row in rows if row["algorithm"] == algorithm])
-            for kind in ("times_faster", "times_less_cpu")
-        }
+        of_it = [row["times_faster"] for row in rows if row["algorithm"] == algorithm]
+        means[algorithm] = {kind: geometric_mean([ratios[kind] for ratios in of_it]) for kind in KINDS}
         print(algorithm, means[algorithm], flush=True)
     if given.save:
         how = {"mesh": MESH, "scale": given.scale, "repeats": given.repeats, "slices": SLICES, "block": BLOCK}

@@ -136,6 +136,21 @@ def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
     assert rate < min(shares) < plain.effective_flops_per_s / plain.peak("bfloat16")
 
 
+def test_jax_functions_beside_those_of_the_authors() -> None:
+    saved = MEASURED["load"]("jax_authors")["rows"]
+    assert len(saved["rows"]) == 36 and all(row["equal"] for row in saved["rows"])
+    page = " ".join((pages.ROOT / "docs" / "guide" / "jax.md").read_text().split())
+    names = {"collective": "Collective", "wang": "Wang", "meshslice": "MeshSlice"}
+    for name, title in names.items():
+        rows = [row for row in saved["rows"] if row["algorithm"] == name]
+        cpu, wall = (
+            MEASURED["geometric_mean"](row["times_faster"][kind] for row in rows) for kind in ("cpu", "least")
+        )
+        assert len({(row["model"], row["layer"], row["dataflow"]) for row in rows}) == 12
+        assert f"{title} {cpu:.2f} ({wall:.2f})" in page
+    assert f"of {saved['repeats']} runs" in page
+
+
 def test_speeds_in_the_changelog() -> None:
     rings = MEASURED["load"]("simulator_speed")["rows"]["rings beside SimGrid"]
     whole, single = (rings[f"ours, {what}"]["times_simgrid"] for what in ("collectives", "messages"))
