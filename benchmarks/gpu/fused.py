@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshweave.execute.cuda.tiling import Block
-from meshweave.execute.cuda.tracked_product import Region, TrackedProduct
+from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
 from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
 from meshweave.reproduce.t3.models import FUTURE, LARGE, STUDIED, sub_layers
 
@@ -56,7 +56,7 @@ class Case:
         self.counters = torch.zeros(ranks, device=device, dtype=torch.int32)
         size = rows // ranks
         self.regions = [  # in the order of rank 0 of a ring: its neighbour's part first, its own last
-            Region(self.a[at : at + size], self.b, self.out[at : at + size], self.counters[at // size])
+            TrackedRegion(self.a[at : at + size], self.b, self.out[at : at + size], self.counters[at // size])
             for at in range(rows - size, -1, -size)
         ]
 

@@ -95,7 +95,7 @@ import itertools, sys, torch
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.kernels import accumulate
 from meshweave.execute.cuda.tiling import Block
-from meshweave.execute.cuda.tracked_product import Region, TrackedProduct
+from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
 from meshweave.ir.program.ops import Release
 generator = torch.Generator().manual_seed(0)
 shapes = ((30, 40, 24), 3, False), ((32, 16, 33), 2, True), ((64, 33, 16), 4, True)
@@ -109,7 +109,7 @@ for which, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
         out = torch.full((m, n), 1.0 if adds else float("nan"), dtype=dtype)
         counters, size = torch.zeros(count, dtype=torch.int32), m // count
         regions = [
-            Region(a[at : at + size], b, out[at : at + size], counters[at // size], Release(*order, adds))
+            TrackedRegion(a[at : at + size], b, out[at : at + size], counters[at // size], Release(*order, adds))
             for at in range(m - size, -1, -size)
         ]
         product, expected = TrackedProduct(regions, block=Block(16, 16, 16)), a.float() @ b.float()
@@ -231,7 +231,7 @@ def test_copies_wait_for_their_regions_on_a_stream() -> None:
     """The copies are queued before the product, on another stream: nothing but the counters holds them back."""
     needs_cuda()
     pytest.importorskip("triton")
-    from meshweave.execute.cuda.tracked_product import Region, TrackedProduct
+    from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
     from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
 
     device, size, count = torch.device("cuda:0"), 256, 4
@@ -241,7 +241,7 @@ def test_copies_wait_for_their_regions_on_a_stream() -> None:
         out, target = torch.zeros_like(a), torch.zeros_like(a)
         counters = torch.zeros(count, device=device, dtype=torch.int32)
         regions = [
-            Region(part, b, out[at * size : (at + 1) * size], counters[at])
+            TrackedRegion(part, b, out[at * size : (at + 1) * size], counters[at])
             for at, part in reversed(list(enumerate(a.split(size))))
         ]
         product = TrackedProduct(regions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,16 +127,9 @@ def plan(
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
     from meshweave.tune.step import StepProblem, load_stack
 
+    problem = StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack))
     _plan_step(
-        StepProblem(
-            architecture,
-            target,
-            batch,
-            seq,
-            dtype,
-            stack=load_stack(stack),
-            overlap=overlap,  # type: ignore[arg-type]
-        ),
+        replace(problem, overlap=overlap),  # type: ignore[arg-type]
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),

@@ -23,7 +23,12 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.kernels import accumulate, check_atomic_add
 from meshweave.execute.cuda.regions import TrackedRegions, launches
 from meshweave.execute.cuda.tiling import ADDING_PROGRAMS, Block, num_tiles, product_block
-from meshweave.execute.cuda.tracked_product import Region, TrackedProduct, multiprocessors, share_a_kernel
+from meshweave.execute.cuda.tracked_product import (
+    TrackedProduct,
+    TrackedRegion,
+    multiprocessors,
+    share_a_kernel,
+)
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.compute import Binder
@@ -124,13 +129,13 @@ class TrackedAccess(OneSidedAccess):
         ops = [self._op(other) for other in self._regions.product_of[node]]
         return product_block(ops, torch_dtype(self._program.buffer_of[ops[0].out.buffer].dtype).itemsize)
 
-    def _region(self, index: int) -> Region:
+    def _region(self, index: int) -> TrackedRegion:
         op = self._op((self._rank, index))
         a, b, out = (self._matrix(view) for view in (op.a, op.b, op.out))
         holder, number = self._regions.counter_of[self._rank, index]
         counter = self._window.remote[holder, TILES].tensor[number]
         a, b = a.t() if op.transpose_a else a, b.t() if op.transpose_b else b
-        return Region(a, b, out, counter, op.release or Release())
+        return TrackedRegion(a, b, out, counter, op.release or Release())
 
     def _matrix(self, view: View) -> Tensor:
         tensor = self._binder.view(view).direct

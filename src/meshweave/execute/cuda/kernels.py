@@ -29,6 +29,20 @@ _one_at_a_time: Any = threading.Lock() if INTERPRETED else nullcontext()  # the 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _operand(  # type: ignore[no-untyped-def]
+    at: Any, is_deep: Any, is_wide: Any, IS_INSIDE: tl.constexpr, IS_EVEN_K: tl.constexpr
+):
+    """Return a block of an operand, zero where k or the region ends within it."""
+    if IS_INSIDE and IS_EVEN_K:
+        block = tl.load(at)
+    elif IS_INSIDE:
+        block = tl.load(at, mask=is_deep, other=0.0)
+    else:
+        block = tl.load(at, mask=is_deep & is_wide, other=0.0)
+    return block
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _tracked_product(  # type: ignore[no-untyped-def]
     a: Any,
     b: Any,
@@ -84,19 +98,16 @@ def _tracked_product(  # type: ignore[no-untyped-def]
         right_at = b + b_first + column[None, :].to(tl.int64) * b_column
         for start in range(0, k, BLOCK_K):
             depth = start + tl.arange(0, BLOCK_K)
-            if IS_INSIDE and IS_EVEN_K:
-                left = tl.load(left_at + depth[None, :] * a_column)
-                right = tl.load(right_at + depth[:, None] * b_row)
-            elif IS_INSIDE:
-                left = tl.load(left_at + depth[None, :] * a_column, mask=depth[None, :] < k, other=0.0)
-                right = tl.load(right_at + depth[:, None] * b_row, mask=depth[:, None] < k, other=0.0)
-            else:
-                is_left, is_right = (
-                    is_row[:, None] & (depth[None, :] < k),
-                    (depth[:, None] < k) & is_column[None, :],
-                )
-                left = tl.load(left_at + depth[None, :] * a_column, mask=is_left, other=0.0)
-                right = tl.load(right_at + depth[:, None] * b_row, mask=is_right, other=0.0)
+            left = _operand(
+                left_at + depth[None, :] * a_column, depth[None, :] < k, is_row[:, None], IS_INSIDE, IS_EVEN_K
+            )
+            right = _operand(
+                right_at + depth[:, None] * b_row,
+                depth[:, None] < k,
+                is_column[None, :],
+                IS_INSIDE,
+                IS_EVEN_K,
+            )
             if WIDENS:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)

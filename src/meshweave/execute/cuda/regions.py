@@ -130,7 +130,7 @@ def launches(
         lanes: by op its lane.
         alike: pairs of regions that one kernel can compute.
     """
-    found = Launches()
+    launches = Launches()
     seen: dict[str, set[object]] = {}
     kernel_of: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
@@ -142,8 +142,8 @@ def launches(
             if before is not None and needed <= known and (before, index) in alike:
                 kernel_of[index] = kernel_of[before]
                 kernel_of[index].append(index)
-                found.joined.add(index)
+                launches.joined.add(index)
             else:
-                kernel_of[index] = found.members[index] = [index]
+                kernel_of[index] = launches.members[index] = [index]
         known |= needed
-    return found
+    return launches

@@ -30,7 +30,7 @@ WHOLE = Release()
 
 
 @dataclass(frozen=True)
-class Region:
+class TrackedRegion:
     """A region of a product: out = a b, or out += a b where it is released as updates.
 
     Attributes:
@@ -51,7 +51,7 @@ class TrackedProduct:
 
     def __init__(
         self,
-        regions: Sequence[Region],
+        regions: Sequence[TrackedRegion],
         *,
         block: Block | None = None,
         num_programs: int | None = None,
@@ -80,27 +80,11 @@ class TrackedProduct:
         self.num_tiles = tuple(len(listed) for listed in boxes)
         """The tiles of each region: what its counter grows by."""
         rows_of_table = [
-            (
-                number,
-                _first(down[0], region.out.shape[0], self.block.rows),
-                _first(across[0], region.out.shape[1], self.block.columns),
-                down[0],
-                across[0],
-                down[1],
-                across[1],
-            )
+            (number, *_table_row(region, self.block, down, across))
             for number, (region, listed) in enumerate(zip(regions, boxes, strict=True))
             for down, across in listed
         ]
-        addresses = [
-            (
-                (region.a.data_ptr() - first.a.data_ptr()) // size,
-                (region.b.data_ptr() - first.b.data_ptr()) // size,
-                region.out.data_ptr(),
-                0 if region.counter is None else region.counter.data_ptr(),
-            )
-            for region in regions
-        ]
+        addresses = [_addresses(region, first) for region in regions]
         self._regions = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         self._tiles = torch.tensor(rows_of_table, dtype=torch.int32, device=self._device)
         if num_programs is None:
@@ -151,7 +135,7 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def share_a_kernel(one: Region, other: Region) -> bool:
+def share_a_kernel(one: TrackedRegion, other: TrackedRegion) -> bool:
     """Return whether one kernel can compute both regions."""
     return all(
         left.stride() == right.stride() and left.dtype == right.dtype
@@ -159,7 +143,7 @@ def share_a_kernel(one: Region, other: Region) -> bool:
     ) and (one.a.shape[1], one.release.update) == (other.a.shape[1], other.release.update)
 
 
-def _check(regions: Sequence[Region]) -> None:
+def _check(regions: Sequence[TrackedRegion]) -> None:
     first = regions[0]
     for region in regions:
         (rows, depth), (other_depth, columns) = region.a.shape, region.b.shape
@@ -172,6 +156,25 @@ def _check(regions: Sequence[Region]) -> None:
         )
     if first.release.update:
         check_atomic_add(first.out.dtype, first.out.device)
+
+
+def _table_row(
+    region: TrackedRegion, block: Block, down: tuple[int, int], across: tuple[int, int]
+) -> tuple[int, ...]:
+    """Return where a block begins in a region, and the first and last row and column of its tile."""
+    rows, columns = region.out.shape
+    begins = _first(down[0], rows, block.rows), _first(across[0], columns, block.columns)
+    return (*begins, down[0], across[0], down[1], across[1])
+
+
+def _addresses(region: TrackedRegion, first: TrackedRegion) -> tuple[int, int, int, int]:
+    """Return where operands lie beyond those of the first region, in elements, and addresses of out and counter."""
+    size = first.a.element_size()
+    offsets = [
+        (own.data_ptr() - of.data_ptr()) // size for own, of in ((region.a, first.a), (region.b, first.b))
+    ]
+    counter = 0 if region.counter is None else region.counter.data_ptr()
+    return offsets[0], offsets[1], region.out.data_ptr(), counter
 
 
 def _first(start: int, size: int, block: int) -> int:

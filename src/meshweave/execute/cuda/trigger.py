@@ -21,7 +21,7 @@ from meshweave.base.errors import UnsupportedError
 _WRAP = 1 << 32
 
 
-class Words(Protocol):
+class WordQueue(Protocol):
     """What waits for words and writes them: the current stream of a device, or in tests the calling thread."""
 
     def wait(self, word: Tensor, value: int) -> None:
@@ -80,7 +80,7 @@ def reached(count: int, value: int) -> bool:
     return (count - value) % _WRAP < _WRAP // 2
 
 
-def copy_when_whole(words: Words, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
+def copy_when_whole(words: WordQueue, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
     """Queue a copy of a region on the current stream, for when its counter is at `count`.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import DeadlineError, RankLostError
-from meshweave.execute.cuda.trigger import Words, reached
+from meshweave.execute.cuda.trigger import WordQueue, reached
 from meshweave.execute.memory.base import Key, RemoteSlot, Window
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
@@ -48,7 +48,7 @@ class StreamWait:
 class Queue(Protocol):
     """What a window needs of a device: CUDA's streams, or in tests the calling thread."""
 
-    words: Words
+    words: WordQueue
 
     def done(self) -> Callable[[], bool]:
         """Return what tells whether all that was queued until now is done."""
@@ -63,7 +63,7 @@ class Queue(Protocol):
 class DeviceQueue:
     """The current stream of a CUDA device, and one beside all others that nothing is queued on."""
 
-    def __init__(self, device: torch.device, words: Words) -> None:
+    def __init__(self, device: torch.device, words: WordQueue) -> None:
         """Make the stream beside the others, of high priority, which shares no queue of the device with them."""
         self.words, self._device = words, device
         self._beside = torch.cuda.Stream(device, priority=-1)

@@ -260,11 +260,9 @@ def _bound(
         check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
     check_tensors(analysis, tensors, context.device)
     _check_serial(program)
-    remote = (
-        _access(tracks)(memory, context, analysis, tensors)
-        if memory is not None and analysis.exposed
-        else None
-    )
+    remote = None
+    if memory is not None and analysis.exposed:
+        remote = _access(tracks)(memory, context, analysis, tensors)
     buffers = allocate(analysis, tensors, context.device, remote.own if remote else {})
     matched = analysis.matched_program
     if analysis.channels and remote is None:
@@ -279,12 +277,11 @@ def _bound(
 
     actions = _bind_ops(ops, binder, wire, remote)
     if (waits := context.waits) is not None:
-        computes = [bound.op.kind in COMPUTE_KINDS for bound in ops]
-        actions = [waits.around_compute(each) if computes[at] else each for at, each in enumerate(actions)]
+        pairs = zip(ops, actions, strict=True)
+        actions = [waits.around_compute(act) if op.op.kind in COMPUTE_KINDS else act for op, act in pairs]
     if mode == "linear":
-        if order is None:
-            order = range(len(ops)) if remote else linearise(program)[rank]
-        execute = one_order(context, analysis, actions, order, trace)
+        issued = order or (range(len(ops)) if remote else linearise(program)[rank])
+        execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
     if graph:

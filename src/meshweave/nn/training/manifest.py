@@ -64,10 +64,10 @@ class Manifest:
         """
         for name in sorted(self.files)[share::num_shares]:
             try:
-                found = checksum(folder / name)
+                actual = checksum(folder / name)
             except OSError:
                 return name
-            if found != self.checksums.get(name):
+            if actual != self.checksums.get(name):
                 return name
         return None
 
