@@ -109,15 +109,15 @@ def plan(
     if products:
         from meshweave.cli.plan_products import plan_products
 
-        _refuse_with_products(
-            fix=fix,
-            memory=memory,
-            table=table,
-            sensitivity=sensitivity,
-            price=price,
-            stack="" if stack == "none" else stack,
-            overlap="" if overlap == "layers" else overlap,
-        )
+        given: dict[str, object] = {
+            "fix": fix,
+            "memory": memory,
+            "table": table,
+            "sensitivity": sensitivity,
+            "price": price,
+        }
+        given |= {"stack": stack != "none", "overlap": overlap != "layers"}
+        _refuse_with_products(given)
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
@@ -126,16 +126,9 @@ def plan(
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
     from meshweave.tune.step import StepProblem, load_stack
 
+    added = {"stack": load_stack(stack), "overlap": overlap}
     _plan_step(
-        StepProblem(
-            architecture,
-            target,
-            batch,
-            seq,
-            dtype,
-            stack=load_stack(stack),
-            overlap=overlap,  # type: ignore[arg-type]
-        ),
+        StepProblem(architecture, target, batch, seq, dtype, **added),  # type: ignore[arg-type]
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),
@@ -143,7 +136,7 @@ def plan(
     )
 
 
-def _refuse_with_products(**options: object) -> None:
+def _refuse_with_products(options: dict[str, object]) -> None:
     for name, value in options.items():
         if value:
             raise DescriptionError(f"--{name} is for the plan of a step; leave out --products")

@@ -159,8 +159,8 @@ class Checkpoints:
 
     def _manifest(self, step: int) -> Manifest:
         """Return the manifest of the checkpoint of a step, on all ranks. Raises as `notes` does."""
-        found = Manifest.read(self.folder / folder_name(step)) if self._is_first else None
-        manifest: Manifest | None = self._from_first(found)
+        own = Manifest.read(self.folder / folder_name(step)) if self._is_first else None
+        manifest: Manifest | None = self._from_first(own)
         if manifest is None:
             raise DescriptionError(f"{self.folder} has no whole checkpoint of step {step}")
         return manifest
