@@ -109,15 +109,10 @@ def plan(
     if products:
         from meshweave.cli.plan_products import plan_products
 
-        given: dict[str, object] = {
-            "fix": fix,
-            "memory": memory,
-            "table": table,
-            "sensitivity": sensitivity,
-            "price": price,
-        }
-        given |= {"stack": stack != "none", "overlap": overlap != "layers"}
-        _refuse_with_products(given)
+        _refuse_with_products(
+            ("fix", fix), ("memory", memory), ("table", table), ("sensitivity", sensitivity), ("price", price),
+            ("stack", stack != "none"), ("overlap", overlap != "layers"),
+        )  # fmt: skip
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
@@ -136,8 +131,8 @@ def plan(
     )
 
 
-def _refuse_with_products(options: dict[str, object]) -> None:
-    for name, value in options.items():
+def _refuse_with_products(*options: tuple[str, object]) -> None:
+    for name, value in options:
         if value:
             raise DescriptionError(f"--{name} is for the plan of a step; leave out --products")
 
