@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshweave.execute.cuda.tiling import Block
-from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
+from meshweave.execute.cuda.tracked_product import TrackedProduct, TrackedRegion
 from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
 from meshweave.reproduce.t3.models import FUTURE, LARGE, STUDIED, sub_layers
 

@@ -231,7 +231,7 @@ def test_copies_wait_for_their_regions_on_a_stream() -> None:
     """The copies are queued before the product, on another stream: nothing but the counters holds them back."""
     needs_cuda()
     pytest.importorskip("triton")
-    from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
+    from meshweave.execute.cuda.tracked_product import TrackedProduct, TrackedRegion
     from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
 
     device, size, count = torch.device("cuda:0"), 256, 4

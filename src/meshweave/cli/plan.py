@@ -111,14 +111,9 @@ def plan(
         from meshweave.cli.plan_products import plan_products
 
         _refuse_with_products(
-            fix=fix,
-            memory=memory,
-            table=table,
-            sensitivity=sensitivity,
-            price=price,
-            stack="" if stack == "none" else stack,
-            overlap="" if overlap == "layers" else overlap,
-        )
+            ("fix", fix), ("memory", memory), ("table", table), ("sensitivity", sensitivity), ("price", price),
+            ("stack", stack != "none"), ("overlap", overlap != "layers"),
+        )  # fmt: skip
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
@@ -137,8 +132,8 @@ def plan(
     )
 
 
-def _refuse_with_products(**options: object) -> None:
-    for name, value in options.items():
+def _refuse_with_products(*options: tuple[str, object]) -> None:
+    for name, value in options:
         if value:
             raise DescriptionError(f"--{name} is for the plan of a step; leave out --products")
 

@@ -168,7 +168,7 @@ def _table_row(
 
 
 def _addresses(region: TrackedRegion, first: TrackedRegion) -> tuple[int, int, int, int]:
-    """Return where operands lie beyond those of the first region, in elements, and addresses of out and counter."""
+    """Return by how many elements operands lie beyond those of the first region, and addresses of out, counter."""
     size = first.a.element_size()
     offsets = [
         (own.data_ptr() - of.data_ptr()) // size for own, of in ((region.a, first.a), (region.b, first.b))

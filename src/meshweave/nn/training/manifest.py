@@ -64,10 +64,10 @@ class Manifest:
         """
         for name in sorted(self.files)[share::num_shares]:
             try:
-                actual = checksum(folder / name)
+                is_same = checksum(folder / name) == self.checksums.get(name)
             except OSError:
-                return name
-            if actual != self.checksums.get(name):
+                is_same = False
+            if not is_same:
                 return name
         return None
 
