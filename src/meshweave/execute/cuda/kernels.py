@@ -43,6 +43,23 @@ def _operand(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _store_and_count(  # type: ignore[no-untyped-def]
+    total: Any, region: Any, like: Any, at: Any, is_result: Any, ADDS: tl.constexpr, COUNTS: tl.constexpr
+):
+    """Store a tile in its region, or add it to what is there, and then count it."""
+    target = tl.load(region + 2).to(tl.pointer_type(like.dtype.element_ty)) + at
+    value = total.to(like.dtype.element_ty)
+    if ADDS:
+        tl.atomic_add(target, value, mask=is_result, sem="relaxed", scope="sys")
+    else:
+        tl.store(target, value, mask=is_result)
+    if COUNTS:
+        tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
+        counter = tl.load(region + 3).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _tracked_product(  # type: ignore[no-untyped-def]
     a: Any,
     b: Any,
@@ -111,18 +128,8 @@ def _tracked_product(  # type: ignore[no-untyped-def]
             if WIDENS:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)
-        out = tl.load(region + 2).to(tl.pointer_type(like.dtype.element_ty))
-        target = out + row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
-        value = total.to(like.dtype.element_ty)
-        is_result = is_row[:, None] & is_column[None, :]
-        if ADDS:
-            tl.atomic_add(target, value, mask=is_result, sem="relaxed", scope="sys")
-        else:
-            tl.store(target, value, mask=is_result)
-        if COUNTS:
-            tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
-            counter = tl.load(region + 3).to(tl.pointer_type(tl.int32))
-            tl.atomic_add(counter, 1, sem="release", scope="sys")
+        at = row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
+        _store_and_count(total, region, like, at, is_row[:, None] & is_column[None, :], ADDS, COUNTS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
