@@ -10,6 +10,7 @@ from typing import Any
 import pipeline_models as models
 import torch
 from cuda_world import nccl_context
+from fused_rank_functions import tracked_faults
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -64,6 +65,12 @@ def products(context: Any, payload: Mapping[str, Any]) -> list[str]:
             }
             _check(wrong, f"matmul {dtype} {of_a} {of_b} {of_c}", dtype, pairs)
     return wrong
+
+
+def fused(context: Any, payload: Mapping[str, Any]) -> list[Any]:
+    """Compute fused layers by kernels that count their tiles; return what differs from dense ones."""
+    with nccl_context(context) as ours:
+        return list(tracked_faults(ours, "symmetric", "cuda"))
 
 
 def two_d(context: Any, payload: Mapping[str, Any]) -> list[str]:

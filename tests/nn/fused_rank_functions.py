@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.execute.memory import open_memory
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
@@ -48,15 +48,38 @@ def cases(context, payload):
     return wrong
 
 
+def tracked(context, payload):
+    """Layers by kernels that count their tiles, in Triton's interpreter: what differs from dense ones."""
+    ours = TorchContext(liveness=context.liveness, deadline_s=30.0)
+    wrong = list(tracked_faults(ours, "shared", "cpu"))
+    ours.close()
+    return wrong
+
+
+def tracked_faults(ours, transport, device):
+    """Layers whose kernels count their tiles beside dense ones, and what is said where they cannot be had."""
+    given = {"transport": transport, "products": "tracked", "context": ours}
+    for dtype, algorithm in itertools.product((torch.float32, torch.float16), ("t3_ring", "t3_copied")):
+        for fault in _faults(dtype, ours.rank, ours.num_ranks, given | {"algorithm": algorithm}, device):
+            yield str(dtype), algorithm, fault
+    given["transport"], said = "messages", ""
+    try:
+        linear_reduce_scatter(torch.ones(8, 8, device=device), torch.ones(8, 8, device=device), **given)
+    except UnsupportedError as error:
+        said = str(error)
+    if "memory that ranks share" not in said:
+        yield "messages", said
+
+
 def _integers(shape, seed, dtype):
     """Small integers, whose products and sums every dtype of programs holds exactly."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _faults(dtype, rank, ranks, given):
+def _faults(dtype, rank, ranks, given, device="cpu"):
     rows, n, k = 2 * ranks, 3 * ranks, 2 * ranks
     x, weight, grad = (
-        _integers(shape, seed, dtype) for seed, shape in enumerate(((rows, k), (n, k), (rows, n)))
+        _integers(shape, seed, dtype).to(device) for seed, shape in enumerate(((rows, k), (n, k), (rows, n)))
     )
     floating = dtype.is_floating_point
     dense = (x.double() @ weight.double().t()).to(dtype)

@@ -43,6 +43,12 @@ def test_linear_layers(num_ranks: int) -> None:
 
 
 @pytest.mark.gpu
+def test_fused_layers_that_count_their_tiles() -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    on_one_device("fused", 2)
+
+
+@pytest.mark.gpu
 def test_pipelines_of_two_ranks() -> None:
     on_one_device("pipelines", 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()
 def test_results_and_gradients_equal_dense_ones(is_all: bool) -> None:
     """Every dtype, algorithm and transport in the slow suite, some of each in the fast one."""
     assert launch("fused_rank_functions:cases", 4, {"all": is_all}, env=ENV, timeout_s=240.0) == [[]] * 4
+
+
+@pytest.mark.gloo
+@needs_shared
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install triton")
+def test_layers_whose_kernels_count_their_tiles_equal_dense_ones() -> None:
+    payload = {"device": "cpu", "transport": "shared"}
+    env = {**ENV, "TRITON_INTERPRET": "1"}
+    assert launch("fused_rank_functions:tracked", 3, payload, env=env, timeout_s=240.0) == [[]] * 3
 
 
 @pytest.mark.gloo

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.custom_ops import refuse_second_derivative
 from meshweave.nn.dtensor import mesh_of
 from meshweave.nn.fused_placements import placed_linear
-from meshweave.nn.fused_products import FusedOptions, bound_product
+from meshweave.nn.fused_products import FusedKernels, FusedOptions, bound_product
 from meshweave.nn.matmul_plans import check_dtypes
 from meshweave.nn.products import DTYPES
 from meshweave.nn.transports import Transport, check_transport
@@ -61,6 +61,7 @@ def linear_reduce_scatter(
     algorithm: str = "t3_ring",
     tiles: Tiles | None = None,
     transport: Transport = "auto",
+    products: FusedKernels = "auto",
     context: TorchContext | None = None,
 ) -> Tensor:
     """Return this rank's part of the sum over ranks of x weight^T; all ranks of a ring call it.
@@ -88,6 +89,8 @@ def linear_reduce_scatter(
             `tune_fused` chooses by simulation.
         tiles: sizes and order of tiles; None for four tiles of whole rows to a part.
         transport: as for `meshweave.matmul`.
+        products: "tracked", one Triton kernel that counts its tiles, in memory that ranks share; "library", a
+            call of torch for each tile; "auto", tracked on CUDA where the kernel has the dtype.
         context: as for `meshweave.matmul`.
 
     Raises:
@@ -97,7 +100,7 @@ def linear_reduce_scatter(
         RankLostError, DeadlineError: other ranks are missing or late. The error names the region that is not
             whole, its rank, and the ranks that have not delivered.
     """
-    options = _options(algorithm, tiles, transport, context, x)
+    options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "linear_reduce_scatter"
     with share_refusal(options.context, _ranks(x, device_mesh), name):
         dim = _checked(x, weight, dim, device_mesh, name)
@@ -114,6 +117,7 @@ def all_gather_linear(
     algorithm: str = "t3_ring",
     tiles: Tiles | None = None,
     transport: Transport = "auto",
+    products: FusedKernels = "auto",
     context: TorchContext | None = None,
 ) -> Tensor:
     """Return x weight^T for the rows of all ranks; all ranks of a ring call it.
@@ -127,7 +131,7 @@ def all_gather_linear(
     gradient of x is `linear_reduce_scatter`'s program with `algorithm`; what was gathered is kept for that of
     weight. Arguments and errors are those of `linear_reduce_scatter`; local tensors have one shape on all ranks.
     """
-    options = _options(algorithm, tiles, transport, context, x)
+    options = _options(FusedOptions(algorithm, tiles or Tiles(), transport, products), context, x)
     name = "all_gather_linear"
     with share_refusal(options.context, _ranks(x, device_mesh), name):
         dim = _checked(x, weight, dim, device_mesh, name)
@@ -241,17 +245,18 @@ def _problem(a: Tensor, b: Tensor, sizes: UniversalProblem, shards: tuple[int, i
 # --- arguments ----------------------------------------------------------------------------------------------
 
 
-def _options(
-    algorithm: str, tiles: Tiles | None, transport: Transport, context: TorchContext | None, x: Tensor
-) -> _Options:
+def _options(fused: FusedOptions, context: TorchContext | None, x: Tensor) -> _Options:
     require_process_group()
+    algorithm = fused.algorithm
     if algorithm not in REDUCE_SCATTERS:
         raise LayoutError(
             f"algorithm is {algorithm!r}{did_you_mean(algorithm, REDUCE_SCATTERS)}; it must be one of "
             f"{', '.join(REDUCE_SCATTERS)}"
         )
-    check_transport(transport)
-    fused = FusedOptions(algorithm, tiles or Tiles(), transport)
+    check_transport(fused.transport)
+    if fused.products not in get_args(FusedKernels):
+        kinds = ", ".join(get_args(FusedKernels))
+        raise LayoutError(f"products is {fused.products!r}; it must be one of {kinds}")
     return _Options(fused, context or TorchContext.default(x.device.type))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from meshweave.algorithms.fused import NoChoice, Tiles, ring_problems
 from meshweave.algorithms.table import algorithm
 from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.cache import CachedProgram, program_bytes
 from meshweave.execute.torch.context import TorchContext
@@ -18,6 +21,9 @@ from meshweave.lower import lower_one_sided, write_out_tiles
 from meshweave.nn.products import LocalProduct, copying
 from meshweave.nn.transports import Transport, memory_of, resolve
 
+FusedKernels = Literal["auto", "library", "tracked"]
+"""What computes the tiles of a fused product."""
+
 
 @dataclass(frozen=True)
 class FusedOptions:
@@ -26,11 +32,14 @@ class FusedOptions:
     Attributes:
         algorithm: its name in `ALGORITHMS`.
         tiles: for algorithms that have them.
+        products: "tracked", one kernel that counts its tiles; "library", a call of torch for each tile; "auto",
+            tracked on CUDA where kernels have the dtype.
     """
 
     algorithm: str
     tiles: Tiles
     transport: Transport
+    products: FusedKernels = "auto"
 
 
 def bound_product(
@@ -48,7 +57,7 @@ def bound_product(
     cached = context.programs.get(problem.ranks, key)
     if cached is None:
         program = _program(problem, options)
-        bound = _bind(program, options.transport, context)
+        bound = _bind(program, problem.dtype, options, context)
         cached = context.programs.put(problem.ranks, key, bound, program_bytes(program))
     return cached
 
@@ -65,7 +74,7 @@ def prepare_fused(
     cached = context.programs.get(ring.ranks, key)
     if cached is None:
         program = _program(ring, options)
-        run = copying(_bind(program, options.transport, context))
+        run = copying(_bind(program, ring.dtype, options, context))
         cached = context.programs.put(ring.ranks, key, run, program_bytes(program))
     return cached
 
@@ -73,14 +82,32 @@ def prepare_fused(
 def _program(problem: UniversalProblem, options: FusedOptions) -> Program:
     entry = algorithm(options.algorithm)
     config = options.tiles if isinstance(next(entry.candidates(problem)), Tiles) else NoChoice()
-    return write_out_tiles(entry.program(problem, config))
+    return entry.program(problem, config)
 
 
-def _bind(program: Program, transport: Transport, context: TorchContext) -> BoundProgram:
-    resolved, rank = resolve(transport, program.ranks, context), context.rank
+def _bind(program: Program, dtype: str, options: FusedOptions, context: TorchContext) -> BoundProgram:
+    resolved, rank = resolve(options.transport, program.ranks, context), context.rank
     assert rank is not None
     with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
         if resolved == "messages" or not exposed_buffers(program):
-            return bind(lower_one_sided(program), rank, {}, context=context)
+            if options.products == "tracked":
+                raise UnsupportedError(
+                    f"tracked products by {options.algorithm} over {resolved}: their tiles go to memory that "
+                    "ranks share; give transport 'symmetric' or 'shared', and an algorithm with tiles"
+                )
+            return bind(lower_one_sided(write_out_tiles(program)), rank, {}, context=context)
         memory = memory_of(resolved, program.ranks, context)
-        return bind(program, rank, {}, context=context, memory=memory)
+        if options.products == "tracked" or (options.products == "auto" and _is_tracked(dtype, context)):
+            return bind(program, rank, {}, context=context, memory=memory, products="tracked")
+        return bind(write_out_tiles(program), rank, {}, context=context, memory=memory)
+
+
+def _is_tracked(dtype: str, context: TorchContext) -> bool:
+    """Return whether kernels that count tiles take a dtype on the device, and add it to memory."""
+    if context.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from meshweave.execute.cuda.kernels import lacks_atomic_add
+    from meshweave.execute.cuda.tracked_product import DTYPES
+
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind in DTYPES and not lacks_atomic_add(kind, context.device)
