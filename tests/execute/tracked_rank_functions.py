@@ -1,15 +1,8 @@
 """What the ranks of test_tracked_product.py run, in Triton's interpreter or on a GPU."""
 
-import os
-import sys
 from dataclasses import replace
 
-if (
-    os.environ.get("TRITON_INTERPRET") == "1"
-):  # it is read when Triton is imported: a forked rank may have done so
-    for name in [name for name in sys.modules if f"{name}.".startswith("triton.") and "._C" not in name]:
-        del sys.modules[name]
-
+import interpreted_triton  # noqa: F401
 from backend_programs import inputs_for
 from backend_rank_functions import differences, shards
 from cuda_world import nccl_context

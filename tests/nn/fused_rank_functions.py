@@ -50,6 +50,8 @@ def cases(context, payload):
 
 def tracked(context, payload):
     """Layers by kernels that count their tiles, in Triton's interpreter: what differs from dense ones."""
+    import interpreted_triton  # noqa: F401
+
     ours = TorchContext(liveness=context.liveness, deadline_s=30.0)
     wrong = list(tracked_faults(ours, "shared", "cpu"))
     ours.close()
