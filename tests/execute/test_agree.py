@@ -23,6 +23,7 @@ from meshweave.execute.torch.world import SignedStore  # noqa: E402
 
 RANKS = (0, 1, 2)
 FOLDER = "meshweave/talk/0-1-2/1/4"
+ELSEWHERE = "elsewhere/4"
 BEGUN = {(RANKS, 1): 4}
 
 
@@ -33,7 +34,8 @@ def look(store: object, rank: int = 2) -> None:
 
 def waits(store: object, ranks: tuple[int, ...], session: int, number: int) -> None:
     """Rank 0 says where it waits."""
-    SignedStore(store).set("meshweave/talk/now/0", json.dumps([ranks, session, number, "something else"]))
+    said = json.dumps([ranks, session, number, "something else", ELSEWHERE])
+    SignedStore(store).set("meshweave/talk/now/0", said)
 
 
 def test_a_rank_that_waits_for_others_in_another_call_breaks_this_one() -> None:
@@ -43,6 +45,7 @@ def test_a_rank_that_waits_for_others_in_another_call_breaks_this_one() -> None:
         look(store)
     with pytest.raises(BindError, match="rank 2 waits with ranks"):
         look(store, 1)
+    assert SignedStore(store).check([f"{ELSEWHERE}/broken"]), "ranks of the other call learn it too"
 
 
 def test_a_rank_that_has_spoken_and_gone_on_breaks_nothing() -> None:
