@@ -24,7 +24,8 @@ from typing import Any
 from machine import save
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
-from meshweave.algorithms.table import algorithm
+from meshweave.algorithms.block.megatron import Megatron
+from meshweave.algorithms.block.problem import Overlap
 from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, TorusNetwork, TreeNetwork
 from meshweave.describe.model.transformer import Transformer
@@ -130,23 +131,31 @@ def with_constants(cluster: Cluster, constants: Constants, num_ranks: int) -> Cl
     return replace(cluster, network=network)
 
 
-def planned(cluster: Cluster, problem: BlockProblem) -> list[RankedConfig]:
-    """Return the best config of every strategy on every mesh, simulated, the fastest first.
+def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers") -> list[RankedConfig]:
+    """Return the best config of every strategy on every mesh, the fastest first: simulated, or estimated by sites.
 
     Megatron 1D in one chunk, as it is mostly run, comes last.
     """
+    simulated = 0 if overlap == "sites" else 1000
     model = Transformer(
         "block", 1, problem.hidden, problem.heads, problem.kv_heads, problem.head_dim, problem.ffn, None, False, ""
     )  # fmt: skip
     workload = Workload(problem.batch, problem.sequence, problem.dtype)
     ranking = rank_blocks(
-        model, workload, cluster, algorithms=STRATEGIES, mesh_shapes=MESHES, max_simulated=1000
+        model,
+        workload,
+        cluster,
+        algorithms=STRATEGIES,
+        mesh_shapes=MESHES,
+        max_simulated=simulated,
+        overlap=overlap,
     )
     entries = [entry for entry in ranking.ranked if entry.algorithm.name == "atp" or _is_native(entry)]
     plain = replace(problem, mesh_shape=(problem.mesh_shape[0] * problem.mesh_shape[1], 1))
-    megatron = algorithm("megatron")
-    estimate = megatron.estimate(plain, BlockConfig(), block_machine(cluster, plain.mesh_shape))
-    return [*entries, *simulate_best([RankedConfig(megatron, plain, BlockConfig(), estimate)], cluster, 1)]
+    megatron = Megatron()
+    estimate = megatron.estimate(plain, BlockConfig(), block_machine(cluster, plain.mesh_shape), overlap)
+    last = [RankedConfig(megatron, plain, BlockConfig(), estimate)]
+    return [*entries, *(simulate_best(last, cluster, 1) if simulated else last)]
 
 
 def _is_native(entry: RankedConfig) -> bool:

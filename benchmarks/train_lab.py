@@ -2,15 +2,15 @@
 
     python benchmarks/train_lab.py examples/labs/two-groups-8.toml [--repeat N] [--save NAME]
 
-The lab is calibrated and strategies are ranked as in `block_lab.py`. What the plan says is best is then put into a
-plain model of torch by `mw.parallelize`, and so is Megatron 1D, with and without sequence parallelism; PyTorch's
-`parallelize_module` with sequence parallelism runs in the same rounds. A step is forward and backward through all
-layers. Products, attention, norms and activations are paced at the lab's rate.
+The lab is calibrated as in `block_lab.py`, and strategies are ranked by layers whose sites run one by one. What
+the plan says is best is then put into a plain model of torch by `mw.parallelize`, and so is Megatron 1D, with and
+without sequence parallelism; PyTorch's `parallelize_module` with sequence parallelism runs in the same rounds. A
+step is forward and backward through all layers. Products, attention, norms and activations are paced at the lab's
+rate.
 
 A time is from a common start to the end of the last rank, and what counts is the median. Predicted is the
 simulated time of the programs that the model runs, one after another, and of the products beside them. What the
-plan says of a whole layer is beside it: there the communication of one chunk of the batch also runs beside
-products of another site, which layers of torch do not do. The bytes that the programs of a step moved are compared
+plan estimates is beside it. The bytes that the programs of a step moved are compared
 with those of the strategy's program, and losses with each other.
 """
 
@@ -97,7 +97,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             off = row["median_s"] / row["predicted_s"] - 1
             moved, said = sum(row["moved_bytes"]), sum(row["program_bytes"])
             predicted = (
-                f"predicted {row['predicted_s']:.3f} ({off:+.1%}), as a whole layer {row['planned_s']:.3f}; bytes "
+                f"predicted {row['predicted_s']:.3f} ({off:+.1%}), planned {row['planned_s']:.3f}; bytes "
                 f"{moved} of {said}"
             )
         print(
@@ -118,7 +118,7 @@ def main() -> None:
     with lab.up() as running, fork_servers(preload):
         constants = calibrate(running, lab.cluster(), 2)
         print(constants, file=sys.stderr)
-        entries = chosen(planned(with_constants(lab.cluster(), constants, lab.num_ranks), problem))
+        entries = chosen(planned(with_constants(lab.cluster(), constants, lab.num_ranks), problem, "sites"))
         rows = measure(running, problem, entries, constants, options)
     print_table(rows)
     losses = [row["loss"] for row in rows if "loss" in row]

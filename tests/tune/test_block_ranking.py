@@ -44,6 +44,21 @@ def test_the_best_config_of_every_strategy_on_every_mesh(
     assert [x.seconds for x in ranking.ranked] == sorted(x.seconds for x in ranking.ranked)
 
 
+def test_sites_one_by_one_are_never_faster_and_are_ranked_by_their_own_time() -> None:
+    cluster = load_cluster("atp-ic1")
+    whole, apart = (
+        rank_blocks(GPT, LOAD, cluster, algorithms=SOME, overlap=kind) for kind in ("layers", "sites")
+    )
+    by_layers = {name_of(entry): entry.seconds for entry in whole.ranked}
+    assert len(apart.ranked) == len(by_layers)
+    assert all(entry.seconds >= by_layers[name_of(entry)] * (1 - 1e-9) for entry in apart.ranked)
+    assert any(entry.seconds > by_layers[name_of(entry)] * 1.01 for entry in apart.ranked)
+    for entry, other in pairwise(apart.ranked):
+        assert entry.seconds <= other.seconds
+    with pytest.raises(UnsupportedError, match="simulate none"):
+        rank_blocks(GPT, LOAD, cluster, overlap="sites", max_simulated=1)
+
+
 def test_the_machine_of_the_paper_whose_root_is_slow() -> None:
     gpt = Transformer("m2", 1, 4096, 32, 32, 128, 16384, None, False, "ATP, table 2")
     load, cluster = Workload(4, 2048, "float16"), load_cluster("atp-ic1")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import (
@@ -58,6 +59,13 @@ def block(
     simulated: Annotated[
         int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
     ] = 4,
+    overlap: Annotated[
+        Overlap,
+        typer.Option(
+            help="What communication may run beside: layers, all that a program of the layers has beside it; "
+            "sites, its own product alone, as in a model of mw.parallelize. By sites none is simulated."
+        ),
+    ] = "layers",
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
     svg: Annotated[Path | None, typer.Option(help="Draw the listed strategies into this SVG file.")] = None,
     json: JsonOption = False,
@@ -83,7 +91,8 @@ def block(
             layers=layers,
             algorithms=read_names(algorithms),
             mesh_shapes=_meshes(meshes),
-            max_simulated=simulated,
+            max_simulated=0 if overlap == "sites" else simulated,
+            overlap=overlap,
             progress=progress,
         )
     if svg is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.problem import AXES
+from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
+from meshweave.algorithms.block.problem import AXES, Overlap
+from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
@@ -20,6 +22,7 @@ from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
+from meshweave.estimate import Estimate
 from meshweave.tune.ranking import RankedConfig, simulate_best, solvers
 
 MeshShape = tuple[int, ...]
@@ -91,6 +94,7 @@ def rank_blocks(
     algorithms: Sequence[str] | None = None,
     mesh_shapes: Sequence[MeshShape] | None = None,
     max_simulated: int = 0,
+    overlap: Overlap = "layers",
     progress: Progress = no_progress,
 ) -> BlockRanking:
     """Return all strategies for some layers of a model on all chips of a cluster, forward and backward.
@@ -100,13 +104,20 @@ def rank_blocks(
         algorithms: names of strategies to choose among; None takes all.
         mesh_shapes: meshes to choose among; None takes all that the network carries.
         max_simulated: how many configs at the head are simulated with contention, which orders them anew.
+        overlap: what communication may run beside: "layers", all that the program of the layers has beside it;
+            "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
         progress: called with the numbers of meshes priced and configs simulated so far, and of all of them.
 
     Raises:
-        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes.
+        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes; programs are to be
+            simulated whose sites run one by one, which they do not.
         LayoutError: a mesh does not have the chips of the cluster.
     """
-    search = _Search(cluster)
+    if overlap == "sites" and max_simulated:
+        raise UnsupportedError(
+            "programs of layers overlap their sites; by overlap 'sites' simulate none of them"
+        )
+    search = _Search(cluster, overlap)
     meshes = block_meshes(cluster) if mesh_shapes is None else mesh_shapes
     total = len(meshes) + max_simulated
     for number, mesh in enumerate(meshes):
@@ -128,8 +139,8 @@ def rank_blocks(
 class _Search:
     """The best config so far of every strategy on every mesh."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, overlap: Overlap) -> None:
+        self.cluster, self.overlap = cluster, overlap
         self.best: dict[tuple[str, MeshShape], RankedConfig] = {}
         self.refusals: list[str] = []
         self.num_priced = 0
@@ -144,11 +155,21 @@ class _Search:
                 continue
             for config in known[name].candidates(problem, self.cluster):
                 try:
-                    estimate = known[name].estimate(problem, config, machine)
-                except LayoutError as error:
+                    estimate = self._estimate(known[name], problem, config, machine)
+                except (LayoutError, UnsupportedError) as error:
                     self.refusals.append(f"{name}: {error}")
                     continue
                 self._keep(RankedConfig(known[name], problem, config, estimate), problem.mesh_shape)
+
+    def _estimate(
+        self, entry: Algorithm[Any, Any], problem: BlockProblem, config: Any, machine: Machine
+    ) -> Estimate:
+        """Return the estimate by the overlap of the search. Raises UnsupportedError where it cannot be told."""
+        if self.overlap == "layers":
+            return entry.estimate(problem, config, machine)
+        if not isinstance(entry, BlockAlgorithm):
+            raise UnsupportedError("its program is known as a whole, and not site by site")
+        return entry.estimate(problem, config, machine, self.overlap)
 
     def _keep(self, ranked: RankedConfig, mesh_shape: MeshShape) -> None:
         self.num_priced += 1

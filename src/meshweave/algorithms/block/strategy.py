@@ -130,9 +130,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
-    def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
+    def estimate(
+        self, problem: BlockProblem, config: BlockConfig, machine: Machine, overlap: Overlap = "layers"
+    ) -> Estimate:
         """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
-        return estimate_skeleton(self.skeleton(problem, config), machine)
+        return estimate_skeleton(self.skeleton(problem, config, overlap=overlap), machine)
 
     def skeleton(
         self,
