@@ -132,11 +132,10 @@ def with_constants(cluster: Cluster, constants: Constants, num_ranks: int) -> Cl
 
 
 def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers") -> list[RankedConfig]:
-    """Return the best config of every strategy on every mesh, the fastest first: simulated, or estimated by sites.
+    """Return the best config of every strategy on every mesh, simulated, the fastest first.
 
     Megatron 1D in one chunk, as it is mostly run, comes last.
     """
-    simulated = 0 if overlap == "sites" else 1000
     model = Transformer(
         "block", 1, problem.hidden, problem.heads, problem.kv_heads, problem.head_dim, problem.ffn, None, False, ""
     )  # fmt: skip
@@ -147,7 +146,7 @@ def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers"
         cluster,
         algorithms=STRATEGIES,
         mesh_shapes=MESHES,
-        max_simulated=simulated,
+        max_simulated=1000,
         overlap=overlap,
     )
     entries = [entry for entry in ranking.ranked if entry.algorithm.name == "atp" or _is_native(entry)]
@@ -155,7 +154,7 @@ def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers"
     megatron = Megatron()
     estimate = megatron.estimate(plain, BlockConfig(), block_machine(cluster, plain.mesh_shape), overlap)
     last = [RankedConfig(megatron, plain, BlockConfig(), estimate)]
-    return [*entries, *(simulate_best(last, cluster, 1) if simulated else last)]
+    return [*entries, *(last if overlap == "sites" else simulate_best(last, cluster, 1))]
 
 
 def _is_native(entry: RankedConfig) -> bool:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from meshweave.algorithms.block import BlockProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TreeLevel, TreeNetwork, load_cluster
+from meshweave.describe.machine.cluster import (
+    Cluster,
+    NetworkAxis,
+    TorusNetwork,
+    TreeLevel,
+    TreeNetwork,
+    load_cluster,
+)
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.block_reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
@@ -55,8 +62,17 @@ def test_sites_one_by_one_are_never_faster_and_are_ranked_by_their_own_time() ->
     assert any(entry.seconds > by_layers[name_of(entry)] * 1.01 for entry in apart.ranked)
     for entry, other in pairwise(apart.ranked):
         assert entry.seconds <= other.seconds
-    with pytest.raises(UnsupportedError, match="simulate none"):
-        rank_blocks(GPT, LOAD, cluster, overlap="sites", max_simulated=1)
+
+
+def test_contention_slows_sites_where_logical_meshes_share_links() -> None:
+    """Four rows of two on a torus of two rows of four: rings of one axis cross each other's links."""
+    axes = NetworkAxis("x", 1e9), NetworkAxis("y", 1e9)
+    torus = Cluster("box", load_cluster("atp-ic1").chip, TorusNetwork(axes, (2, 4), 8), "a test")
+    ranking = rank_blocks(GPT, LOAD, torus, algorithms=["atp"], overlap="sites", max_simulated=9)
+    times = {name_of(entry): (entry.estimate.total_s, entry.seconds) for entry in ranking.ranked}
+    assert all(simulated >= estimated * 0.999 for estimated, simulated in times.values())
+    assert times["atp 2x4"][1] == pytest.approx(times["atp 2x4"][0], rel=0.01)
+    assert times["atp 4x2"][1] > 1.1 * times["atp 4x2"][0]
 
 
 def test_the_machine_of_the_paper_whose_root_is_slow() -> None:

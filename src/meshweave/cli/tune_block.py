@@ -63,7 +63,7 @@ def block(
         Overlap,
         typer.Option(
             help="What communication may run beside: layers, all that a program of the layers has beside it; "
-            "sites, its own product alone, as in a model of mw.parallelize. By sites none is simulated."
+            "sites, its own product alone, as in a model of mw.parallelize."
         ),
     ] = "layers",
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
@@ -91,7 +91,7 @@ def block(
             layers=layers,
             algorithms=read_names(algorithms),
             mesh_shapes=_meshes(meshes),
-            max_simulated=0 if overlap == "sites" else simulated,
+            max_simulated=simulated,
             overlap=overlap,
             progress=progress,
         )

@@ -2,17 +2,19 @@
 
 Each strategy is an algorithm for `BlockProblem`, and each mesh a problem of its own. All configs of all strategies
 are priced on all meshes: closed forms over skeletons take milliseconds, also with thousands of chips.
-`ranking.simulate_best` then simulates the first few with contention.
+`ranking.simulate_best` then simulates the first few with contention. Where sites of a layer run one by one, the
+programs of its products are simulated, and what contention adds to them is added to the estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.problem import AXES, Overlap
+from meshweave.algorithms.block.sites import product_parts, product_sites
 from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -22,8 +24,9 @@ from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.estimate import Estimate
-from meshweave.tune.ranking import RankedConfig, simulate_best, solvers
+from meshweave.estimate import Estimate, estimate
+from meshweave.simulate import simulate
+from meshweave.tune.ranking import RankedConfig, simulate_best, simulated_config, solvers
 
 MeshShape = tuple[int, ...]
 """The sizes of a mesh (rows, columns) or (depth, rows, columns)."""
@@ -109,14 +112,9 @@ def rank_blocks(
         progress: called with the numbers of meshes priced and configs simulated so far, and of all of them.
 
     Raises:
-        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes; programs are to be
-            simulated whose sites run one by one, which they do not.
+        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes.
         LayoutError: a mesh does not have the chips of the cluster.
     """
-    if overlap == "sites" and max_simulated:
-        raise UnsupportedError(
-            "programs of layers overlap their sites; by overlap 'sites' simulate none of them"
-        )
     search = _Search(cluster, overlap)
     meshes = block_meshes(cluster) if mesh_shapes is None else mesh_shapes
     total = len(meshes) + max_simulated
@@ -131,9 +129,27 @@ def rank_blocks(
     ranked = sorted(search.best.values(), key=lambda config: config.seconds)
     if max_simulated:
         ranked = simulate_best(
-            ranked, cluster, max_simulated, lambda count: progress(len(meshes) + count, total)
+            ranked,
+            cluster,
+            max_simulated,
+            lambda count: progress(len(meshes) + count, total),
+            simulated_config if overlap == "layers" else _simulated_by_sites,
         )
     return BlockRanking(model, workload, cluster, layers, tuple(ranked), search.num_priced)
+
+
+def _simulated_by_sites(ranked: RankedConfig, cluster: Cluster) -> RankedConfig:
+    """Return a config with what its layers take, one site after another, where contention slows its products."""
+    entry, problem = ranked.algorithm, ranked.problem
+    assert isinstance(entry, BlockAlgorithm) and isinstance(problem, BlockProblem)
+    added_s, roles = 0.0, entry.roles_of(problem)
+    for site in product_sites(problem):
+        parts = product_parts(site, problem, ranked.config, roles, problem.mesh)
+        for program in (parts.forward, parts.backward) if problem.training else (parts.forward,):
+            machine = Machine.of(cluster, program, logical=True)
+            added_s += simulate(program, machine).duration_s - estimate(program, machine).total_s
+    added_s *= problem.layers
+    return replace(ranked, simulated=(ranked.estimate.total_s + added_s, ranked.estimate.exposed_s + added_s))
 
 
 class _Search:
@@ -155,11 +171,11 @@ class _Search:
                 continue
             for config in known[name].candidates(problem, self.cluster):
                 try:
-                    estimate = self._estimate(known[name], problem, config, machine)
+                    priced = self._estimate(known[name], problem, config, machine)
                 except (LayoutError, UnsupportedError) as error:
                     self.refusals.append(f"{name}: {error}")
                     continue
-                self._keep(RankedConfig(known[name], problem, config, estimate), problem.mesh_shape)
+                self._keep(RankedConfig(known[name], problem, config, priced), problem.mesh_shape)
 
     def _estimate(
         self, entry: Algorithm[Any, Any], problem: BlockProblem, config: Any, machine: Machine

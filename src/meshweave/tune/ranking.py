@@ -128,20 +128,28 @@ def simulate_best(
     cluster: Cluster,
     count: int,
     progress: Callable[[int], None] = lambda count: None,
+    simulated_one: Callable[[RankedConfig, Cluster], RankedConfig] | None = None,
 ) -> list[RankedConfig]:
     """Return the configs with the first `count` simulated, these the fastest first, and the others after them.
+
+    Args:
+        simulated_one: simulates a config; None for its program.
 
     Raises:
         UnsupportedError: the machine cannot place a group.
     """
     simulated = []
     for number, config in enumerate(ranked[:count]):
-        machine = machine_for(config.algorithm, config.problem, config.config, cluster)
-        trace = simulate(config.program, machine)
-        times = trace.duration_s, trace.exposed_s(config.program.ranks[0])
-        simulated.append(replace(config, simulated=times))
+        simulated.append((simulated_one or simulated_config)(config, cluster))
         progress(number + 1)
     return [*sorted(simulated, key=lambda config: config.seconds), *ranked[count:]]
+
+
+def simulated_config(config: RankedConfig, cluster: Cluster) -> RankedConfig:
+    """Return a config with what its program takes with contention."""
+    machine = machine_for(config.algorithm, config.problem, config.config, cluster)
+    trace = simulate(config.program, machine)
+    return replace(config, simulated=(trace.duration_s, trace.exposed_s(config.program.ranks[0])))
 
 
 def _refusal_text(entry: Algorithm[Any, Any], problem: Hashable) -> str:

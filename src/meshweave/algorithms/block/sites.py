@@ -62,6 +62,21 @@ class ProductSite:
         return self.stored or roles.stored(roles.weight(self.is_first), self.weight_sides)
 
 
+def product_sites(problem: BlockProblem) -> list[ProductSite]:
+    """Return the four products of a layer."""
+    return [
+        ProductSite(
+            is_first,
+            half.is_attention,
+            problem.hidden,
+            half.units,
+            half.in_unit if is_first else half.out_unit,
+        )
+        for half in halves_of(problem, 0)
+        for is_first in (True, False)
+    ]
+
+
 def site_problem(
     batch: int, sequence: int, hidden: int, mesh_shape: tuple[int, ...], dtype: str
 ) -> BlockProblem:
