@@ -162,6 +162,7 @@ class _Direct(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, function: LocalFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
         outputs = function.forward(inputs)
         results = outputs[: function.num_results]
         ctx.function, ctx.num_inputs = function, len(inputs)
@@ -170,6 +171,7 @@ class _Direct(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         function, saved = ctx.function, ctx.saved_tensors
         refuse_second_derivative(function.handle)
         needed = ctx.needs_input_grad[1:]

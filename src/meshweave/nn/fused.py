@@ -180,12 +180,14 @@ def _linear(
 class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
+        """Return the result, and keep what gradients need."""
         ctx.save_for_backward(x, weight)
         ctx.problem, ctx.options = problem, options
         return _reduce_scatter(x, weight.t(), problem, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a fused linear layer")
         x, weight = ctx.saved_tensors
         grad_x, gathered = _all_gather(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)
@@ -195,6 +197,7 @@ class _ReduceScatterLinear(torch.autograd.Function):  # type: ignore[misc]
 class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, problem: UniversalProblem, options: _Options) -> Tensor:
+        """Return the result, and keep what gradients need."""
         result, gathered = _all_gather(x, weight.t(), problem, options)
         ctx.save_for_backward(gathered, weight)
         ctx.problem, ctx.options = problem, options
@@ -202,6 +205,7 @@ class _AllGatherLinear(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a fused linear layer")
         gathered, weight = ctx.saved_tensors
         grad_x = _reduce_scatter(grads[0], weight, _backward_sizes(ctx.problem), ctx.options)

@@ -190,6 +190,7 @@ class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
         out: tuple[Placement, ...] | None,
         options: MatmulOptions,
     ) -> DTensor:
+        """Return the result, and keep what gradients need."""
         ctx.save_for_backward(*saved_operands(ctx, x, weight))
         operands = [operand for operand in (x, weight, bias) if operand is not None]
         ctx.shapes = [operand.shape for operand in operands]
@@ -203,6 +204,7 @@ class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a linear layer of DTensors")
         x, weight = ctx.saved_tensors
         grad, shapes, specs, options = MatrixView(grads[0]), ctx.shapes, ctx.specs, ctx.options

@@ -228,6 +228,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, options: MatmulOptions
     ) -> DTensor:
+        """Return the result, and keep what gradients need."""
         ctx.save_for_backward(*saved_operands(ctx, a, b))
         ctx.specs, ctx.options = (ShardSpec.of(a).gradient, ShardSpec.of(b).gradient), options
         ctx.shapes = a.shape, b.shape
@@ -236,6 +237,7 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         refuse_second_derivative("a product of DTensors")
         a, b = ctx.saved_tensors
         options = ctx.options.of_gradient

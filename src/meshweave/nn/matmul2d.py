@@ -199,6 +199,7 @@ class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
         ring_ways: int,
         context: TorchContext,
     ) -> Tensor:
+        """Return the result, and keep what gradients need."""
         ctx.save_for_backward(a, b)
         ctx.config = problem, rank, name, config, ring_ways, context
         return _run(problem, rank, name, config, ring_ways, context, a, b)
@@ -206,6 +207,7 @@ class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         problem, rank, name, config, ring_ways, context = ctx.config
         a, b = ctx.saved_tensors
         role = {"x": a, "w": b, "dy": grads[0]}

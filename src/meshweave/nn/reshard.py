@@ -115,11 +115,13 @@ class _ReshardFunction(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, tensor: DTensor, source: ShardSpec, target: ShardSpec, session: ReshardSession, note: str
     ) -> DTensor:
+        """Return the result, and keep what gradients need."""
         ctx.back, ctx.target, ctx.session = source.gradient, target, session
         return _resharded(tensor, source, target, session, note)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         grad = _in_placements_of(ctx.target, grads[0], ctx.session)
         return _ReshardFunction.apply(grad, ctx.target, ctx.back, ctx.session, ""), None, None, None, None
 

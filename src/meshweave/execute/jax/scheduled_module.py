@@ -275,26 +275,31 @@ class _Reading:
         self._open: dict[str, int] = {}
 
     def start(self, key: str, collective: ModuleCollective) -> None:
+        """Take in the start of an asynchronous collective, whose done has the same key."""
         self._open[key] = number = len(self._collectives)
         self._products[number] = []
         self._collectives.append(collective)
         self.events.append(Event("start", number))
 
     def end(self, key: str) -> None:
+        """Take in the done of the collective that began under a key."""
         number = self._open.pop(key, None)
         if number is not None:
             self.events.append(Event("done", number))
 
     def collective(self, collective: ModuleCollective) -> None:
+        """Take in a collective that nothing runs beside."""
         self.events.append(Event("collective", len(self._collectives)))
         self._collectives.append(collective)
 
     def product(self, product: ModuleProduct) -> None:
+        """Take in a product, which runs beside all collectives under way."""
         for number in self._open.values():
             self._products[number].append(product)
         self.events.append(Event("product", cycles=product.cycles))
 
     def finished(self) -> Iterator[ModuleCollective]:
+        """Yield the collectives in order of their starts, each with the products beside it."""
         for number, one in enumerate(self._collectives):
             products = tuple(self._products.get(number, ()))
             yield ModuleCollective(one.name, one.kind, one.mode, one.part_bytes, one.group, products)

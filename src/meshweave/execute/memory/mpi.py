@@ -234,18 +234,21 @@ class _MpiWindow(Window):
     memory: MpiMemory
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies from another rank's memory, as `Window.get`."""
         memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
         here, there = memory.origin(into, number), self._there(remote, piece, number)
         what = f"a get from rank {remote.rank}"
         return lambda held=into: memory.finish(win.Rget(here, target, there), what, remote.rank)  # type: ignore[misc]
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what stores in another rank's memory, as `Window.put`."""
         memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
         here, there = memory.origin(value, number), self._there(remote, piece, number)
         what = f"a put to rank {remote.rank}"
         return lambda held=value: memory.finish(win.Rput(here, target, there), what, remote.rank)  # type: ignore[misc]
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Return what adds to another rank's memory, as `Window.accumulate`."""
         if op not in _OPS:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _OPS)}")
         if piece.dtype not in _NUMBERS:
@@ -271,6 +274,7 @@ class _MpiWindow(Window):
         return list({id(win): win for win in wins}.values())
 
     def fence(self, group: int, what: str) -> Action:
+        """Return what waits until a group has come to the same fence, as `Window.fence`."""
         ranks, memory, wins = self.groups[group], self.memory, self._all_wins()
         at, tag = ranks.index(self.rank), _FENCE_TAG + group
         hops = [1 << turn for turn in range(max(len(ranks) - 1, 0).bit_length())]
@@ -295,6 +299,7 @@ class _MpiWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        """Return what sets a flag of a rank, as `Window.notify`."""
         memory, remote = self.memory, self.remote[rank, SIGNALS]
         at = self.flag_at(flag)
         (win, target), piece = memory.reach(remote), remote.tensor[at : at + 1]
@@ -317,6 +322,7 @@ class _MpiWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for own flags, as `Window.await_flags`."""
         memory, mine = self.memory, self.own[SIGNALS].numpy()
         places, wins = [self.flag_at(flag) for flag in flags], self._all_wins()
 

@@ -259,12 +259,15 @@ class _SharedWindow(Window):
     counters: Mapping[int, memoryview]
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies from another rank's memory, as `Window.get`."""
         return partial(into.copy_, piece)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what stores in another rank's memory, as `Window.put`."""
         return partial(piece.copy_, value)
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Return what adds to another rank's memory, as `Window.accumulate`."""
         if op not in COMBINE:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
         combine, locked = COMBINE[op], self.memory.locked
@@ -288,9 +291,11 @@ class _SharedWindow(Window):
         return chain_actions(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
+        """Return what waits until a group has come to the same fence, as `Window.fence`."""
         return chain_actions([self.arrive(group), self.await_arrivals(group, what)])
 
     def arrive(self, group: int) -> Action:
+        """Return what counts this rank's arrival at a fence of a group."""
         mine = self.counters[self.rank]
 
         def run() -> None:
@@ -300,6 +305,7 @@ class _SharedWindow(Window):
         return run
 
     def await_arrivals(self, group: int, what: str) -> Action:
+        """Return what waits until all of a group have arrived at a fence."""
         others = [rank for rank in self.groups[group] if rank != self.rank]
         mine, theirs = self.counters[self.rank], [(rank, self.counters[rank]) for rank in others]
         memory = self.memory
@@ -323,6 +329,7 @@ class _SharedWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        """Return what sets a flag of a rank, as `Window.notify`."""
         theirs, at = self.counters[rank], self.flag_at(flag)
 
         def run(value: int) -> None:
@@ -334,11 +341,13 @@ class _SharedWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for own flags, as `Window.await_flags`."""
         return self._await(self.counters[self.rank], [self.flag_at(flag) for flag in flags], peers, what)
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for counters in an exposed buffer, as `Window.await_counts`."""
         return self._await(memoryview(self.own[key].numpy()), places, peers, what)
 
     def _await(

@@ -102,12 +102,15 @@ class StreamWindow(Window):
         object.__setattr__(self, "_meetings", [0] * len(self.groups))
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies from another rank's memory, as `Window.get`."""
         return partial(into.copy_, piece, non_blocking=True)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what stores in another rank's memory, as `Window.put`."""
         return partial(piece.copy_, value, non_blocking=True)
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Return what adds to another rank's memory, as `Window.accumulate`."""
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 
         if op != "sum" or piece.ndim > 2 or lacks_atomic_add(piece.dtype, piece.device):
@@ -115,6 +118,7 @@ class StreamWindow(Window):
         return partial(accumulate, piece, value)
 
     def fence(self, group: int, what: str) -> Action:
+        """Return what waits until a group has come to the same fence, as `Window.fence`."""
         ranks = self.groups[group]
         first = sum(len(before) for before in self.groups[:group])
         place = first + ranks.index(self.rank) if self.rank in ranks else 0
@@ -132,16 +136,19 @@ class StreamWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        """Return what sets a flag of a rank, as `Window.notify`."""
         return partial(self.queue.words.write, self._word(rank, self.flag_at(flag)))
 
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for own flags, as `Window.await_flags`."""
         return self.await_counts(WORDS, [self.flag_at(flag) for flag in flags], peers, what)
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for counters in an exposed buffer, as `Window.await_counts`."""
         words = [self.own[key][place] for place in places]
 
         def run(values: Sequence[int]) -> None:

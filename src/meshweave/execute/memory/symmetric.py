@@ -191,12 +191,15 @@ class _SymmetricWindow(Window):
     host: Window
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies from another rank's memory, as `Window.get`."""
         return partial(into.copy_, piece)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what stores in another rank's memory, as `Window.put`."""
         return partial(piece.copy_, value)
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Return what adds to another rank's memory, as `Window.accumulate`."""
         if op not in COMBINE:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
         combine, (start, stop) = COMBINE[op], remote.bytes_of(piece)
@@ -219,6 +222,7 @@ class _SymmetricWindow(Window):
             yield
 
     def fence(self, group: int, what: str) -> Action:
+        """Return what waits until a group has come to the same fence, as `Window.fence`."""
         meet = self.host.fence(group, what)
 
         def run() -> None:
@@ -228,6 +232,7 @@ class _SymmetricWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        """Return what sets a flag of a rank, as `Window.notify`."""
         tell = self.host.notify(rank, flag)
 
         def run(value: int) -> None:
@@ -239,4 +244,5 @@ class _SymmetricWindow(Window):
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
+        """Return what waits for own flags, as `Window.await_flags`."""
         return self.host.await_flags(flags, peers, what)

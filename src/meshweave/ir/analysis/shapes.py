@@ -56,13 +56,16 @@ class _Check:
         self.program, self.bound, self.rank = program, bound, rank
 
     def error(self, message: str, buffer: str | None = None) -> ProgramError:
+        """Return an error that names the op, the rank and a buffer."""
         return ProgramError(message, op=self.bound.label, rank=self.rank, buffer=buffer)
 
     def require(self, condition: bool, message: str, buffer: str | None = None) -> None:
+        """Raise an error with this message unless a condition holds."""
         if not condition:
             raise self.error(message, buffer)
 
     def shape(self, view: View, expected: Sequence[int]) -> None:
+        """Require that two shapes are equal."""
         self.require(
             view.shape == tuple(expected),
             f"{view} has shape {view.shape}, should have {tuple(expected)}",
@@ -70,10 +73,12 @@ class _Check:
         )
 
     def dim(self, dim: int, view: View) -> None:
+        """Require that a view has a dim."""
         dims = len(view.selectors)
         self.require(0 <= dim < dims, f"{view} has {dims} dims, and no dim {dim}", view.buffer)
 
     def same_dtype(self, out: View, src: View) -> None:
+        """Require that views have one dtype."""
         out_dtype, src_dtype = (self.program.buffer_of[view.buffer].dtype for view in (out, src))
         self.require(
             out_dtype == src_dtype, f"moves {src_dtype} of {src.buffer} into {out_dtype}", out.buffer

@@ -109,6 +109,7 @@ class _Reader:
     # --- declarations ---------------------------------------------------------------------------------
 
     def top_level(self, node: ast.stmt) -> None:
+        """Read a statement outside of all blocks."""
         match node:
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="program"), args=[ast.Constant(value=str() as name)])
@@ -334,6 +335,7 @@ class _Reader:
         return kind(**values)
 
     def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
+        """Return the value of a field of an op."""
         readers: dict[str, Callable[[ast.expr], Any]] = {
             "View": self.read_view,
             "tuple[View, ...]": lambda n: tuple(map(self.read_view, read_items(n))),
@@ -351,6 +353,7 @@ class _Reader:
         return readers.get(kind, read_string)(node)
 
     def read_view(self, node: ast.expr) -> View:
+        """Return the view that an expression says."""
         rank: Index | None = None
         match node:
             case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):

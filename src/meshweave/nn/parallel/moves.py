@@ -106,12 +106,14 @@ class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
+        """Return the result, and keep what gradients need."""
         ctx.reverse, ctx.sizes = reverse, (batch, sequence)
         return _moved(x, number, batch, sequence)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         (grad,) = grads
         if ctx.reverse >= 0:
             grad = _moved(grad.contiguous(), ctx.reverse, *ctx.sizes)
@@ -123,11 +125,13 @@ class _MovedGradients(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, number: int, shape: tuple[int, ...], *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
         ctx.number, ctx.shape = number, shape
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         moved = _moved(flat.view(ctx.shape), ctx.number, 1, 1).view(-1)
         parts = moved.split([grad.numel() for grad in grads])

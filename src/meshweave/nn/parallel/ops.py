@@ -229,6 +229,7 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, number: int, batch: int, sequence: int, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
         output = tuple(_multiply(x, weights, number, batch, sequence))
         ctx.sizes, ctx.num_weights = (number, batch, sequence), len(weights)
         kept = output[len(weights) :]
@@ -239,6 +240,7 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         x, *rest = ctx.saved_tensors
         count = ctx.num_weights
         return (None, None, None, *_multiply_back(grads[:count], x, rest[:count], rest[count:], *ctx.sizes))

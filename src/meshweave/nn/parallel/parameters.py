@@ -116,6 +116,7 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.specs = [compat.spec_of(parameter) for parameter in parameters]
         parts = [compat.local_tensor(parameter) for parameter in parameters]
@@ -123,6 +124,7 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
         pairs = zip(grads, ctx.specs, strict=True)
         return tuple([None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs])
 

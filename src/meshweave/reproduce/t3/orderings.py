@@ -53,6 +53,7 @@ class _Stated:
     cases: Callable[[T3Study], Iterable[Case]]
 
     def check(self, study: T3Study) -> CheckedOrdering:
+        """Return in how many cases of a study the statement holds, and in which it does not."""
         cases = tuple(self.cases(study))
         wrong = tuple(name for name, holds in cases if not holds)
         return CheckedOrdering(self.statement, self.where, len(cases), wrong)

@@ -58,6 +58,7 @@ class _KernelWriter:
         self.ops: dict[int, tuple[BoundOp, ...]] = {}
 
     def run(self) -> Kernels:
+        """Return the kernels of this rank's ops."""
         for index, bound in enumerate(self._ops_of(self.rank)):
             self._lower(index, bound.op)
         return self.out
