@@ -3,9 +3,9 @@
 python validation/model_types.py
 
 writes src/meshweave/catalog/model_types.json, what families are beyond their configs, and
-validation/results/model_types.md, what became of each. A causal language model is built on the meta device. Its family
-is known where the reader takes its config and counts its parameters to within 0.5 %, learned positions apart; of others
-a plan says that they are not known, unless the reader refuses them.
+validation/results/model_types.md, what became of each. A causal language model is built on the meta device. Its
+family is known where the reader takes its config and counts its parameters to within 0.5 %, learned positions
+apart; of others a plan says that they are not known, unless the reader refuses them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ENCODERS = ("bert", "roberta", "camembert", "electra", "xlm", "reformer", "xlnet
 _LEARNED = re.compile(r"(wpe|embed_positions|position_embeddings?|pos_emb\w*|positions_embed)\.weight$")
 _DEFAULTS = {
     *features.KV_HEADS, *features.ACTIVATION, *features.NORM_EPS, *features.INIT_STD, *features.WINDOWS,
-    *features.DEFINING, *features.SAID, "head_dim", "tie_word_embeddings", "use_sliding_window", "is_decoder",
-    "multi_query", "rope_parameters", "rotary_dim", "partial_rotary_factor", "rotary_pct", "attn_config",
+    *features.DEFINING, *features.SAID, "head_dim", "tie_word_embeddings", "use_sliding_window",
+    "multi_query", "rope_parameters", "rotary_dim", "partial_rotary_factor", "rotary_pct",
 }  # fmt: skip
 
 
@@ -84,8 +84,17 @@ class ReadType:
 
 def default_config(name: str, **changes: Any) -> dict[str, Any]:
     """Return the default config of a family as its `config.json` has it."""
-    config: dict[str, Any] = json.loads(CONFIG_MAPPING[name](**changes).to_json_string(use_diff=False))
+    config: dict[str, Any] = json.loads(_config(name, **changes).to_json_string(use_diff=False))
     return config
+
+
+def _config(name: str, **changes: Any) -> Any:
+    """Return the default config of a family; where it lacks the size of a head, with that which follows."""
+    made = CONFIG_MAPPING[name](**changes)
+    size = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
+    if getattr(made, "head_dim", 0) is None and all(isinstance(each, int) for each in size):
+        made = CONFIG_MAPPING[name](**changes, head_dim=size[0] // size[1])
+    return made
 
 
 def built(name: str) -> torch.nn.Module | None:
@@ -94,7 +103,7 @@ def built(name: str) -> torch.nn.Module | None:
         return None
     try:
         with torch.device("meta"):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name]())
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(_config(name))
         model.tie_weights()  # type: ignore[operator]
     except Exception:  # a default config need not be one that works
         return None
@@ -113,7 +122,7 @@ def _defaults(name: str, config: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for key in sorted(_DEFAULTS & config.keys()):
         value = config[key]
-        has_word = isinstance(value, bool) or not features.is_off(value)
+        has_word = isinstance(value, bool) or not (features.is_off(value) or isinstance(value, list))
         if has_word and all(probe.get(key) == value for probe in probes):
             kept[key] = value
     return kept
@@ -140,7 +149,7 @@ def candidate(name: str, config: dict[str, Any], model: torch.nn.Module, is_gate
     names = [path for path, _ in model.named_parameters()]
     ffn = next((config[key] for key in features.FFN if isinstance(config.get(key), int)), None)
     hidden = next((config[key] for key in features.HIDDEN if isinstance(config.get(key), int)), 0)
-    positions = "none"
+    positions = "other"
     if any(_LEARNED.search(path) for path in names):
         positions = "learned"
     elif any("rope" in key or "rotary" in key for key in config) or any("Rotary" in each for each in modules):
@@ -205,8 +214,8 @@ def write_catalog(known: dict[str, Any], not_causal: list[str]) -> None:
     """Write the file of the catalog, a line for each family, and read it anew."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     CATALOG.write_text(
-        f'{{"transformers": {json.dumps(transformers.__version__)},\n"not_causal": {json.dumps(sorted(not_causal))},\n'
-        f'"known": {{\n{lines}\n}}}}\n'
+        f'{{"transformers": {json.dumps(transformers.__version__)},\n'
+        f'"not_causal": {json.dumps(sorted(not_causal))},\n"known": {{\n{lines}\n}}}}\n'
     )
     model_type_table.cache_clear()
 
@@ -217,7 +226,9 @@ def read_type(name: str, *, count: bool = True) -> ReadType:
     try:
         config = default_config(name)
     except Exception as error:
-        return ReadType(name, is_causal, 0, None, f"transformers has no default config ({type(error).__name__})")
+        return ReadType(
+            name, is_causal, 0, None, f"transformers has no default config ({type(error).__name__})"
+        )
     try:
         read = transformer_from_config(config, "config.json")
     except MeshweaveError as error:
@@ -235,8 +246,8 @@ def table(types: list[ReadType]) -> str:
         "# What the reader makes of transformers' configs",
         "",
         f"Default configs of the {len(types)} `model_type`s of transformers {transformers.__version__}, by "
-        "`python validation/model_types.py`. exact: planned, parameters within 0.5 %; said: planned, and what is not "
-        "priced or known is said; refused: an error of one line.",
+        "`python validation/model_types.py`. exact: planned, parameters within 0.5 %; said: planned, and what is "
+        "not priced or known is said; refused: an error of one line.",
         "",
         f"All: {', '.join(f'{n} {word}' for word, n in sorted(counts.items()))}. Causal language models, "
         f"{sum(causal.values())}: {', '.join(f'{n} {word}' for word, n in sorted(causal.items()))}.",

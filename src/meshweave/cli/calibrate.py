@@ -142,8 +142,8 @@ def calibrate(
 def _calibrate_device(
     out: Path, device: str, dtype: str, products: int, repeat: int, seed: int, json: bool
 ) -> None:
+    from meshweave.calibrate.cluster_toml import kernels_toml
     from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
-    from meshweave.calibrate.kernels_toml import kernels_toml
     from meshweave.calibrate.tpu_compiler import calibrate_tpu
 
     is_tpu = device.startswith("tpu")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Norm = Literal["rms", "layer"]
-Positions = Literal["rotary", "learned", "alibi", "none"]
+Positions = Literal["rotary", "learned", "alibi", "other"]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, hea
     biases = _biases(data, known)
     own_eps = next((key for key in NORM_EPS if _number(data.get(key)) is not None), None)
     norm = known.norm if known else "rms" if own_eps == "rms_norm_eps" else None
-    qk_norm = next((data[key] for key in ("qk_layernorm", "use_qk_norm") if type(data.get(key)) is bool), None)
+    qk_norm = next(
+        (data[key] for key in ("qk_layernorm", "use_qk_norm") if type(data.get(key)) is bool), None
+    )
     return Architecture(
         printable(model_type_of(data)),
         norm,
@@ -102,7 +104,12 @@ def _rotary(data: Mapping[str, Any], head_dim: int) -> tuple[float | None, float
     keys = ("rope_theta", "rotary_emb_base")
     base = next((n for source in (data, table) for key in keys if (n := _number(source.get(key)))), None)
     share = next(
-        (n for s in (data, table) for k in ("partial_rotary_factor", "rotary_pct") if (n := _number(s.get(k)))),
+        (
+            n
+            for s in (data, table)
+            for k in ("partial_rotary_factor", "rotary_pct")
+            if (n := _number(s.get(k)))
+        ),
         None,
     )
     dim = _number(data.get("rotary_dim"))
@@ -110,9 +117,16 @@ def _rotary(data: Mapping[str, Any], head_dim: int) -> tuple[float | None, float
         share = dim / head_dim
     if any(isinstance(value, dict) for value in table.values()):  # one table for each kind of layer
         return base, share, json.dumps(table, sort_keys=True)
-    scaling = old if isinstance(old, dict) else {k: v for k, v in table.items() if k not in (*keys, *_SHARE)}
+    if isinstance(old, dict) or any(key in data for key in keys):  # of transformers 4, which has no table
+        scaling = old if isinstance(old, dict) else {}
+    else:
+        scaling = {k: v for k, v in table.items() if k not in (*keys, *_SHARE)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return base, 1.0 if share is None else share, "" if kind == "default" else json.dumps(scaling, sort_keys=True)
+    return (
+        base,
+        1.0 if share is None else share,
+        "" if kind == "default" else json.dumps(scaling, sort_keys=True),
+    )
 
 
 _SHARE = ("partial_rotary_factor", "rotary_pct")

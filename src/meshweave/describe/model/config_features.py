@@ -1,8 +1,8 @@
 """The one table of what keys of a Hugging Face `config.json` mean for a price.
 
-Each key is read as a size (`SIZES`), changes nothing that a price knows (`HARMLESS`), defines the model for other
-software alone (`DEFINING`), is said not to be priced (`SAID`), or refuses the model (`REFUSED`). A key that is none
-of these is said not to be understood, unless it is off (false, null, 0, empty).
+Each key is read as a size (`SIZES`), changes nothing that a price knows (`HARMLESS`), defines the model for
+other software alone (`DEFINING`), is said not to be priced (`SAID`), or refuses the model (`REFUSED`). A key
+that is none of these is said not to be understood, unless it is off (false, null, 0, empty).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MAX_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 INIT_STD = ("initializer_range", "init_std")
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "local_attention", "window_size")
+WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "attention_layers")
 KINDS_OF_WINDOWS = ("sliding_attention", "local", "chunked_attention")
 KINDS_OF_ATTENTION = (*KINDS_OF_WINDOWS, "full_attention", "attention", "global")
@@ -40,16 +41,17 @@ SIZES = {
 """Keys that the reader looks at, apart from those of the tables below."""
 
 HARMLESS = {
-    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "id2label", "label2id", "use_cache",
-    "return_dict", "problem_type", "is_encoder_decoder", "pretraining_tp", "slow_but_exact", "init_device",
-    "task_specific_params", "finetuning_task", "prefix", "tokenizer_class", "torchscript", "use_bfloat16",
-    "gradient_checkpointing", "chunk_size_feed_forward", "return_dict_in_generate", "num_labels", "do_sample",
-    "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "upcast_attn",
-    "num_logits_to_keep", "use_flash_attn", "use_flash_attention_2", "layerdrop", "temperature", "top_k", "top_p",
-    "max_length", "min_length", "repetition_penalty", "classifier_activation", "classifier_bias",
-    "router_aux_loss_coef", "norm_topk_prob", "first_k_dense_replace", "topk_group", "n_group",
-    "routed_scaling_factor", "moe_topk", "moe_layer_freq", "scoring_func", "topk_method", "initializer_cutoff_factor",
-    "_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed",
+    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "id2label", "label2id",
+    "use_cache", "return_dict", "problem_type", "is_encoder_decoder", "pretraining_tp", "slow_but_exact",
+    "init_device", "task_specific_params", "finetuning_task", "prefix", "tokenizer_class", "torchscript",
+    "use_bfloat16", "gradient_checkpointing", "chunk_size_feed_forward", "return_dict_in_generate",
+    "num_labels", "do_sample", "reorder_and_upcast_attn", "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32", "upcast_attn", "num_logits_to_keep", "use_flash_attn",
+    "use_flash_attention_2", "layerdrop", "temperature", "top_k", "top_p", "max_length", "min_length",
+    "repetition_penalty", "classifier_activation", "classifier_bias", "router_aux_loss_coef",
+    "norm_topk_prob", "first_k_dense_replace", "topk_group", "n_group", "routed_scaling_factor", "moe_topk",
+    "moe_layer_freq", "scoring_func", "topk_method", "initializer_cutoff_factor", "_attn_implementation",
+    "attn_implementation", "_attn_implementation_autoset", "unsloth_version", "unsloth_fixed",
     "cache_implementation", "generation_config", "vocab_file", "use_return_dict", "output_router_logits",
     "lambda_std_dev", "rms_norm",
 }  # fmt: skip
@@ -59,15 +61,16 @@ _HARMLESS_PATTERN = re.compile(
 )
 
 DEFINING = {
-    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "bias", "enable_bias", "no_bias", "use_qkv_bias",
-    "qkv_bias", "add_bias_linear", "add_qkv_bias", "decoder_bias", "norm_bias", "qk_layernorm", "use_qk_norm",
-    "use_parallel_residual", "parallel_attn", "num_ln_in_parallel_attn", "alibi", "learned_pos_emb", "norm_type",
-    "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-    "query_pre_attn_scalar", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "scale_embedding",
-    "embedding_scale", "scale_depth", "scale_emb", "dim_model_base", "no_rope_layers", "no_rope_layer_interval",
-    "do_layer_norm_before", "layer_norm_elementwise_affine", "apply_residual_connection_post_layernorm",
-    "use_post_norm", "use_sandwich_norm", "embedding_fraction", "rope_interleaved", "layer_rope_theta",
-    "mup_enabled", "mup_base_width", "mup_use_scaling", "width_scale", "use_norm", "position_embedding_type",
+    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "bias", "enable_bias", "no_bias",
+    "use_qkv_bias", "qkv_bias", "add_bias_linear", "add_qkv_bias", "decoder_bias", "norm_bias",
+    "qk_layernorm", "use_qk_norm", "use_parallel_residual", "parallel_attn", "num_ln_in_parallel_attn",
+    "alibi", "learned_pos_emb", "norm_type", "logit_scale", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "query_pre_attn_scalar", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "scale_embedding", "embedding_scale", "scale_depth", "scale_emb",
+    "dim_model_base", "no_rope_layers", "no_rope_layer_interval", "do_layer_norm_before",
+    "layer_norm_elementwise_affine", "apply_residual_connection_post_layernorm", "use_post_norm",
+    "use_sandwich_norm", "embedding_fraction", "rope_interleaved", "layer_rope_theta", "mup_enabled",
+    "mup_base_width", "mup_use_scaling", "width_scale", "use_norm", "position_embedding_type",
 }  # fmt: skip
 """Keys that change a model, and no product of it nor bytes worth counting."""
 
@@ -82,7 +85,7 @@ SAID = {
     "mtp_num_hidden_layers": "{} multi-token-prediction layers not priced",
     "num_medusa_heads": "{} Medusa heads not priced",
     "add_cross_attention": "cross attention not priced",
-    "cross_attention_layers": "cross attention (layers {}) not priced",
+    "cross_attention_layers": "cross attention not priced",
     "num_kv_shared_layers": "keys and values that {} layers share priced for each of them",
     "clip_qkv": "clipping of queries, keys and values at {} not priced",
     "use_attention_gate": "gate of attention's output not priced, nor its parameters counted",
@@ -114,7 +117,9 @@ REFUSED = {
     "num_mel_bins": "a model of audio; only decoders of text are supported",
 }
 """Why a model is refused for which a key is on."""
-_STATE_SPACE = re.compile(r"^mamba_|^ssm_|^linear_num_|^linear_key_|^lru_|^state_size$|^conv_L_cache$|^n_mamba_")
+_STATE_SPACE = re.compile(
+    r"^mamba_|^ssm_|^linear_num_|^linear_key_|^lru_|^state_size$|^conv_L_cache$|^n_mamba_"
+)
 _EXPERTS = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -124,19 +129,24 @@ def is_off(value: object) -> bool:
     return value is None or value is False or value in (0, "", [], {}, "none")
 
 
-def refusal(data: Mapping[str, Any]) -> str | None:
-    """Return why a config is of no dense causal decoder, with its key, or None."""
+def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
+    """Return why a config is of no dense causal decoder, with its key, or None.
+
+    Families that are known to be causal may have `is_decoder = false`, as gpt_neox has.
+    """
     for key, value in data.items():
         if _EXPERTS.match(key):
             most = _most(value)
             if most > 1:
-                return f"{key}: a mixture of {format_value(most)} experts is not supported; give a dense model"
+                return (
+                    f"{key}: a mixture of {format_value(most)} experts is not supported; give a dense model"
+                )
     for key, reason in REFUSED.items():
         if not is_off(data.get(key)):
             return f"{key}: {reason}"
     if isinstance(data.get("text_config"), dict) and "hidden_size" not in data:
         return "text_config: a multimodal model; give its text_config as a file of its own"
-    if data.get("is_decoder") is False:
+    if data.get("is_decoder") is False and not is_known:
         return "is_decoder: false; an encoder, and only causal decoders are supported"
     architectures = data.get("architectures")
     if isinstance(architectures, list) and architectures:
@@ -158,7 +168,9 @@ def _other_layers(data: Mapping[str, Any]) -> str | None:
     for key, names in kinds.items():
         other = next((name for name in names if name not in KINDS_OF_ATTENTION), None)
         if other is not None:
-            return f"{key}: layers of {format_value(other)} are not supported; give a model of attention alone"
+            return (
+                f"{key}: layers of {format_value(other)} are not supported; give a model of attention alone"
+            )
     marks = (key for key, value in data.items() if _STATE_SPACE.match(key) and not is_off(value))
     mark = None if kinds else next(marks, None)
     return f"{mark}: state-space layers are not supported; give a model of attention alone" if mark else None
@@ -198,8 +210,12 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
             yield NotPriced(text.format(format_value(data[key])))
     for key in ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size"):
         if not is_off(data.get(key)) and data[key] != hidden:
-            yield NotPriced(f"embeddings of width {format_value(data[key])} priced as of the hidden size, {hidden}")
-    towers = [key for key, value in data.items() if key.endswith("_config") and value and isinstance(value, dict)]
+            yield NotPriced(
+                f"embeddings of width {format_value(data[key])} priced as of the hidden size, {hidden}"
+            )
+    towers = [
+        key for key, value in data.items() if key.endswith("_config") and value and isinstance(value, dict)
+    ]
     for key in towers:
         if key not in SIZES and key not in SAID and key not in HARMLESS:
             yield NotPriced(f"{key} not priced: only the decoder of text is")
@@ -218,7 +234,7 @@ def _is_understood(key: str) -> bool:
     known = key in SIZES or key in HARMLESS or key in DEFINING or key in SAID or key in REFUSED
     return (
         known
-        or key in ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
+        or key in WIDTHS
         or key.endswith("_config")
         or bool(_HARMLESS_PATTERN.search(key) or _STATE_SPACE.match(key) or "expert" in key)
     )

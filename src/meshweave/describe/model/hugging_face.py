@@ -45,7 +45,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
     own = model_type_of(data)
     known = known_model_type(own)
     data = {**(known.defaults if known else {}), **data}
-    reason = refusal(data) or not_causal_reason(own)
+    reason = refusal(data, is_known=known is not None) or not_causal_reason(own)
     if reason is not None:
         raise UnsupportedError(f"{printable(file)}: {reason}")
     config = _ConfigReader(data, known)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -22,8 +22,52 @@ from meshweave.describe.files import (
     parse_table,
     validate_table,
 )
+from meshweave.describe.model.architecture import (
+    Architecture,
+    NotPriced,
+    positions_not_priced,
+    window_not_priced,
+)
 from meshweave.describe.model.hugging_face import head_problems, transformer_from_config
 from meshweave.describe.model.transformer import Transformer
+
+
+class ArchitectureFile(FileModel):
+    """What defines a model beside its sizes, for other software; what is left out is not said."""
+
+    model_type: str = Field("", description="the family, as transformers names it, a string")
+    norm: Literal["rms", "layer"] | None = Field(None, description="the norm: rms or layer")
+    norm_eps: float | None = Field(None, description="what the norm adds to a variance, a number", ge=0)
+    activation: str | None = Field(None, description="the activation of the FFN, as transformers names it")
+    qkv_bias: bool | None = Field(
+        None, description="true where queries, keys and values add a bias, else false"
+    )
+    out_bias: bool | None = Field(None, description="true where attention's output adds a bias, else false")
+    ffn_bias: bool | None = Field(None, description="true where the FFN adds biases, else false")
+    positions: Literal["rotary", "learned", "alibi", "other"] | None = Field(
+        None, description="how tokens know their places: rotary, learned, alibi or other"
+    )
+    max_positions: Count | None = Field(None, description="the most tokens of a sequence, at least 1")
+    rotary_base: float | None = Field(None, description="the base of rotary angles, a positive number", gt=0)
+    rotary_share: float | None = Field(None, description="the share of a head that turns, to 1", gt=0)
+    rotary_scaling: str = Field(
+        "", description="how angles are scaled for longer sequences, JSON in a string"
+    )
+    window: Count | None = Field(None, description="the tokens that a token attends to in some layers")
+    qk_norm: bool | None = Field(None, description="true where queries and keys are normalised, else false")
+    init_std: float | None = Field(None, description="the standard deviation of initial weights", ge=0)
+    others: list[str] = Field([], description="what else defines the model, a list of strings")
+
+    def architecture(self) -> Architecture:
+        """Return what this table describes."""
+        return Architecture(**{**self.model_dump(), "others": tuple(self.others)})
+
+
+class NotPricedFile(FileModel):
+    """Something of a model that its price does not know."""
+
+    text: Name = Field(description="what it is, a string")
+    beyond: int = Field(0, description="the most tokens of a sequence that it does not touch", ge=0)
 
 
 class ModelFile(FileModel):
@@ -45,9 +89,16 @@ class ModelFile(FileModel):
     vocab_size: Count | None = Field(None, description="the number of tokens (left out: unknown), at least 1")
     gated_ffn: bool = Field(description="true for a gated FFN (SwiGLU and kin), else false")
     tied_embeddings: bool = Field(True, description="true where input and output share one embedding")
+    architecture: ArchitectureFile = Field(
+        default_factory=lambda: ArchitectureFile.model_validate({}),
+        description="a table of what else defines the model",
+    )
+    not_priced: list[NotPricedFile] = Field(
+        default_factory=list, description="a list of tables of what its price does not know"
+    )
 
 
-def _transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
+def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     """Return the model that a TOML table describes. Raises DescriptionError with every problem."""
     table, problems = validate_table(ModelFile, data)
     if table is not None:
@@ -68,7 +119,39 @@ def _transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
         table.gated_ffn,
         table.source,
         table.tied_embeddings,
+        table.architecture.architecture(),
+        _all_not_priced(table),
     )
+
+
+def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
+    """Return what a table says is not priced, and what follows from its window and positions."""
+    found = [NotPriced(item.text, item.beyond) for item in table.not_priced]
+    window, positions = table.architecture.window, table.architecture.max_positions
+    if window is not None and not any(item.beyond == window for item in found):
+        found.append(window_not_priced(window))
+    if positions is not None and not any(item.beyond == positions for item in found):
+        found.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))
+    return tuple(found)
+
+
+def model_table(model: Transformer) -> dict[str, Any]:
+    """Return the table of a file that is read as this very model."""
+    sizes = {
+        key: value
+        for key, value in vars(model).items()
+        if key not in ("architecture", "not_priced") and value is not None
+    }
+    architecture = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in vars(model.architecture).items()
+        if value not in (None, "", ())
+    }
+    return {
+        **sizes,
+        **({"architecture": architecture} if architecture else {}),
+        **({"not_priced": [vars(item) for item in model.not_priced]} if model.not_priced else {}),
+    }
 
 
 def load_model(name_or_path: str | Path) -> Transformer:
@@ -82,10 +165,10 @@ def load_model(name_or_path: str | Path) -> Transformer:
     file_name = str(name_or_path)
     if not isinstance(name_or_path, Path) and (file_name in model_names() or not is_path(file_name)):
         file = f"{file_name}.toml"
-        return _transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
+        return transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
     if os.path.isdir(file_name):  # noqa: PTH112  (unlike Path.is_dir, never raises)
         file_name = str(Path(file_name) / "config.json")
     data = load_table(file_name)
     if file_name.lower().endswith(".json"):
         return transformer_from_config(data, file_name)
-    return _transformer_from(data, file_name)
+    return transformer_from(data, file_name)

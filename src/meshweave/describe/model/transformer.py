@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
@@ -47,7 +47,7 @@ class Transformer:
     gated_ffn: bool
     source: str
     tied_embeddings: bool = True
-    architecture: Architecture = Architecture()
+    architecture: Architecture = field(default_factory=Architecture)
     not_priced: tuple[NotPriced, ...] = ()
 
     def __post_init__(self) -> None:
