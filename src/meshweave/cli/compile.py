@@ -10,7 +10,7 @@ import typer
 
 from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names, read_plan
 from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget
 from meshweave.report.timeline import write_text
 
@@ -54,12 +54,11 @@ def compile_plan(
     Example: meshweave compile plan.json --topology v5e:4x4 --layer ff1 --algorithm meshslice
     """
     from meshweave.execute.jax.compiled import EMISSIONS, compile_program, emission_named
-    from meshweave.tune import load_plan
     from meshweave.tune.selection import select_products
 
     target = _target(topology)
     emissions = list(EMISSIONS.values()) if emission == "all" else [emission_named(emission)]
-    loaded = load_plan(plan)
+    loaded = read_plan(plan)
     check_writable(text)
     names = [loaded.best.algorithm] if algorithms == "best" else read_names(algorithms)
     chosen = select_products(loaded, algorithms=names, layers=[layer], passes=read_names(passes))

@@ -32,11 +32,23 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
+from meshweave.tune import Plan, load_plan
+from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.unrolled import planned_names
 
 MAX_RANKS = 1 << 12
 MAX_SHOWN_RANKS = 64
 JSON_HELP = "Print JSON instead of text."
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Return the plan of a file; what it does not price, or has otherwise than the catalog, goes to stderr."""
+    plan = load_plan(Path(path))
+    for sentence in catalog_differences(plan):
+        typer.echo(f"note: {sentence}", err=True)
+    for text in plan.not_priced:
+        typer.echo(f"note: {printable(text)}", err=True)
+    return plan
 
 
 def read_mesh(text: str) -> tuple[int, ...]:

@@ -9,11 +9,10 @@ import typer
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import format_s
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names, read_plan
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome, write_text
 from meshweave.trace import Trace
-from meshweave.tune import load_plan
 
 if TYPE_CHECKING:
     from meshweave.check import MeasuredProduct, RunReport
@@ -68,7 +67,7 @@ def run(
     """
     from meshweave import check
 
-    loaded = load_plan(plan)
+    loaded = read_plan(plan)
     for path in (trace, svg):
         check_writable(path)
     report = check.run(

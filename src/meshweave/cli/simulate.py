@@ -20,6 +20,7 @@ from meshweave.cli.options import (
     print_json,
     read_mesh,
     read_names,
+    read_plan,
     read_ranks,
 )
 from meshweave.cli.simulate_options import (
@@ -46,7 +47,6 @@ from meshweave.cli.simulate_options import (
 )
 from meshweave.report.timeline import write_chrome, write_text
 from meshweave.trace import Trace
-from meshweave.tune import load_plan
 
 if TYPE_CHECKING:
     from meshweave.tune.cases import SimulatedCase, SimulationCase
@@ -162,7 +162,7 @@ def _plan_cases(
     from meshweave.tune.cases import plan_cases
     from meshweave.tune.step_cases import step_case
 
-    plan = load_plan(Path(what))
+    plan = read_plan(what)
     if plan.kind == "step":
         return [step_case(plan, cluster, place, calls=calls or None)]
     best = [plan.best.algorithm]

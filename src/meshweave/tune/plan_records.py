@@ -23,6 +23,20 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class DescriptionRecord(Record):
+    """What a plan was made for, whole: see `tune.plan_description`.
+
+    Attributes:
+        model: the table of a model file.
+        cluster: the table of a cluster file, with the constants of its kernels.
+        settings: of a plan of a step, the attributes of `mw.StepProblem` that are not the default ones.
+    """
+
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
 class DegreesRecord(Record):
     """One configuration of a step: the fields of `mw.Parallelism`."""
 

@@ -12,6 +12,7 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
+from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of
 from meshweave.tune.step.problem import SHORT_NAMES
@@ -128,6 +129,8 @@ def plan_step(
         dtype=problem.dtype,
         steps=_steps_record(problem, ranking, link_sensitivity(ranking) if sensitivity else ()),
         note=NOTE,
+        not_priced=model.not_priced_at(problem.seq),
+        description=describe(model, cluster, problem),
     )
 
 
