@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,7 @@ def test_every_config_of_transformers_is_planned_rightly_said_or_refused() -> No
     spec = importlib.util.spec_from_file_location("model_types_population", path)
     assert spec is not None and spec.loader is not None
     population = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = population  # where its dataclasses look
     spec.loader.exec_module(population)
     types = [population.read_type(name) for name in sorted(population.CONFIG_MAPPING)]
     assert len(types) > 300

@@ -99,9 +99,10 @@ def _stack(given: Any) -> SoftwareStack:
     if isinstance(given, str):
         return load_stack(given)
     try:
-        table = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-        kernels = {key: UnfusedKernels(**table[key]) for key in ("forward", "backward") if key in table}
-        return SoftwareStack(**{**table, **kernels})
+        table: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        for key in ("forward", "backward"):
+            table[key] = UnfusedKernels(**table.get(key, {}))
+        return SoftwareStack(**table)
     except (TypeError, AttributeError) as error:
         raise DescriptionError(
             f"description.settings.stack: {error}; give a name, or its attributes"

@@ -129,13 +129,16 @@ _ACTIVATIONS = {
 def _biases(row: PlannedRow, flags: list[str]) -> set[str]:
     own = row.model.architecture
     biases = own.qkv_bias, own.out_bias, own.ffn_bias
-    words = {
-        (True, True, True): (),
-        (False, False, False): ("--disable-bias-linear",),
-        (True, False, False): ("--disable-bias-linear", "--add-qkv-bias"),
-    }.get(biases)
+    words = _BIASES.get(biases)
     flags += words or ()
     return set() if words is None else {"qkv_bias", "out_bias", "ffn_bias"}
+
+
+_BIASES: dict[tuple[bool | None, ...], tuple[str, ...]] = {
+    (True, True, True): (),
+    (False, False, False): ("--disable-bias-linear",),
+    (True, False, False): ("--disable-bias-linear", "--add-qkv-bias"),
+}
 
 
 def _positions(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> set[str]:
