@@ -206,7 +206,38 @@ def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
     assert planned_problem(Plan.model_validate_json(other.model_dump_json())).stack == own
 
 
-def test_a_plan_of_own_files_runs_where_they_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "verbs",
+    [
+        [
+            ["export", "step.json", "--to", "megatron-lm"],
+            ["export", "step.json", "--to", "torchtitan"],
+            ["export", "step.json", "--to", "hf"],
+            ["simulate", "step.json"],
+            ["simulate", "products.json", "--layer", "ff1", "--pass", "forward"],
+        ],
+        pytest.param(
+            [
+                ["verify", "products.json", *SMALL, "--algorithm", "collective"],
+                [
+                    "run",
+                    "products.json",
+                    *SMALL,
+                    "--pass",
+                    "forward",
+                    "--repeat",
+                    "2",
+                    "--machine",
+                    "local-cpu",
+                ],
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_plan_of_own_files_runs_where_they_are_not(
+    verbs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     (here / "mine").mkdir(parents=True)
     there.mkdir()
