@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
+from meshweave.describe.model.hugging_face import transformer_from_config
+from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.model_types import known_model_type, known_model_types
 
 LLAMA = {
@@ -142,6 +145,48 @@ def test_defaults_of_families_are_no_sizes() -> None:
             and not {"num_hidden_layers", "hidden_size", "vocab_size"} & known.defaults.keys()
         )
     assert is_off([]) and is_off(0) and not is_off(1)
+
+
+NASTY: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2,
+        10**400,
+        1e308,
+        float("inf"),
+        float("nan"),
+        "",
+        "x" * 500,
+        "\x00\n",
+        4096,
+        1.5,
+    ),
+    *([], [1, "a", None], {}, {"a": 1}, {"rope_type": "yarn", "factor": [1]}, ["sliding_attention"] * 3),
+]
+KEYS = (
+    *LLAMA, "rope_scaling", "rope_theta", "rope_parameters", "sliding_window", "num_experts", "vision_config",
+    "zz\n" + "y" * 300, "text_config", "architectures", "attn_config", "rotary_pct", "rotary_dim", "layer_types",
+    "attention_bias", "multi_query", "tie_word_embeddings", "head_dim", "initializer_range", "rms_norm_eps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_configs_are_read_whole_or_refused(seed: int) -> None:
+    """What is read survives the table of a plan, and says what it says in lines that print."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        config = LLAMA | {"model_type": draw.choice(known_model_types())}
+        config |= {draw.choice(KEYS): draw.choice(NASTY) for _ in range(draw.randint(1, 4))}
+        try:
+            model = transformer_from_config(config, "folder/config.json")
+        except MeshweaveError:
+            continue
+        assert transformer_from(json.loads(json.dumps(model_table(model))), "plan") == model
+        assert all(text.isprintable() and len(text) < 1000 for text in model.not_priced_at(LONG))
 
 
 @pytest.mark.slow

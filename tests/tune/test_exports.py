@@ -275,6 +275,20 @@ def test_styles_are_those_of_transformers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "llama-3.1-405b"])
+def test_the_config_is_one_of_transformers(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    exported = export_plan(plan_of({"strategy": "megatron"}, model=name), "hf").settings["config"]
+    config = transformers.AutoConfig.for_model(**exported)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(load_model(name).num_parameters, rel=1e-3)
+    read = json.loads(config.to_json_string(use_diff=False))
+    assert transformer_from_config(read, "f/config.json").architecture == load_model(name).architecture
+
+
+@pytest.mark.slow
 def test_overrides_are_fields_of_torchtitan() -> None:
     configs = pytest.importorskip("torchtitan.config.configs", reason="torchtitan is not installed")
     settings = export_plan(plan_of({"schedule": "1f1b", "virtual_stages": 2}), "torchtitan").settings

@@ -34,25 +34,25 @@ MAX_JUDGED = 1000
 """Problems of a file that are looked at."""
 
 
-def _whole_float_to_int(value: object) -> object:
+def whole_float_to_int(value: object) -> object:
     """Return a float that is a whole number as an int: files write large counts as `32e9`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _require_printable(value: str) -> str:
+def require_printable(value: str) -> str:
     """Return a name. Raises ValueError for control characters: names are printed in one-line messages."""
     if not value.isprintable():
         raise ValueError("not printable")
     return value
 
 
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_require_printable)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(require_printable)]
 # A rate below one per second would round to zero inside the simulator; a duration above 1e6 s would not
 # fit 64 bits of picoseconds.
 Rate = Annotated[float, Field(ge=1.0, le=1e24, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_whole_float_to_int), Field(ge=1, le=2**24)]
-Size = Annotated[int, BeforeValidator(_whole_float_to_int), Field(ge=1, le=2**60)]
+Count = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**24)]
+Size = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**60)]
 
 
 class FileModel(BaseModel):

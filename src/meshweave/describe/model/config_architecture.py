@@ -13,10 +13,10 @@ from meshweave.describe.model.config_features import (
     ACTIVATION,
     DEFINING,
     INIT_STD,
-    MAX_POSITIONS,
     NORM_EPS,
     SAID,
     is_off,
+    max_positions_of,
     window_of,
 )
 from meshweave.describe.model.model_types import KnownModelType, model_type_of
@@ -48,12 +48,12 @@ def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, hea
         printable(model_type_of(data)),
         norm,
         _number(data.get(own_eps)) if own_eps else None,
-        next((printable(data[key]) for key in ACTIVATION if isinstance(data.get(key), str)), None),
+        next((printable(data[key]) for key in ACTIVATION if _is_word(data.get(key))), None),
         biases["qkv"],
         biases["out"],
         biases["ffn"],
         positions,
-        next((data[key] for key in MAX_POSITIONS if type(data.get(key)) is int and data[key] > 0), None),
+        max_positions_of(data),
         base if is_rotary else None,
         share if is_rotary else None,
         scaling if is_rotary else "",
@@ -68,8 +68,17 @@ def _is_other(data: Mapping[str, Any], key: str) -> bool:
     return key not in _READ and not is_off(data.get(key)) and data[key] != 1
 
 
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a positive number that is not beyond sense, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < _MOST else None  # type: ignore[operator,arg-type]
+
+
+_MOST = 1e30
 
 
 def _biases(data: Mapping[str, Any], known: KnownModelType | None) -> dict[str, bool | None]:

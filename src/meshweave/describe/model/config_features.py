@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshweave.base.errors import printable
 from meshweave.describe.files import format_value
 from meshweave.describe.model.architecture import NotPriced, positions_not_priced, window_not_priced
 
@@ -190,7 +191,16 @@ def window_of(data: Mapping[str, Any]) -> int | None:
     if kinds and not any(name in KINDS_OF_WINDOWS for names in kinds.values() for name in names):
         return None
     values = (data.get(key) for key in WINDOWS)
-    return next((value for value in values if type(value) is int and value > 0), None)
+    return next((value for value in values if type(value) is int and 0 < value <= _MOST_TOKENS), None)
+
+
+def max_positions_of(data: Mapping[str, Any]) -> int | None:
+    """Return the positions that a model is made for, or None."""
+    values = (data.get(key) for key in MAX_POSITIONS)
+    return next((value for value in values if type(value) is int and 0 < value <= _MOST_TOKENS), None)
+
+
+_MOST_TOKENS = 2**31
 
 
 def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned: bool) -> Iterator[NotPriced]:
@@ -201,10 +211,9 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
         windowed = sum(name in KINDS_OF_WINDOWS for name in kinds)
         where = f" in {windowed} of {len(kinds)} layers" if 0 < windowed < len(kinds) else ""
         yield window_not_priced(window, where)
-    for key in MAX_POSITIONS:
-        if type(data.get(key)) is int and data[key] > 0:
-            yield positions_not_priced(data[key], learned=learned)
-            break
+    positions = max_positions_of(data)
+    if positions is not None:
+        yield positions_not_priced(positions, learned=learned)
     for key, text in SAID.items():
         if not is_off(data.get(key)):
             yield NotPriced(text.format(format_value(data[key])))
@@ -218,7 +227,7 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
     ]
     for key in towers:
         if key not in SIZES and key not in SAID and key not in HARMLESS:
-            yield NotPriced(f"{key} not priced: only the decoder of text is")
+            yield NotPriced(f"{printable(key[:60])} not priced: only the decoder of text is")
     if not is_known:
         named = format_value(data.get("model_type", "")) if data.get("model_type") else "missing"
         yield NotPriced(
@@ -227,7 +236,8 @@ def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned:
     unknown = sorted(key for key, value in data.items() if not is_off(value) and not _is_understood(key))
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-        yield NotPriced(f"keys of the config that are not understood: {', '.join(unknown[:8])}{more}")
+        keys = ", ".join(printable(key[:60]) for key in unknown[:8])
+        yield NotPriced(f"keys of the config that are not understood: {keys}{more}")
 
 
 def _is_understood(key: str) -> bool:

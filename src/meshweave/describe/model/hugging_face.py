@@ -82,9 +82,9 @@ def model_name(file: str | Path) -> str:
     """Return the name of a model in a file: that of the folder of a `config.json`, else the file's own."""
     path = Path(file).absolute()
     if path.name.lower() != "config.json":
-        return printable(path.stem)
+        return printable(path.stem)[:200]
     hub = path.parents[2].name if path.parent.parent.name == "snapshots" else ""
-    return printable(hub.rpartition("--")[2] or path.parent.name or path.stem)
+    return printable(hub.rpartition("--")[2] or path.parent.name or path.stem)[:200]
 
 
 def head_problems(

@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from meshweave.describe.catalog import catalog_text, model_names
 from meshweave.describe.files import (
-    Count,
     FileModel,
     Name,
     fail_with_all,
     is_path,
     load_table,
     parse_table,
+    require_printable,
     validate_table,
+    whole_float_to_int,
 )
 from meshweave.describe.model.architecture import (
     Architecture,
@@ -28,17 +30,27 @@ from meshweave.describe.model.architecture import (
     positions_not_priced,
     window_not_priced,
 )
-from meshweave.describe.model.hugging_face import head_problems, transformer_from_config
+from meshweave.describe.model.hugging_face import MAX_SIZE, head_problems, transformer_from_config
 from meshweave.describe.model.transformer import Transformer
+
+ModelSize = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_SIZE)]
+Words = Annotated[str, Field(max_length=100_000), AfterValidator(require_printable)]
+
+
+def _require_json_table(text: str) -> str:
+    """Return the text of a JSON table, or "". Raises ValueError."""
+    if text and not isinstance(json.loads(text), dict):
+        raise ValueError("no table")
+    return text
 
 
 class ArchitectureFile(FileModel):
     """What defines a model beside its sizes, for other software; what is left out is not said."""
 
-    model_type: str = Field("", description="the family, as transformers names it, a string")
+    model_type: Words = Field("", description="the family, as transformers names it, a string")
     norm: Literal["rms", "layer"] | None = Field(None, description="the norm: rms or layer")
     norm_eps: float | None = Field(None, description="what the norm adds to a variance, a number", ge=0)
-    activation: str | None = Field(None, description="the activation of the FFN, as transformers names it")
+    activation: Words | None = Field(None, description="the activation of the FFN, as transformers names it")
     qkv_bias: bool | None = Field(
         None, description="true where queries, keys and values add a bias, else false"
     )
@@ -47,16 +59,16 @@ class ArchitectureFile(FileModel):
     positions: Literal["rotary", "learned", "alibi", "other"] | None = Field(
         None, description="how tokens know their places: rotary, learned, alibi or other"
     )
-    max_positions: Count | None = Field(None, description="the most tokens of a sequence, at least 1")
+    max_positions: ModelSize | None = Field(None, description="the most tokens of a sequence, at least 1")
     rotary_base: float | None = Field(None, description="the base of rotary angles, a positive number", gt=0)
     rotary_share: float | None = Field(None, description="the share of a head that turns, to 1", gt=0)
     rotary_scaling: str = Field(
         "", description="how angles are scaled for longer sequences, JSON in a string"
     )
-    window: Count | None = Field(None, description="the tokens that a token attends to in some layers")
+    window: ModelSize | None = Field(None, description="the tokens that a token attends to in some layers")
     qk_norm: bool | None = Field(None, description="true where queries and keys are normalised, else false")
     init_std: float | None = Field(None, description="the standard deviation of initial weights", ge=0)
-    others: list[str] = Field([], description="what else defines the model, a list of strings")
+    others: list[Words] = Field([], description="what else defines the model, a list of strings")
 
     def architecture(self) -> Architecture:
         """Return what this table describes."""
@@ -66,7 +78,7 @@ class ArchitectureFile(FileModel):
 class NotPricedFile(FileModel):
     """Something of a model that its price does not know."""
 
-    text: Name = Field(description="what it is, a string")
+    text: Words = Field(description="what it is, a string")
     beyond: int = Field(0, description="the most tokens of a sequence that it does not touch", ge=0)
 
 
@@ -76,17 +88,19 @@ class ModelFile(FileModel):
     name: Name = Field(description="the model's name, a string of printable characters")
     source: str = Field(description="where the sizes are from, a string", min_length=1)
     note: str = Field("", description="what to know before use, a string")
-    num_layers: Count = Field(description="the number of blocks, a whole number of at least 1")
-    hidden: Count = Field(description="the hidden size, a whole number of at least 1")
-    num_heads: Count = Field(description="the number of attention heads, a whole number of at least 1")
-    num_kv_heads: Count | None = Field(
+    num_layers: ModelSize = Field(description="the number of blocks, a whole number of at least 1")
+    hidden: ModelSize = Field(description="the hidden size, a whole number of at least 1")
+    num_heads: ModelSize = Field(description="the number of attention heads, a whole number of at least 1")
+    num_kv_heads: ModelSize | None = Field(
         None, description="the number of key and value heads (left out: num_heads), at least 1"
     )
-    head_dim: Count | None = Field(
+    head_dim: ModelSize | None = Field(
         None, description="the size of one head (left out: hidden / num_heads), at least 1"
     )
-    ffn_hidden: Count = Field(description="the inner size of the FFN, a whole number of at least 1")
-    vocab_size: Count | None = Field(None, description="the number of tokens (left out: unknown), at least 1")
+    ffn_hidden: ModelSize = Field(description="the inner size of the FFN, a whole number of at least 1")
+    vocab_size: ModelSize | None = Field(
+        None, description="the number of tokens (left out: unknown), at least 1"
+    )
     gated_ffn: bool = Field(description="true for a gated FFN (SwiGLU and kin), else false")
     tied_embeddings: bool = Field(True, description="true where input and output share one embedding")
     architecture: ArchitectureFile = Field(
