@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
+from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
-from meshweave.nn.parallel.strategy import LayerStrategy, block_entry, device_mesh_for
+from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import load_plan
 from meshweave.tune.step import Parallelism, Step
 from meshweave.tune.step.layers import best_config, hidden_between_sites_s
@@ -60,7 +61,7 @@ def resolve(
         if not sizes:
             raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
         shape = tuple(int(size) for size in sizes.split("x"))
-        device_mesh = device_mesh_for(block_entry(name), shape, "cpu")
+        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, "cpu")
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config))
 
 
@@ -96,9 +97,9 @@ def _of_parallelism(
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:
         name = _DATA_NAMES[p.zero] if p.data > 1 else "ring_attention"
-        entry = block_entry(name)
+        entry = STRATEGIES.named(name)
     else:
-        entry = block_entry(p.strategy)
+        entry = STRATEGIES.named(p.strategy)
         inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
         sizes += inner
         entry = StrategyAround(entry, tuple(around)) if around else entry

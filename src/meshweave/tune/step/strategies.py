@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockProblem
+from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.roles import IDLE, RING, AxisRole, Roles
 from meshweave.algorithms.block.two_d import IncludedProducts
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import STRATEGIES
+from meshweave.base.errors import LayoutError
 from meshweave.tune.step.problem import Parallelism, StepProblem
-
-_BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 
 def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorithm:
@@ -18,11 +17,7 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         UnsupportedError: there is no such strategy.
         LayoutError: it is one of data or context parallelism, or its mesh does not fit.
     """
-    entry = _BY_NAME.get(parallelism.strategy)
-    if entry is None:
-        raise UnsupportedError(
-            f"there is no strategy '{parallelism.strategy}'{did_you_mean(parallelism.strategy, _BY_NAME)}"
-        )
+    entry = STRATEGIES.named(parallelism.strategy)
     roles = entry.roles
     if len(roles) != 2:
         raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
