@@ -73,8 +73,9 @@ def plan_model(
 
     Args:
         algorithms: names of 2D products; None takes all. `wang[S=meshslice]` and `summa[S=meshslice]` run at the
-            slice counts that MeshSlice takes for the same product, and are added where both are named. An algorithm that has no mesh
-            shape on this cluster or lacks a dataflow of these layers is left out; the plan's `note` says so.
+            slice counts that MeshSlice takes for the same product, and are added where both are named. An
+            algorithm that has no mesh shape on this cluster or lacks a dataflow of these layers is left out; the
+            plan's `note` says so.
         progress: called with (done, total) after each mesh shape of each algorithm.
         counts: is filled with what the search looks at.
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import Overlap
-from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
+from meshweave.algorithms.block.roles import (
+    BATCH,
+    FULLY_SHARDED,
+    GATHERED_ONCE,
+    IDLE,
+    REDUCED_LAST,
+    RING,
+    AxisRole,
+)
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
@@ -96,8 +104,7 @@ def _of_parallelism(
     around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:
-        name = _DATA_NAMES[p.zero] if p.data > 1 else "ring_attention"
-        entry = STRATEGIES.named(name)
+        entry = _alone(around[0])
     else:
         entry = STRATEGIES.named(p.strategy)
         inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
@@ -107,6 +114,10 @@ def _of_parallelism(
     return ResolvedPlan(LayerStrategy.of(entry.name, mesh, config, entry), p.recompute == "full")
 
 
-_DATA_NAMES = ("data_parallel", "zero1", "zero2", "zero3")
+def _alone(role: AxisRole) -> BlockAlgorithm:
+    """Return the strategy in which one axis has this role, and nothing else is shared."""
+    return next(entry for entry in STRATEGIES.values() if entry.roles == (role, IDLE))
+
+
 _DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
 """What the axis of data parallelism does for each stage of ZeRO."""

@@ -18,18 +18,25 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         LayoutError: it is one of data or context parallelism, or its mesh does not fit.
     """
     entry = STRATEGIES.named(parallelism.strategy)
-    roles = entry.roles
-    if len(roles) != 2:
-        raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
-    if roles[0].residual == "batch" and roles[1] is IDLE:
-        raise LayoutError(f"{entry.name} shares the batch; give data= and zero= instead of this strategy")
-    if roles[0].operand_in == "sequence":
-        raise LayoutError(f"{entry.name} shares sequences; give context= instead of this strategy")
+    if (reason := refusal_in_step(entry)) is not None:
+        raise LayoutError(f"{entry.name} {reason}")
     if parallelism.context == 1:
         return entry
-    if roles[0].residual == "batch":
+    if entry.roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
     return StrategyAround(entry, (RING,))
+
+
+def refusal_in_step(entry: BlockAlgorithm) -> str | None:
+    """Return why a strategy is none for the tensor ranks of a step, or None where it is one."""
+    roles = entry.roles
+    if len(roles) != 2:
+        return f"has {len(roles)} mesh axes; a step has strategies of two"
+    if roles[0].residual == "batch" and roles[1] is IDLE:
+        return "shares the batch; give data= and zero= instead of this strategy"
+    if roles[0].operand_in == "sequence":
+        return "shares sequences; give context= instead of this strategy"
+    return None
 
 
 class StrategyAround(BlockAlgorithm):

@@ -229,9 +229,8 @@ class StepSearch:
             for size in sizes:
                 count = self._problem.batch // layout.data // size
                 pairs = self._space.schedules(layout.pipeline, count)
-                plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
                 for kind in tuple(kinds):
-                    choices = (layout.choice(size, *pair, level, kind) for pair in plain for level in levels)
+                    choices = (layout.choice(size, *pair, level, kind) for pair in pairs for level in levels)
                     if any(self._fitting_bytes(choice) is not None for choice in choices):
                         least.append(kind)
                         break
