@@ -22,8 +22,12 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
         f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
     )
+    if plan.unmeasured:
+        typer.echo(plan.unmeasured)
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
     typer.echo(f"           {_numbers(steps.best, steps, price)}")
+    if reason := steps.reason_above(steps.best.mfu):
+        typer.echo(f"           {reason}")
     if steps.runner_up is None:
         typer.echo("runner-up  there is no other that fits")
     else:
@@ -46,7 +50,7 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
 
 def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
     text = (
-        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU, "
+        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU ({steps.pairs} pairs), "
         f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
         f"{format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
     )
@@ -96,7 +100,19 @@ def _print_ranking(steps: StepsRecord, price: float | None) -> None:
         "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; "
         "bubble: waiting for other pipeline ranks."
     )
+    typer.echo(_pairs_text(steps))
+    if reason := steps.reason_above(*(record.hfu for record in steps.ranked)):
+        typer.echo(f"{reason}.")
     typer.echo(_searched(steps))
+
+
+def _pairs_text(steps: StepsRecord) -> str:
+    if steps.pairs == "all" or steps.best.mfu_all_pairs is None:
+        return "MFU and HFU count all pairs of tokens, also those that a causal mask hides and kernels skip."
+    return (
+        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, which "
+        f"may exceed the peak where kernels skip the others, the best has {100 * steps.best.mfu_all_pairs:.1f} % MFU."
+    )
 
 
 def _share(record: StepRecord, name: str) -> str:

@@ -68,7 +68,7 @@ def step_page(
         [
             f"<h1>{escape(title)}</h1>",
             f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}. '
-            "A plan of a training step by meshweave.</p>",
+            f"A plan of a training step by meshweave.{escape(_sentence(plan.unmeasured))}</p>",
             _lead(steps, choice_text, difference, advice),
             _versus(steps, choice_text),
             _section("Timeline", "timelines", _TIMELINE_HELP) if timelines else "",
@@ -99,6 +99,13 @@ _FRONT_HELP = (
 )
 
 
+_PAIRS = {"causal": "with the pairs of tokens that a causal mask leaves", "all": "with all pairs of tokens"}
+
+
+def _sentence(text: str) -> str:
+    return f" {text}." if text else ""
+
+
 def _section(title: str, name: str, text: str) -> str:
     return f'<h2>{title}</h2><p class="quiet">{text}</p><div id="{name}"></div>'
 
@@ -109,7 +116,7 @@ def _lead(
     best, other = steps.best, steps.runner_up
     tiles = (
         (format_s(best.step_s), "a step"),
-        (f"{100 * best.mfu:.1f} %", "model FLOPs utilization"),
+        (f"{100 * best.mfu:.1f} %", f"model FLOPs utilization, {_PAIRS[steps.pairs]}"),
         (f"{best.tokens_per_s_per_chip:.0f}", "tokens/s per chip"),
         (format_bytes(best.memory_bytes), f"of {format_bytes(steps.memory_limit_bytes)} on the fullest chip"),
     )
@@ -122,6 +129,8 @@ def _lead(
         ("runner-up", runner_up),
         ("next", f"{escape(advice)}.{stopped}"),
     )
+    if reason := steps.reason_above(*(record.hfu for record in steps.ranked)):
+        answers = (*answers, ("MFU, HFU", f"{escape(reason)}."))
     tiled = "".join(f"<div><b>{value}</b><span>{text}</span></div>" for value, text in tiles)
     answered = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in answers)
     return f'<div class="tiles">{tiled}</div><dl class="answer">{answered}</dl>'

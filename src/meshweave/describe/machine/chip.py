@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError, did_you_mean
@@ -27,7 +28,8 @@ class Chip:
 
     Attributes:
         peak_flops_per_s: (dtype, FLOP/s) pairs.
-        effective_flops_per_s: the FLOP/s that large GEMMs reach, in every dtype that `dtype_flops_per_s` lacks.
+        effective_flops_per_s: the FLOP/s that large GEMMs reach, in every dtype that `dtype_flops_per_s` lacks, but
+            no more than the peak of a dtype that is slower than another.
         memory_bytes, memory_bytes_per_s: size and bandwidth of the chip's main memory.
         launch_s: seconds to start one kernel.
         gemm_tile: (m, n, k) in elements, the tiles in which a GEMM streams through on-chip memory; None if
@@ -114,10 +116,15 @@ class Chip:
         for known, rate in self.dtype_flops_per_s:
             if known == dtype:
                 return rate
-        return self.effective_flops_per_s
+        peaks = dict(
+            self.peak_flops_per_s
+        )  # the rate is that of the fastest dtype: no other reaches more than its peak
+        is_slower = peaks.get(dtype, math.inf) < max(peaks.values())
+        return min(self.effective_flops_per_s, peaks[dtype]) if is_slower else self.effective_flops_per_s
 
     def with_flops_per_s(self, rate: float) -> Chip:
         """Return the chip with one FLOP rate for all dtypes, all kinds of work and all shapes."""
+        by_dtype = tuple((dtype, rate) for dtype, _ in self.peak_flops_per_s)
         return replace(
-            self, effective_flops_per_s=rate, dtype_flops_per_s=(), call_flops_per_s=(), kernels=None
+            self, effective_flops_per_s=rate, dtype_flops_per_s=by_dtype, call_flops_per_s=(), kernels=None
         )

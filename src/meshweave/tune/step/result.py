@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from meshweave.describe.model.memory import step_flops
+from meshweave.describe.model.memory import Pairs, step_flops
 from meshweave.tune.step.block_time import PartTime
+from meshweave.tune.step.ceiling import RateCeiling, rate_ceiling
 from meshweave.tune.step.memory import Memory
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.stages import Stages, makespan_s
@@ -110,36 +111,33 @@ class Step:
         """Return the tokens of a step over its time and the number of chips."""
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
-    @property
-    def model_flops(self) -> int:
-        """Return the FLOPs of the model, as Korthikanti et al. count them (MLSys '23, equation 7).
-
-        The formula is also that of PaLM's MFU (Chowdhery et al., 2022, appendix B), with logits.
-        """
-        return step_flops(self.problem.model, self.problem.workload)
-
-    @property
-    def hardware_flops(self) -> int:
-        """Return the FLOPs with recomputation (equation 8 there; Narayanan et al., SC '21, equation 3 if full)."""
-        model, workload = self.problem.model, self.problem.workload
-        attention = 4 * workload.tokens * workload.sequence * model.num_heads * model.head_dim
-        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
-        again = {
-            "none": 0,
-            "selective": model.num_layers * attention,
-            "full": model.num_layers * (2 * workload.tokens * weights + attention),
-        }
-        return self.model_flops + again[self.parallelism.recompute]
+    def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
+        """Return the FLOPs of the model with some pairs of tokens, with those that are computed again or without."""
+        of, again = self.problem, self.parallelism.recompute if recomputed else "none"
+        flops = step_flops(of.model, of.workload, pairs, again)
+        if again == "full" and of.stack.stops_early:  # before the last product of a layer
+            flops -= 2 * of.workload.tokens * of.model.num_layers * of.model.ffn_hidden * of.model.hidden
+        return flops
 
     @property
     def mfu(self) -> float:
-        """Return model FLOPs per second over the peak of all chips, from 0 to 1."""
-        return self._utilization(self.model_flops)
+        """Return model FLOPs, with the pairs of tokens that a causal mask leaves, over what the chips' peak allows."""
+        return self._utilization(self.flops())
+
+    @property
+    def mfu_all_pairs(self) -> float:
+        """Return MFU with all pairs of tokens, masked or not: that of PaLM (Chowdhery et al., 2022, appendix B)."""
+        return self._utilization(self.flops("all"))
 
     @property
     def hfu(self) -> float:
-        """Return hardware FLOPs per second over the peak of all chips, from 0 to 1."""
-        return self._utilization(self.hardware_flops)
+        """Return `mfu` with the FLOPs that are computed again."""
+        return self._utilization(self.flops(recomputed=True))
+
+    @property
+    def ceiling(self) -> RateCeiling:
+        """Return the most of its peak that a chip has shown in products, and how this step's work is priced."""
+        return rate_ceiling(self.problem)
 
     def _utilization(self, flops: int) -> float:
         peak = self.problem.cluster.chip.peak(self.problem.dtype)

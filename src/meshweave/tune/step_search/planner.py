@@ -9,11 +9,13 @@ from typing import Any
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of
+from meshweave.tune.step.ceiling import rate_ceiling
 from meshweave.tune.step.problem import SHORT_NAMES
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
@@ -128,17 +130,22 @@ def plan_step(
         dtype=problem.dtype,
         steps=_steps_record(problem, ranking, link_sensitivity(ranking) if sensitivity else ()),
         note=NOTE,
+        unmeasured=unmeasured_kernels(cluster.chip, problem.product_dtype or problem.dtype),
     )
 
 
 def _steps_record(
     problem: StepProblem, ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ...]
 ) -> StepsRecord:
-    count = ranking.count
+    count, ceiling = ranking.count, rate_ceiling(problem)
+    steps = [row.step for row in (*ranking.rows, *ranking.front)]
     return StepsRecord(
         memory_limit_bytes=ranking.memory_bytes,
         ranked=tuple(step_record(row.step) for row in ranking.rows),
         front=tuple(step_record(row.step) for row in ranking.front),
+        pairs="causal",
+        ceiling=ceiling.share,
+        above_ceiling=ceiling.reason(max(step.hfu for step in steps)),
         searched={
             "nodes": count.nodes,
             "priced": count.priced,
@@ -164,6 +171,7 @@ def step_record(step: Step) -> StepRecord:
         tokens_per_s_per_chip=step.tokens_per_second_per_chip,
         mfu=step.mfu,
         hfu=step.hfu,
+        mfu_all_pairs=step.mfu_all_pairs,
     )
 
 
