@@ -10,7 +10,7 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_table
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
-from meshweave.tune.step_search.reasons import advice, choice_text, counted, difference_text
+from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
 
 _EXPOSED = ("tensor", "context", "transfers", "data")
 
@@ -33,6 +33,8 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
     else:
         typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
         typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
+    if text := defaults_text(steps):
+        typer.echo(f"defaults   {text}")
     typer.echo(f"next       {advice(steps)}")
     typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:
@@ -52,7 +54,7 @@ def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str
     text = (
         f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU ({steps.pairs} pairs), "
         f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
-        f"{format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
+        f"{format_bytes(record.memory_bytes)} of {steps.limit_text}"
     )
     return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
 
@@ -110,8 +112,8 @@ def _pairs_text(steps: StepsRecord) -> str:
     if steps.pairs == "all" or steps.best.mfu_all_pairs is None:
         return "MFU and HFU count all pairs of tokens, also those that a causal mask hides and kernels skip."
     return (
-        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, which "
-        f"may exceed the peak where kernels skip the others, the best has {100 * steps.best.mfu_all_pairs:.1f} % MFU."
+        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, the best "
+        f"has {100 * steps.best.mfu_all_pairs:.1f} % MFU; kernels skip masked pairs, so that this may exceed the peak."
     )
 
 

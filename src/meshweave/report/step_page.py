@@ -41,6 +41,8 @@ _MEMORY = {
     "activations": "#d9822b",
     "buffers": "#b8860b",
     "fragmentation": "#9aa5b1",
+    "context": "#6b7b8c",
+    "communication": "#8064a2",
 }
 
 
@@ -118,7 +120,7 @@ def _lead(
         (format_s(best.step_s), "a step"),
         (f"{100 * best.mfu:.1f} %", f"model FLOPs utilization, {_PAIRS[steps.pairs]}"),
         (f"{best.tokens_per_s_per_chip:.0f}", "tokens/s per chip"),
-        (format_bytes(best.memory_bytes), f"of {format_bytes(steps.memory_limit_bytes)} on the fullest chip"),
+        (format_bytes(best.memory_bytes), f"of {steps.limit_text}, on the fullest chip"),
     )
     runner_up = "there is no other that fits"
     if other is not None:
@@ -248,7 +250,9 @@ def _percent(record: StepRecord, part: str) -> tuple[str, float]:
 
 
 def _memory(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:
-    whole = float(max(steps.memory_limit_bytes, *(record.memory_bytes for record in steps.ranked)))
+    whole = float(
+        max(steps.memory_limit_bytes + steps.reserve_bytes, *(record.memory_bytes for record in steps.ranked))
+    )
     rows = []
     for record in steps.ranked:
         text = choice_text(record.degrees)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.base.units import format_bytes
 from meshweave.describe.model.memory import Pairs
 
 # Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
@@ -96,6 +97,7 @@ class StepsRecord(Record):
 
     Attributes:
         memory_limit_bytes: the most bytes that a chip may hold.
+        reserve_bytes: what stays free of its memory besides.
         ranked: the best configuration of each set of degrees and strategy, the fastest first.
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
@@ -106,10 +108,13 @@ class StepsRecord(Record):
             those that were priced.
         pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
         ceiling: the most of its peak that products of a chip have shown; None in files of before.
+        defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
+            cannot be laid out.
         above_ceiling: why utilizations in the ranking are above that; "" where none is.
     """
 
     memory_limit_bytes: Bytes
+    reserve_bytes: Bytes = 0
     ranked: tuple[StepRecord, ...] = Field(min_length=1, description="a list of at least one configuration")
     front: tuple[StepRecord, ...] = ()
     searched: dict[str, int] = Field(default_factory=dict)
@@ -120,10 +125,17 @@ class StepsRecord(Record):
     pairs: Pairs = "all"
     ceiling: Share | None = None
     above_ceiling: str = ""
+    defaults: StepRecord | None = None
 
     def reason_above(self, *utilizations: float) -> str:
         """Return why the highest of some utilizations is above the ceiling; "" where it is not."""
         return "" if self.ceiling is None or max(utilizations) <= self.ceiling else self.above_ceiling
+
+    @property
+    def limit_text(self) -> str:
+        """Return the memory of a chip, and what of it stays free, in words."""
+        whole = format_bytes(self.memory_limit_bytes + self.reserve_bytes)
+        return f"{whole}, {format_bytes(self.reserve_bytes)} kept free" if self.reserve_bytes else whole
 
     @property
     def best(self) -> StepRecord:

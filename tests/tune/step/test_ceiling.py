@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.sampling import mostly_slow
 
 import meshweave as mw
 from meshweave.base.errors import MeshweaveError
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.left_out import best_product_rate, unmeasured_kernels
-from tests.sampling import mostly_slow
 
 TPU = "tpu-v5p:64"
 
@@ -110,7 +110,7 @@ def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.Capture
 
 
 def test_a_plan_above_the_ceiling_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Products of an H100 sustain less in training than in short runs, at whose rates a plan without a stack is."""
+    """Products of an H100 sustain less in training than in short runs, which price a plan without a stack."""
     options = {"batch": 128, "seq": 4096, "tp": 1, "pp": 1, "cp": 1, "memory_bytes": 1 << 40}
     chosen = mw.plan("llama-2-7b", "dgx-h100:8", **options)  # type: ignore[arg-type]
     steps = chosen.step

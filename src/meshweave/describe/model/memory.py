@@ -24,10 +24,10 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 Pairs = Literal["causal", "all"]
-"""The pairs of tokens whose attention counts as FLOPs. "causal": the s (s + 1) / 2 of a sequence that a causal mask
-leaves, which kernels compute and prices have (Dao, FlashAttention-2, 2023, section 4.1; Megatron-LM since 2025,
-`num_floating_point_operations`). "all": s s, masked or not (Chowdhery et al., PaLM, 2022, appendix B; Korthikanti et
-al., equation 7)."""
+"""The pairs of tokens whose attention counts as FLOPs. "causal": the s (s + 1) / 2 of a sequence that a causal
+mask leaves, which kernels compute and prices have (Dao, FlashAttention-2, 2023, section 4.1; Megatron-LM of 2025,
+`num_floating_point_operations`). "all": s s, masked or not (Chowdhery et al., PaLM, 2022, appendix B; Korthikanti
+et al., equation 7)."""
 
 ADAM_BYTES = {2: 12, 4: 8, 8: 16}
 """Adam's bytes per parameter beyond weights and gradients, by bytes of a weight. Beside 16-bit weights: a
@@ -68,14 +68,14 @@ def step_flops(
     """Return the FLOPs of a training step, forward and backward; a multiply-add is 2 FLOPs.
 
     Three products of 2 FLOPs per weight and token for each fully connected layer and for the logits (where the
-    vocabulary is known), and attention's two products, `12 b p a d` a block with p pairs of tokens a sequence. With
-    all pairs, for a d = h and f = 4 h, that is `72 b s L h h (1 + s / 6 h + v / 12 h L)`, equation 7 of Korthikanti
-    et al.
+    vocabulary is known), and attention's two products, `12 b p a d` a block with p pairs of tokens a sequence.
+    With all pairs, for a d = h and f = 4 h, that is `72 b s L h h (1 + s / 6 h + v / 12 h L)`, equation 7 of
+    Korthikanti et al.
 
     Args:
         pairs: the pairs of tokens that count.
-        recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's forward
-            part (Narayanan et al., SC '21, equation 3).
+        recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
+            forward part (Narayanan et al., SC '21, equation 3).
     """
     weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
     logits = model.hidden * (model.vocab_size or 0)

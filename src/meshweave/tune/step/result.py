@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
+from meshweave.base.units import format_bytes, format_s
+from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model.memory import Pairs, step_flops
 from meshweave.tune.step.block_time import PartTime
 from meshweave.tune.step.ceiling import RateCeiling, rate_ceiling
@@ -70,6 +73,22 @@ class Step:
     pipeline_s: float
     optimizer_s: float
 
+    def __str__(self) -> str:
+        """Return for people time, utilization and memory, what is to be said of them, and which defaults it has."""
+        of, chip, usable = self.problem, self.problem.cluster.chip, self.problem.usable_bytes()
+        kept_free = f"{format_bytes(chip.memory_bytes - usable)} kept free"
+        lines = (
+            f"{of.model.name} on {of.cluster.num_chips} chips of {of.cluster.name}: {of.batch} sequences of "
+            f"{of.seq} tokens, {of.dtype}",
+            unmeasured_kernels(chip, of.product_dtype or of.dtype),
+            f"{format_s(self.time_s)} a step, {100 * self.mfu:.1f} % MFU (causal pairs), "
+            f"{self.tokens_per_second_per_chip:.0f} tokens/s per chip, {format_bytes(self.memory.total)} of "
+            f"{format_bytes(chip.memory_bytes)}, {kept_free}{'' if self.fits() else ': does not fit'}",
+            self.ceiling.reason(self.mfu),
+            f"defaults: {', '.join((*_left_at_default(of), *_left_at_default(self.parallelism)))}",
+        )
+        return "\n".join(filter(None, lines))
+
     @cached_property
     def parts(self) -> StepParts:
         """Return the parts of the time, on the pipeline rank that works longest."""
@@ -112,7 +131,7 @@ class Step:
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
     def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
-        """Return the FLOPs of the model with some pairs of tokens, with those that are computed again or without."""
+        """Return the FLOPs of the model with some pairs of tokens, with or without those that are computed again."""
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)
         if again == "full" and of.stack.stops_early:  # before the last product of a layer
@@ -121,12 +140,12 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Return model FLOPs, with the pairs of tokens that a causal mask leaves, over what the chips' peak allows."""
+        """Return FLOPs of the model, with the pairs of tokens that a causal mask leaves, over those at the peak."""
         return self._utilization(self.flops())
 
     @property
     def mfu_all_pairs(self) -> float:
-        """Return MFU with all pairs of tokens, masked or not: that of PaLM (Chowdhery et al., 2022, appendix B)."""
+        """Return MFU with all pairs of tokens, as PaLM counts it (Chowdhery et al., 2022, appendix B)."""
         return self._utilization(self.flops("all"))
 
     @property
@@ -144,6 +163,15 @@ class Step:
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the step fits in the memory of a chip, or in `limit_bytes`."""
-        limit = self.problem.cluster.chip.memory_bytes if limit_bytes is None else limit_bytes
-        return self.memory.total <= limit
+        """Return whether the step leaves the reserve of a chip's memory free, or fits in `limit_bytes`."""
+        return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
+
+
+def _left_at_default(of: StepProblem | Parallelism) -> Iterator[str]:
+    """Yield the attributes that have the value of their default, but for those that are None there."""
+    for each in fields(of):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value = getattr(of, each.name)
+        if default is not MISSING and value is not None and value == default:
+            text = "-".join(value) if isinstance(value, tuple) else getattr(value, "name", value)
+            yield f"{each.name} {text}"
