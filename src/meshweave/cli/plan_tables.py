@@ -112,8 +112,8 @@ def _pairs_text(steps: StepsRecord) -> str:
     if steps.pairs == "all" or steps.best.mfu_all_pairs is None:
         return "MFU and HFU count all pairs of tokens, also those that a causal mask hides and kernels skip."
     return (
-        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, the best "
-        f"has {100 * steps.best.mfu_all_pairs:.1f} % MFU; kernels skip masked pairs, so that this may exceed the peak."
+        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, the "
+        f"best has {100 * steps.best.mfu_all_pairs:.1f} % MFU; kernels skip masked pairs, so it may exceed 100 %."
     )
 
 

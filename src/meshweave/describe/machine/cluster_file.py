@@ -52,8 +52,8 @@ class ChipFile(FileModel):
     )
     effective_flops_per_s: Rate | None = Field(
         None,
-        description="FLOP/s that large GeMMs reach in dtypes without a rate of their own, but no more than a lower "
-        "peak of the dtype (left out: the peak of each dtype, and the highest), a number of at least 1",
+        description="FLOP/s that large GeMMs reach in dtypes without a rate of their own, at most the peak of a "
+        "slower dtype (left out: the peak of each dtype, and the highest), a number of at least 1",
     )
     dtype_flops_per_s: dict[str, Rate] = Field(
         default_factory=dict,

@@ -32,7 +32,7 @@ RUNTIMES = {
         (426 + 32) * _MIB,
         544 * _MIB,
         688 * _MIB,
-        "Context: 426 MiB with PyTorch 2.10 and CUDA 13.0, kernels loaded lazily (github.com/unslothai/unsloth-zoo, "
+        "Context: 426 MiB with PyTorch 2.10 and CUDA 13.0, loaded lazily (GitHub, unslothai/unsloth-zoo, "
         "pull request 1053; PyTorch's issue 109888 has about 400 MB), and 32 MiB of cuBLAS workspace (CUDA's "
         "documentation of cublasSetWorkspace, Hopper). NCCL: 544 MiB a communicator of 2 A100s, 688 MiB of 3 or 4 "
         "(github.com/NVIDIA/nccl, issue 964); more ranks take no more (issue 986)",

@@ -172,7 +172,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
-    """Return the parallelism of some attributes by name; without `data` it has the replicas that the chips allow."""
+    """Return the parallelism of some attributes by name; without `data`, with the replicas that chips allow."""
     if "data" not in degrees:
         size = Parallelism(**{**degrees, "zero_group": None}).num_ranks
         degrees = {**degrees, "data": max(problem.cluster.num_chips // size, 1)}

@@ -295,7 +295,7 @@ class StepProblem:
             raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError for none."""
+        """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:

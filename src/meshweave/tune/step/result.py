@@ -74,7 +74,7 @@ class Step:
     optimizer_s: float
 
     def __str__(self) -> str:
-        """Return for people time, utilization and memory, what is to be said of them, and which defaults it has."""
+        """Return for people time, utilization and memory, what is to be said of them, and its defaults."""
         of, chip, usable = self.problem, self.problem.cluster.chip, self.problem.usable_bytes()
         kept_free = f"{format_bytes(chip.memory_bytes - usable)} kept free"
         lines = (
@@ -131,7 +131,7 @@ class Step:
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
     def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
-        """Return the FLOPs of the model with some pairs of tokens, with or without those that are computed again."""
+        """Return the FLOPs of the model with some pairs of tokens, and with what is computed again or without."""
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)
         if again == "full" and of.stack.stops_early:  # before the last product of a layer
@@ -140,7 +140,7 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Return FLOPs of the model, with the pairs of tokens that a causal mask leaves, over those at the peak."""
+        """Return FLOPs of the model, with the pairs of tokens of a causal mask, over those at the peak."""
         return self._utilization(self.flops())
 
     @property

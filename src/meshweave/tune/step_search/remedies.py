@@ -39,7 +39,7 @@ def remedies_text(ranking: StepRanking) -> str:
         if seq
     ]
     whole = size / (1 - problem.reserve) if problem.reserve < 1 else size + problem.reserve
-    fitting.append(f"{format_bytes(whole)} a chip")
+    fitting.append(f"{format_bytes(1.005 * whole)} a chip")  # not less, once rounded to three digits
     return f"{parts}; what would fit: {', or '.join(fitting)}"
 
 
