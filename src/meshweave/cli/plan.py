@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.errors import DescriptionError
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, printable, progress_bar, read_bytes
+from meshweave.base.errors import DescriptionError, printable
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_bytes
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload

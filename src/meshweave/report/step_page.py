@@ -126,7 +126,7 @@ def _lead(
     if other is not None:
         runner_up = f"{escape(choice_text(other.degrees))}<span class=quiet>{escape(difference)}</span>"
     stopped = "" if steps.is_complete else " The search was stopped: these are the best so far."
-    answers = (
+    answers: tuple[tuple[str, str], ...] = (
         ("best", f"<b>{escape(choice_text(best.degrees))}</b>"),
         ("runner-up", runner_up),
         ("next", f"{escape(advice)}.{stopped}"),
