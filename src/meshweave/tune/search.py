@@ -12,6 +12,7 @@ from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.dataflow import LayerDataflow, block_products, layer_dataflows
@@ -102,6 +103,7 @@ def plan_model(
         dtype=workload.dtype,
         candidates=tuple(_candidates(search, names, shapes, progress)),
         note=_note(missing, cluster.num_chips),
+        unmeasured=unmeasured_kernels(cluster.chip, workload.dtype),
     )
 
 

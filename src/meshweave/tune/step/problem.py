@@ -10,7 +10,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
-from meshweave.base.units import DTYPES, dtype_bytes
+from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import ProductConstants, ProductModel
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
@@ -258,6 +258,7 @@ class StepProblem:
         stack: what the software adds, in constants.
         overlap: what communication of a layer may run beside: "layers", all that the program of the whole layer
             has beside it; "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
+        reserve: what stays free of a chip's memory: a share below 1, or bytes.
 
     Raises:
         DescriptionError: a size or a word is wrong.
@@ -277,6 +278,7 @@ class StepProblem:
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
     overlap: Overlap = "layers"
+    reserve: float = 0.05
 
     def __post_init__(self) -> None:
         Workload(self.batch, self.seq, self.dtype)
@@ -296,6 +298,19 @@ class StepProblem:
                 )
         if not self.attention_share > 0:
             raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
+        if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
+            raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
+
+    def usable_bytes(self, memory_bytes: int | None = None) -> int:
+        """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""
+        whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+        usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
+        if usable < 1:
+            raise DescriptionError(
+                f"step: a reserve of {format_bytes(self.reserve)} leaves nothing of {format_bytes(whole)} a chip; "
+                "give less"
+            )
+        return usable
 
     @property
     def workload(self) -> Workload:
