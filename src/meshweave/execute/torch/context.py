@@ -37,7 +37,7 @@ from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
 from meshweave.execute.torch.lanes import LaneThreads
 from meshweave.execute.torch.waits import WaitClock
-from meshweave.execute.torch.world import world_liveness
+from meshweave.execute.torch.world import close_connections, world_liveness
 from meshweave.ir.program import Program
 from meshweave.trace import Trace
 
@@ -145,6 +145,8 @@ class TorchContext:
     ) -> None:
         self.liveness = world_liveness() if liveness is None else liveness or None
         self.deadline_s = deadline_s
+        if self.liveness is not None:
+            self.liveness.watch_peers(deadline_s, close_connections)
         self.device = torch.device(device)
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank: int | None = dist.get_rank() if self.is_distributed else None

@@ -6,16 +6,20 @@ each of one write, one look and one read (0.1 ms of processor time a beat over l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from meshweave.execute.ranks.heart import innermost_store
+from meshweave.execute.ranks.last_words import install_last_words
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.ranks.signing import sign, verify
@@ -51,6 +55,7 @@ def world_liveness() -> Liveness | None:
                 is_wanted=lambda: _is_default(reference),
             )
             _current = reference, liveness
+            install_last_words(lambda: None if _current is None else _current[1])
         return _current[1]
 
 
@@ -75,6 +80,26 @@ def adopt(liveness: Liveness) -> None:
 def _is_default(reference: weakref.ref[Any]) -> bool:
     world = reference()
     return world is not None and dist.group.WORLD is world
+
+
+_ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
+
+
+def close_connections(groups: Sequence[Any] | None = None) -> None:
+    """End waits over gloo: close the connections of process groups, by default all of this process.
+
+    A receive that has no time to wait does it, as a timeout of gloo closes all connections of its group.
+    """
+    for group in compat.process_groups() if groups is None else groups:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if dist.get_backend(group) != "gloo":
+                continue
+            me = dist.get_rank()
+            for peer in dist.get_process_group_ranks(group):  # one that is still connected serves for all
+                if peer != me:
+                    with contextlib.suppress(RuntimeError, ValueError):
+                        work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
+                        work.wait(timedelta(milliseconds=1))
 
 
 class SignedStore:
