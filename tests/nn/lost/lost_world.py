@@ -1,9 +1,9 @@
 """Trainings of two to four ranks, of which one gets a signal at some moment: `python lost_world.py CASES.json`.
 
 This process imports torch once, starts no thread, and forks the ranks of each case; or an agent of torchrun, which
-forks them. A case is a dict: the `work` and its `ranks`, who starts them (`by`: "plain" or "agent"), the `signal`,
-the `victim`, and the moment: `wait_s` after the victim has come to `phase` for the `count`th time. For each case a line
-of JSON is printed, see `World.verdict`.
+forks them; or torchrun itself. A case is a dict: the `work` and its `ranks`, who starts them (`by`), the `signal`,
+the `victim`, and the moment: `wait_s` after the victim has come to `phase` for the `count`th time. For each case a
+line of JSON is printed, see `World.verdict`.
 
 Ranks end as scripts do: what they raise goes to `sys.excepthook`, and is judged by what stands in their stderr.
 """
@@ -11,8 +11,10 @@ Ranks end as scripts do: what they raise goes to `sys.excepthook`, and is judged
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,12 +38,13 @@ import meshweave as mw
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from plain_models import PlainLlama
 
-DEADLINE_S, SLACK_S = 4.0, 5.0
+DEADLINE_S, SLACK_S = 6.0, 5.0
 NUM_AT_ONCE = 2
 START_S = 150.0  # for imports, torch's own groups and what comes before the moment, on a loaded machine
 PHASES = ("parallelize", "forward", "backward", "clip", "optimizer")
+OF_STAGES = ("parallelize", "forward", "forward", "clip", "optimizer")
 
-# --- what ranks do -------------------------------------------------------------------------------------------------
+# --- what ranks do -----------------------------------------------------------------------------------------------
 
 
 class Moment:
@@ -75,8 +78,8 @@ def train_layers(strategy: str, *sizes: int) -> Callable[[Moment], None]:
     """A model whose layers ranks share."""
 
     def work(moment: Moment) -> None:
-        names = ("x", "y")[: len(sizes)]
-        mesh, context = init_device_mesh("cpu", sizes, mesh_dim_names=names), mw.TorchContext(deadline_s=DEADLINE_S)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y")[: len(sizes)])
+        context = mw.TorchContext(deadline_s=DEADLINE_S)
         torch.manual_seed(0)
         model = PlainLlama(layers=2)
         moment.come("parallelize")
@@ -117,7 +120,9 @@ def train(moment: Moment, parameters: Iterator[nn.Parameter], loss_of: Callable[
         optimizer.step()
 
 
-def train_stages(schedule: str, stages_of: Callable[[int], tuple[int, ...]], num_stages: int) -> Callable[[Moment], None]:
+def train_stages(
+    schedule: str, stages_of: Callable[[int], tuple[int, ...]], num_stages: int
+) -> Callable[[Moment], None]:
     """Stages of two ranks each, whose layers these share."""
 
     def work(moment: Moment) -> None:
@@ -180,7 +185,9 @@ def move_state(moment: Moment) -> None:
     while True:
         for placements in ((Shard(1), Shard(0)), (Shard(0), Shard(1))):
             moment.come("reshard")
-            state = mw.reshard_state_dict(state, mesh, lambda name, tensor, to=placements: to, context=context)
+            state = mw.reshard_state_dict(
+                state, mesh, lambda name, tensor, to=placements: to, context=context
+            )
 
 
 WORKS: dict[str, tuple[int, tuple[str, ...], Callable[[Moment], None]]] = {
@@ -193,9 +200,8 @@ WORKS: dict[str, tuple[int, tuple[str, ...], Callable[[Moment], None]]] = {
     "summa_block": (4, PHASES, train_layers("summa_block", 2, 2)),
     "meshslice_block": (4, PHASES, train_layers("meshslice_block", 2, 2)),
     "fsdp2": (4, PHASES, train_fsdp),
-    "1f1b": (4, ("parallelize", "forward", "forward", "clip", "optimizer"), train_stages("1f1b", lambda p: (p,), 2)),
-    "zbv": (4, ("parallelize", "forward", "forward", "clip", "optimizer"),
-            train_stages("zbv", lambda p: (p, 3 - p), 4)),
+    "1f1b": (4, OF_STAGES, train_stages("1f1b", lambda p: (p,), 2)),
+    "zbv": (4, OF_STAGES, train_stages("zbv", lambda p: (p, 3 - p), 4)),
     "checkpoints": (3, ("save", "wait", "load"), save_and_load),
     "state dicts": (4, ("reshard",), move_state),
 }  # fmt: skip
@@ -210,6 +216,9 @@ def run_rank(case: Mapping[str, Any], folder: Path) -> None:
     _write(folder / f"pid-{rank}", str(os.getpid()))
     os.environ["LOST_FOLDER"] = str(folder)
     torch.set_num_threads(1)
+    for signum in (signal.SIGTERM, signal.SIGINT):  # an agent that forks hands its own on
+        signal.signal(signum, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1)
     moment = Moment(case, rank, folder)
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=START_S))
@@ -227,7 +236,7 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-# --- who starts and judges them ------------------------------------------------------------------------------------
+# --- who starts and judges them ----------------------------------------------------------------------------------
 
 
 def _agent(case: Mapping[str, Any], folder: Path) -> None:
@@ -254,6 +263,41 @@ def _forked(function: Callable[[], None]) -> int:
     return pid
 
 
+def _torchrun(case: Mapping[str, Any], folder: Path) -> None:
+    """Become torchrun, which starts the ranks of a case as scripts."""
+    with (folder / "agent").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        os.dup2(said.fileno(), 1)
+    script = [__file__, json.dumps(case), str(folder)]
+    command = ["--standalone", f"--nproc-per-node={case['ranks']}", *script]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
+
+
+def drawn(number: int, seed: int) -> list[dict[str, Any]]:
+    """Return cases at random: each kind of work in turn, with each signal in turn."""
+    rng, cases = random.Random(seed), []
+    names = list(WORKS)
+    rng.shuffle(names)
+    for at in range(number):
+        work = names[at % len(names)]
+        ranks, phases, _ = WORKS[work]
+        cases.append(
+            {
+                "work": work,
+                "ranks": ranks,
+                "by": rng.choices(("plain", "agent", "torchrun"), (6, 3, 1))[0],
+                "signal": ("SIGKILL", "SIGSTOP", "SIGTERM")[at // len(names) % 3],
+                "victim": rng.randrange(ranks),
+                "phase": rng.choice((*phases, *phases, "any")),
+                "count": 1,
+                "wait_s": round(rng.choice((rng.uniform(0, 0.01), rng.uniform(0, 1.0))), 4),
+            }
+        )
+        if cases[-1]["phase"] != "parallelize":
+            cases[-1]["count"] = rng.randrange(1, 6)
+    return cases
+
+
 class World:
     """The ranks of one case, from their start to the verdict; `step` looks after them and never waits."""
 
@@ -263,8 +307,9 @@ class World:
         self.others = [rank for rank in range(case["ranks"]) if rank != case["victim"]]
         self.ended_at: dict[int, float] = {}
         self.children: list[int] = []
-        if case["by"] == "agent":
-            self.children.append(_forked(lambda: _agent(case, self.folder)))
+        if case["by"] != "plain":
+            start = _agent if case["by"] == "agent" else _torchrun
+            self.children.append(_forked(lambda: start(case, self.folder)))
             return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -300,15 +345,20 @@ class World:
 
     def verdict(self, wrong: str, struck_at: float | None) -> dict[str, Any]:
         """End what runs; return what is wrong ("" if nothing), how late the survivors were, and what they said."""
+        pids = [pid for rank in range(self.case["ranks"]) if (pid := self._pid(rank)) is not None]
+        for pid in pids if wrong else []:
+            if _runs(pid):
+                os.kill(pid, signal.SIGUSR1)  # say where they are
+        time.sleep(0.2 if wrong else 0.0)
         said = {rank: self._said(rank) for rank in range(self.case["ranks"])}
-        late_s = max(self.ended_at.values(), default=0.0) - struck_at if struck_at is not None else 0.0
+        ends_s = [round(at - (struck_at or at), 1) for _, at in sorted(self.ended_at.items())]
+        late_s = max(ends_s, default=0.0)
         for rank in self.others if not wrong else []:
             names = named(said[rank])
             if names != {self.case["victim"]}:
                 wrong = f"rank {rank} names {sorted(names)}"
         if not wrong and late_s > DEADLINE_S + SLACK_S:
             wrong = f"the last survivor ended after {late_s:.1f} s"
-        pids = [pid for rank in range(self.case["ranks"]) if (pid := self._pid(rank)) is not None]
         for pid in (*pids, *self.children):
             if _runs(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -318,19 +368,31 @@ class World:
         if wrong and (self.folder / "agent").exists():
             tails[-1] = (self.folder / "agent").read_text()[-3000:]
         shutil.rmtree(self.folder)
-        return {**self.case, "wrong": wrong, "late_s": round(late_s, 2), "said": tails}
+        return {
+            **self.case,
+            "struck": struck_at is not None,
+            "wrong": wrong,
+            "late_s": late_s,
+            "ends_s": ends_s,
+            "said": tails,
+        }
 
     def _said(self, rank: int) -> str:
         path = self.folder / f"stderr-{rank}"
         return path.read_text() if path.exists() else ""
 
 
-_BLAMES = re.compile(r"ranks? ([\d, and]+?) (?:stopped answering|never answered|failed|w\w+ told to stop|left early|ended)")
+_BLAMES = re.compile(
+    r"ranks? (\d+(?:(?:, | and )\d+)*)(?:, which hosts the store,)? "
+    r"(?:stopped answering|never answered|failed|w\w+ told to stop|left early|ended)"
+)
 
 
 def named(said: str) -> set[int]:
     """Return the ranks that a process has named as lost, in the last of its lines that name any."""
-    lines = [line for line in said.splitlines() if "RankLostError: " in line or line.startswith("meshweave: ")]
+    lines = [
+        line for line in said.splitlines() if "RankLostError: " in line or line.startswith("meshweave: ")
+    ]
     found = [_BLAMES.findall(line) for line in lines]
     last = next((each for each in reversed(found) if each), [])
     return {int(number) for ranks in last for number in re.findall(r"\d+", ranks)}
@@ -360,12 +422,12 @@ def main() -> None:
 def preload() -> None:
     """Import, before forking, what ranks would import after the signal."""
     import torch.distributed.checkpoint
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401
 
     import meshweave.nn.parallel.model
     import meshweave.nn.pipelining.pipeline
     import meshweave.nn.reshard_state
-    import meshweave.nn.training.state
+    import meshweave.nn.training.state  # noqa: F401
     from meshweave.execute.torch.compat import import_all_of_dtensor
 
     import_all_of_dtensor()
@@ -375,4 +437,6 @@ if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     preload()
+    if len(sys.argv) > 2:  # a rank of torchrun
+        run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
     main()

@@ -17,6 +17,8 @@ from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.monitor import user_line
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
 
+_LONGEST_CHAIN = 10  # of causes that are looked at
+
 _is_installed = False
 
 
@@ -64,10 +66,11 @@ def _explained(
     error: BaseException, traceback: TracebackType | None, liveness: Liveness | None
 ) -> MeshweaveError | None:
     """Return the error that names the ranks for which a collective of torch failed; None where none did."""
-    chain, inner = [], error
-    while inner is not None and len(chain) < 10:
+    chain: list[BaseException] = []
+    inner: BaseException | None = error
+    while inner is not None and len(chain) < _LONGEST_CHAIN:
         chain.append(inner)
-        inner = inner.__cause__ or inner.__context__  # type: ignore[assignment]
+        inner = inner.__cause__ or inner.__context__
     if any(isinstance(each, MeshweaveError) for each in chain) or not any(map(is_transport, chain)):
         return None
     place = ""

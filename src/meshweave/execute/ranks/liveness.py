@@ -166,6 +166,7 @@ class Liveness:
         self._likely_store_rank = likely_store_rank
         self._waits: dict[int, Guard] = {}  # to be named when a signal comes
         self._monitor: PeerMonitor | None = None
+        self._verdict: BlamedRanks | None = None  # what the monitor has found
         self.end_process: Callable[[RankLostError], None] | None = None
         """What the monitor ends this process by, where that is not by a line on stderr."""
         self._closed = False
@@ -236,6 +237,7 @@ class Liveness:
         if not finding.missing or finding.has_left:
             return None
         lost = RankLostError(finding.reason, finding.missing)
+        self._verdict = finding
         self._announce("lost", _one_line(lost), finding.missing)
         return lost
 
@@ -359,6 +361,8 @@ class Liveness:
         `patient`: where nobody is to blame yet, listen to the end. A connection has just been closed, and who
         closed it may still be tidying up with its heart beating.
         """
+        if self._verdict is not None:
+            return self._verdict
         heart, start = self.heart, time.monotonic()
         with heart.watch() as watch:
             self._listen(watch, start, patient)
