@@ -241,6 +241,11 @@ class Liveness:
         self._announce("lost", _one_line(lost), finding.missing)
         return lost
 
+    def check_lost(self) -> None:
+        """Raise RankLostError where the monitor has found that ranks are lost."""
+        if self._verdict is not None:
+            raise RankLostError(self._verdict.reason, self._verdict.missing)
+
     def waits_since(self, seconds: float) -> bool:
         """Return whether a guarded wait of this process has taken as long."""
         return any(wait.waited_s >= seconds for wait in list(self._waits.values()))

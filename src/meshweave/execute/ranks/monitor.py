@@ -69,7 +69,7 @@ class PeerMonitor:
             time.sleep(heart.interval_s)
             now = time.monotonic()
             # No more than that: a signal may have stopped this process, and no clock.
-            quiet_s = quiet_s + min(now - last, 2 * heart.interval_s) if heart.num_rounds == rounds else 0.0
+            quiet_s = quiet_s + min(now - last, 4 * heart.interval_s) if heart.num_rounds == rounds else 0.0
             rounds, last = heart.num_rounds, now
             suspects = frozenset(self._watch.out_of_order) | heart.news.lost
             if quiet_s >= self._watch.stale_s:

@@ -154,7 +154,9 @@ class TorchContext:
         self.number = next(_numbers)
         """Which context of this process it is: text that a graph can hold."""
         _by_number[self.number] = self
-        self.lane_threads = LaneThreads(deadline_s)
+        self.lane_threads = LaneThreads(
+            deadline_s, None if self.liveness is None else self.liveness.check_lost
+        )
         self._timeout = timedelta(seconds=deadline_s)
         self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
         """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""

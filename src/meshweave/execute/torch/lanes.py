@@ -111,8 +111,8 @@ class LaneThreads:
     After a failure the lanes of the ranks are out of step, and the threads take no more work.
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float, check_lost: Callable[[], None] | None = None) -> None:
+        self._deadline_s, self._check_lost = deadline_s, check_lost
         self._failures: list[BaseException] = []
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         self._busy = threading.Lock()
@@ -163,7 +163,9 @@ class LaneThreads:
         self._failures = other._failures
 
     def check(self) -> None:
-        """Raise UnsupportedError after a failed run."""
+        """Raise UnsupportedError after a failed run, RankLostError where ranks are known to be lost."""
+        if self._check_lost is not None:
+            self._check_lost()
         if self._failures:
             words = " ".join(str(self._failures[0]).split()) or type(self._failures[0]).__name__
             raise UnsupportedError(
