@@ -221,7 +221,11 @@ def run_rank(case: Mapping[str, Any], folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
     moment = Moment(case, rank, folder)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=START_S))
+        if case["phase"] == "join":
+            moment.come("join")
+            mw.join_ranks(deadline_s=DEADLINE_S)
+        else:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=START_S))
         WORKS[case["work"]][2](moment)
     except BaseException as error:
         sys.last_value = error
@@ -295,6 +299,8 @@ def drawn(number: int, seed: int) -> list[dict[str, Any]]:
         )
         if cases[-1]["phase"] != "parallelize":
             cases[-1]["count"] = rng.randrange(1, 6)
+        if rng.random() < 0.05:
+            cases[-1].update(phase="join", by="plain", count=1)
     return cases
 
 

@@ -22,7 +22,6 @@ from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, report_path,
 from meshweave.execute.ranks.last_words import is_transport
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.ranks.liveness import Liveness
-from meshweave.execute.ranks.patience import call_within
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,7 +71,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     function = resolve(job.target)
     import torch.distributed as dist
 
-    from meshweave.execute.torch.world import adopt
+    from meshweave.execute.torch.world import form_world
 
     num_ranks, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=job.deadline_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -88,17 +87,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     liveness.end_process = partial(_fail, folder, rank)
     with liveness:
         liveness.install_signal_report(write=lambda line, lost: _stopped(folder, rank, line, lost))
-        join = partial(
-            dist.init_process_group,
-            "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=patience,
-        )
-        with liveness.guard("all ranks to join") as wait:
-            call_within(wait.timeout.total_seconds(), join)
-        adopt(liveness)
+        form_world(liveness, store, num_ranks, "gloo", timeout=patience)
         try:
             result = function(RankContext(rank, num_ranks, store, liveness), job.payload)
         except (RuntimeError, OSError) as error:
