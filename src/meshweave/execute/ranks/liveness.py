@@ -227,13 +227,16 @@ class Liveness:
             end_waits: closes the connections of this process. See `monitor` for when, and what comes then.
         """
         if self._monitor is None:
-            self._monitor = PeerMonitor(self, end_waits, self.end_process)
-        # A look of its own takes another `stale_s`.
-        self._monitor.expect_within(max(deadline_s - self._stale_s, 3 * self.heart.interval_s))
+            self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)
+        self._monitor.expect_within(deadline_s)
 
-    def find_lost(self) -> RankLostError | None:
-        """Look at all ranks; return an error that names the lost ones, which the others are told. None without."""
-        finding = self._look(patient=False, overdue=True, peers=None)
+    def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
+        """Look at all ranks; return an error that names the lost ones, which the others are told. None without.
+
+        Args:
+            store_hangs: whether the store has not answered for so long that nobody need listen.
+        """
+        finding = self._look(patient=False, overdue=True, peers=None, store_hangs=store_hangs)
         if not finding.missing or finding.has_left:
             return None
         lost = RankLostError(finding.reason, finding.missing)
@@ -360,7 +363,9 @@ class Liveness:
             self._announce("stopped", signum.name)
         return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", missing
 
-    def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> BlamedRanks:
+    def _look(
+        self, *, patient: bool, overdue: bool, peers: Iterable[int] | None, store_hangs: bool = False
+    ) -> BlamedRanks:
         """Listen until nobody is in doubt, then judge.
 
         `patient`: where nobody is to blame yet, listen to the end. A connection has just been closed, and who
@@ -370,7 +375,8 @@ class Liveness:
             return self._verdict
         heart, start = self.heart, time.monotonic()
         with heart.watch() as watch:
-            self._listen(watch, start, patient)
+            if not store_hangs:
+                self._listen(watch, start, patient)
             news, paused_s = heart.news, heart.paused_s
             if not heart.store_gone and watch.num_rounds:
                 return blame(self.rank, watch, news.lost, peers, overdue)

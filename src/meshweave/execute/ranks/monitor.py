@@ -12,6 +12,7 @@ cannot be helped but by ending the process, in one line that names the lost rank
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -40,6 +41,7 @@ class PeerMonitor:
     """The monitor of one `Liveness`; its thread ends with that, or with the process.
 
     Args:
+        listens_s: how long a look at the others takes where one is silent.
         end_waits: closes the connections of this process, so that waits over them fail.
         end_process: is given the error that names the lost ranks; does not return.
     """
@@ -47,19 +49,23 @@ class PeerMonitor:
     def __init__(
         self,
         liveness: Liveness,
+        listens_s: float,
         end_waits: Callable[[], None],
         end_process: Callable[[RankLostError], None] | None = None,
     ) -> None:
         self._liveness, self._end_waits = liveness, end_waits
         self._end_process = end_process or end_with_line
         heart = liveness.heart
-        self._watch = heart.add_watch(heart.next_ranks(_NUM_WATCHED), liveness.deadline_s)
+        self._limit_s, self._listens_s = math.inf, listens_s
+        self._watch = heart.add_watch(heart.next_ranks(_NUM_WATCHED), math.inf)
         self._thread = threading.Thread(target=self._run, name="meshweave-monitor", daemon=True)
         self._thread.start()
 
-    def expect_within(self, silent_s: float) -> None:
-        """Suspect ranks that were silent for `silent_s`, unless less was asked for before."""
-        self._watch.stale_s = min(self._watch.stale_s, silent_s)
+    def expect_within(self, deadline_s: float) -> None:
+        """Find ranks lost that are silent for `deadline_s`, for less if that was asked for before."""
+        self._limit_s = min(self._limit_s, max(deadline_s, self._listens_s))
+        least_s = 3 * self._liveness.heart.interval_s
+        self._watch.stale_s = max(self._limit_s - self._listens_s, least_s)
 
     def _run(self) -> None:
         liveness, cleared = self._liveness, frozenset[int]()
@@ -69,15 +75,16 @@ class PeerMonitor:
             time.sleep(heart.interval_s)
             now = time.monotonic()
             # No more than that: a signal may have stopped this process, and no clock.
-            quiet_s = quiet_s + min(now - last, 4 * heart.interval_s) if heart.num_rounds == rounds else 0.0
+            quiet_s = quiet_s + min(now - last, 2 * heart.interval_s) if heart.num_rounds == rounds else 0.0
             rounds, last = heart.num_rounds, now
             suspects = frozenset(self._watch.out_of_order) | heart.news.lost
-            if quiet_s >= self._watch.stale_s:
+            is_quiet = quiet_s >= self._limit_s
+            if is_quiet:
                 suspects |= {liveness.rank}  # or the host of the store
             if not suspects - cleared:
                 cleared &= suspects
                 continue
-            lost = liveness.find_lost()
+            lost = liveness.find_lost(store_hangs=is_quiet)
             if lost is not None:
                 self._end_stuck_waits(lost)
                 return
