@@ -20,6 +20,7 @@ from meshweave.algorithms.block.roles import (
 )
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import load_plan
 from meshweave.tune.step import Parallelism, Step
@@ -44,11 +45,13 @@ def resolve(
     device_mesh: DeviceMesh | None,
     config: BlockConfig | None,
     overlap: Overlap | None = None,
+    context: TorchContext | None = None,
 ) -> ResolvedPlan:
     """Return what a plan stands for on a device mesh, or on all ranks where there is none.
 
     Args:
         overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
+        context: that programs run in; None for the default one.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -60,9 +63,9 @@ def resolve(
         config = config or best_config(plan.problem, plan.parallelism)
         plan = plan.parallelism
     if isinstance(plan, Parallelism):
-        return _of_parallelism(plan, device_mesh, config)
+        return _of_parallelism(plan, device_mesh, config, context)
     if isinstance(plan, Path) or str(plan).endswith(".json"):
-        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap)
+        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap, context)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
@@ -70,7 +73,7 @@ def resolve(
             raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
         shape = tuple(int(size) for size in sizes.split("x"))
         device_mesh = device_mesh_for(STRATEGIES.named(name), shape, "cpu")
-    return ResolvedPlan(LayerStrategy.of(name, device_mesh, config))
+    return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
 
 
 def _check_overlap(step: Step, accepted: Overlap | None) -> None:
@@ -91,7 +94,10 @@ _NOTHING_S = 1e-9
 
 
 def _of_parallelism(
-    parallelism: Parallelism, device_mesh: DeviceMesh | None, config: BlockConfig | None
+    parallelism: Parallelism,
+    device_mesh: DeviceMesh | None,
+    config: BlockConfig | None,
+    context: TorchContext | None,
 ) -> ResolvedPlan:
     """Return the strategy of degrees: of data and of context around that of tensor parallelism."""
     p = parallelism
@@ -111,7 +117,8 @@ def _of_parallelism(
         sizes += inner
         entry = StrategyAround(entry, tuple(around)) if around else entry
     mesh = device_mesh or device_mesh_for(entry, sizes, "cpu")
-    return ResolvedPlan(LayerStrategy.of(entry.name, mesh, config, entry), p.recompute == "full")
+    strategy = LayerStrategy.of(entry.name, mesh, config, entry, context)
+    return ResolvedPlan(strategy, p.recompute == "full")
 
 
 def _alone(role: AxisRole) -> BlockAlgorithm:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,7 +18,9 @@ from meshweave.algorithms.block.sites import site_problem
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import mesh_of
+from meshweave.nn.in_graphs import context_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,8 @@ class LayerStrategy:
         config: chunks and slices of products.
         device_mesh: where parameters lie.
         rank: this process.
+        context_number: that of the context that programs run in (`TorchContext.number`), which whoever runs the
+            model keeps; negative for the default one of a device.
     """
 
     name: str
@@ -39,10 +44,16 @@ class LayerStrategy:
     config: BlockConfig
     rank: int
     device_mesh: DeviceMesh = field(repr=False)
+    context_number: int = -1
 
     @classmethod
     def of(
-        cls, name: str, device_mesh: DeviceMesh, config: BlockConfig | None = None, entry: Any = None
+        cls,
+        name: str,
+        device_mesh: DeviceMesh,
+        config: BlockConfig | None = None,
+        entry: Any = None,
+        context: TorchContext | None = None,
     ) -> LayerStrategy:
         """Return the strategy of a name, or an entry itself, on a device mesh with a dim for each of its axes.
 
@@ -69,7 +80,8 @@ class LayerStrategy:
         if rank not in ranks:
             raise LayoutError(f"rank {rank} is not in the device mesh of ranks {ranks[0]} to {ranks[-1]}")
         mesh = Mesh(MESH, shape, AXES[-len(shape) :], ranks)
-        key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh)
+        number = -1 if context is None else context.number
+        key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh, number)
         if key not in _KNOWN:
             _KNOWN[key] = cls(*key)
         return _KNOWN[key]
@@ -78,6 +90,10 @@ class LayerStrategy:
     def coordinates(self) -> tuple[int, ...]:
         """Return the coordinates of this rank."""
         return tuple(self.mesh.coords(self.rank))
+
+    def context(self, device: torch.device) -> TorchContext:
+        """Return the context that programs on a device run in."""
+        return context_of(self.context_number, str(device))
 
     @property
     def is_alone(self) -> bool:
