@@ -145,7 +145,7 @@ STEP = {
 OF_PLAN = {"batch": 128, "sequence": 4096, "dtype": "float32", "overlap": "sites"}
 PRICED_WITH = {
     "gradient_dtype": "bfloat16", "optimizer": "sgd", "product_dtype": "fp8", "attention": "plain",
-    "loss": "eager", "attention_share": 0.5, "dropout": True, "stack": "torchtitan",
+    "loss": "eager", "reserve": 0.1, "attention_share": 0.5, "dropout": True, "stack": "torchtitan",
 }  # fmt: skip
 
 

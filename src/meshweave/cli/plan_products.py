@@ -72,6 +72,8 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
     )
     for text in plan.not_priced:
         console.print(f"note: {text}", markup=False)
+    if plan.unmeasured:
+        console.print(plan.unmeasured)
     table = Table(
         title="one block, all products", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

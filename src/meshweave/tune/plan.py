@@ -110,6 +110,7 @@ class Plan(Record):
         note: what the estimated times leave out.
         not_priced: what of the model the estimated times do not know, a few words each.
         description: the model and the cluster, whole; None in files of older formats.
+        unmeasured: at which rate products are priced that nobody measured; "" where somebody did.
     """
 
     format: Literal["meshweave-plan-1", "meshweave-plan-2", "meshweave-plan-3"] = "meshweave-plan-3"
@@ -125,6 +126,7 @@ class Plan(Record):
     note: str = ""
     not_priced: tuple[str, ...] = ()
     description: DescriptionRecord | None = None
+    unmeasured: str = ""
 
     @property
     def best(self) -> Candidate:

@@ -65,6 +65,7 @@ def _chip_table(chip: Chip, whole: bool) -> dict[str, Any]:
         "pack_bytes_per_s": chip.pack_bytes_per_s,
         "kernels": kernels,
         "gpu": gpu,
+        "runtime": None if chip.runtime == "cuda" else chip.runtime,
     }
     return {
         "name": chip.name,
