@@ -19,9 +19,9 @@ def load_plan(path: Path) -> Plan:
     """
     plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
     _check_kind(plan, path)
-    check_description(plan, path)
     if plan.kind == "step":
         _check_steps(plan, path)
+        check_description(plan, path)
         return plan
     names = [layer.name for layer in plan.best.layers]
     for i, candidate in enumerate(plan.candidates):
@@ -37,6 +37,7 @@ def load_plan(path: Path) -> Plan:
             files.fail(path, f"{at}.layers", "give the same layers for each candidate, each once")
         for j, layer in enumerate(candidate.layers):
             _check_layer(layer, path, f"{at}.layers.{j}")
+    check_description(plan, path)
     return plan
 
 
