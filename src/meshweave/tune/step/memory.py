@@ -291,7 +291,7 @@ def _on_rank(
         at_end = max(at_end, parameters * problem.item_bytes)
     moments = [(kept - micro_batch, at_end, 0)] if at_end else []
     if has_head:
-        in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
+        in_flight = stashes // p.virtual_stages if p.schedule_entry.forwards_first else 1
         kept += in_flight * 2 * sizes.residual + (in_flight - 1) * sizes.logits
         moments.append((kept + sizes.logits, sizes.logit_gradients + units.at_loss, sizes.logit_holes))
     moments.append((kept + sizes.again, sizes.working + units.at_layer, 0))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.describe.machine.cluster import Cluster
@@ -85,6 +87,11 @@ class Parallelism:
             )
         if sorted(self.order) != sorted(DEGREES):
             raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
+
+    @property
+    def schedule_entry(self) -> PipelineAlgorithm:
+        """Return the schedule of so many stages a rank. Raises UnsupportedError."""
+        return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
     @property
     def tensor_mesh(self) -> tuple[int, int]:

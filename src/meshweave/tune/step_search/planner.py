@@ -6,6 +6,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -100,7 +101,8 @@ def space_options(fixed: dict[str, Any]) -> SpaceOptions:
         field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
-            chosen.setdefault("schedules", ("1f1b", "zbv") if 2 in values else ("1f1b",))
+            fitting = (name for name, entry in SCHEDULES.items() if set(values) & set(entry.stages_per_rank))
+            chosen.setdefault("schedules", tuple(name for name in fitting if SCHEDULES[name].is_searched))
         chosen[field] = values
     return SpaceOptions(**chosen)
 

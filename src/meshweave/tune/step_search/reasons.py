@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, ONE_DIMENSIONAL, StepSpace, ranks_of
+from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
 
 PART_NAMES = {
     "compute": "computing",
@@ -118,7 +119,7 @@ def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
         problem.seq % value or problem.seq < value * MIN_CONTEXT_TOKENS for value in values
     ):
         return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.seq}"
-    is_1d = set(space.options.strategies) <= set(ONE_DIMENSIONAL)
+    is_1d = all(STRATEGIES[name].is_one_dimensional for name in space.options.strategies)
     if name == "tp" and is_1d and all(model.num_heads % value for value in values):
         return f"does not divide its {model.num_heads} heads"
     return ""
