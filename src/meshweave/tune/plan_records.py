@@ -123,7 +123,7 @@ class StepsRecord(Record):
         pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
         ceiling: the most of its peak that products of a chip have shown; None in files of before.
         defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
-            cannot be laid out.
+            cannot be laid out, for the reason in `defaults_refused`.
         above_ceiling: why utilizations in the ranking are above that; "" where none is.
     """
 
@@ -140,6 +140,7 @@ class StepsRecord(Record):
     ceiling: Share | None = None
     above_ceiling: str = ""
     defaults: StepRecord | None = None
+    defaults_refused: str = ""
 
     def reason_above(self, *utilizations: float) -> str:
         """Return why the highest of some utilizations is above the ceiling; "" where it is not."""

@@ -159,7 +159,7 @@ def _steps_record(
         pairs="causal",
         ceiling=ceiling.share,
         above_ceiling=ceiling.reason(max(step.hfu for step in steps)),
-        defaults=_defaults_record(ranking.space),
+        **_defaults(ranking.space),
         searched={
             "nodes": count.nodes,
             "priced": count.priced,
@@ -173,17 +173,17 @@ def _steps_record(
     )
 
 
-def _defaults_record(space: StepSpace) -> StepRecord | None:
-    """Return the record of the step that `mw.step` gives with what the space fixes; None where it is refused."""
+def _defaults(space: StepSpace) -> dict[str, Any]:
+    """Return the record of the step that `mw.step` gives with what the space fixes, or why it is refused."""
     fixed = {}
     for name, values in vars(space.options).items():
         field = _FIELDS_OF_OPTIONS.get(name, name)
         if values is not None and len(values) == 1:
             fixed[field] = values[0]
     try:
-        return step_record(step_of(space.problem, with_defaults(space.problem, fixed)))
-    except MeshweaveError:
-        return None
+        return {"defaults": step_record(step_of(space.problem, with_defaults(space.problem, fixed)))}
+    except MeshweaveError as error:
+        return {"defaults_refused": str(error)}
 
 
 def step_record(step: Step) -> StepRecord:
