@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_cut_short_is_never_loaded(harm: str, tmp_path: Pat
     why = "" if harm == "still in its part" else "step 4 in .* is not whole: .*; step 2 is taken"
     with pytest.warns(UserWarning, match=why) if why else contextlib.nullcontext():
         assert checkpoints.latest() == 2
-    with pytest.raises(CheckpointError, match="whole.*; that of step 2 is whole"):
+    with pytest.raises(CheckpointError, match=r"whole.*; that of step 2 is whole"):
         checkpoints.load(4, {"w": torch.zeros(3, 2)})
     again = saved(tmp_path, 6)
     assert again.latest() == 6

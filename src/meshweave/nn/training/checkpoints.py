@@ -244,8 +244,9 @@ class Checkpoints:
         Args:
             checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over too.
 
-        Raises CheckpointError where there are checkpoints, and none is whole.
+        Raises CheckpointError where there are checkpoints, and none is whole; and what `wait` does.
         """
+        self.wait()
         words: dict[str, Any] = {}
         if self._is_first:
             found = found_checkpoints(self.folder)
@@ -277,8 +278,9 @@ class Checkpoints:
         Args:
             fits: says in `wrong` why the checkpoint is not for this rank, and in `unused` what it does not take.
 
-        Raises CheckpointError on all ranks where it is not whole, or not for one of them.
+        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait` does.
         """
+        self.wait()
         words: dict[str, Any] = {}
         manifest = None
         try:
@@ -337,7 +339,6 @@ class Checkpoints:
                 could be just before, the message says that tensors were touched.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
-        self.wait()
         pieces: dict[str, ShardPieces] = {}
 
         def fits(manifest: Manifest) -> dict[str, Any]:
