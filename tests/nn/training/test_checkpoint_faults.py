@@ -298,3 +298,20 @@ def test_a_checkpoint_of_the_earlier_format_says_how_it_is_converted(tmp_path: P
         Checkpoints(tmp_path).load(3, {})
     with pytest.raises(CheckpointError, match=r"earlier format.*no other checkpoint there is whole"):
         Checkpoints(tmp_path).latest()
+
+
+def test_the_guide_converts_the_earlier_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    guide = (HERE.parents[2] / "docs" / "guide" / "checkpoints.md").read_text()
+    snippet = guide.partition("import json, tempfile, torch\n")[2].partition("```")[0]
+    folder = tmp_path / "out" / "step-00000050"
+    tensors = {"model.a.weight": torch.rand(3, 2), "optimizer.a.weight.step": torch.tensor(50.0)}
+    dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+    text = json.dumps({"step": 50, "files": {}, "checksums": {}, "notes": {"said": 1}})
+    (folder / "manifest.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    exec("import json, tempfile, torch\n" + snippet, {})
+    loaded = {name: torch.zeros_like(each) for name, each in tensors.items()}
+    assert Checkpoints("converted").load(50, loaded) == {"said": 1}
+    assert all(torch.equal(loaded[name], each) for name, each in tensors.items())
