@@ -60,6 +60,7 @@ def test_faults_of_one_rank_reach_all(tmp_path: Path) -> None:
     told, others = answers
     assert told == others
     assert "File exists" in told["a file"] and told["a file in time"]
+    assert "FileExistsError" in told["weights"]
     assert told["slow 0"] and told["slow 1"]
     assert (
         "the checkpoint of step 2 was not saved: rank 1: " in told["no room"]

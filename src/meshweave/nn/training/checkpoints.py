@@ -46,6 +46,8 @@ from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, 
 from meshweave.nn.training.rounds import Round, Rounds
 
 _POLL_S = 0.02
+_LEFT_S = 3.0
+"""Seconds in which a rank must be seen to write, where the program has ended without a `wait`."""
 
 
 class Checkpoints:
@@ -74,10 +76,11 @@ class Checkpoints:
         self._saving: tuple[int, Round] | None = None
         self._writer: threading.Thread | None = None
         self._rounds = Rounds(self._context)
+        round_ = self._rounds.begin("all ranks to open the checkpoints")
         wrong = "" if type(keep) is int and keep > 0 else f"keep={keep!r} checkpoints, and one at least stays"
         if not wrong and self._is_first:
             wrong = self._wrong_in(lambda: self.folder.mkdir(parents=True, exist_ok=True))
-        self._rounds.agree("open checkpoints", {"wrong": wrong}, "all ranks to open the checkpoints")
+        self._rounds.agree(round_, "open checkpoints", {"wrong": wrong})
 
     @property
     def _is_first(self) -> bool:
@@ -114,6 +117,7 @@ class Checkpoints:
         pieces: dict[str, ShardPieces] = {}
         words: dict[str, Any] = {}
         topic = "save"
+        round_ = self._rounds.begin("all ranks to save a step")
         try:
             step, kept = _checked_step(step), checked_notes(notes or {})
             digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
@@ -124,16 +128,21 @@ class Checkpoints:
                 words["wrong"] = self._wrong_in(lambda: self._begin(step))
         except CheckpointError as error:
             words = {"wrong": f"the checkpoint of step {step} cannot be saved: {error}"}
-        said = self._rounds.agree(topic, words, f"all ranks to save step {step}")
+        said = self._rounds.agree(round_, topic, words)
         try:
             whole, shares = share_out([each["tensors"] for each in said])
         except CheckpointError as error:
             raise CheckpointError(f"the checkpoint of step {step} cannot be saved: {error}") from None
-        copies = [_copy(pieces[box.name], box) for box in shares[self._rank]]
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_
+        copies: list[Tensor] = []
+        wrong = self._wrong_in(
+            lambda: copies.extend(_copy(pieces[box.name], box) for box in shares[self._rank])
+        )
         self._writer = threading.Thread(
-            target=self._write, args=(round_, step, whole, shares, copies, kept), name="meshweave-checkpoint"
+            target=self._write,
+            args=(round_, step, whole, shares, copies, kept, wrong),
+            name="meshweave-checkpoint",
         )
         self._writer.start()
 
@@ -154,6 +163,7 @@ class Checkpoints:
         shares: Sequence[Sequence[SavedBox]],
         copies: list[Tensor],
         notes: Mapping[str, Any],
+        wrong: str,
     ) -> None:
         """Write what this rank has to; on the first rank, make the checkpoint whole once all have."""
         own: dict[str, Any] = {}
@@ -164,8 +174,7 @@ class Checkpoints:
                 own["bytes"], own["crc32"] = write_synced(part, _file_name(self._rank), parts, round_.tick)
 
         try:
-            round_.tick()
-            wrong = self._wrong_in(write) if copies else ""
+            wrong = wrong or (self._wrong_in(write) if copies else "")
             round_.give({**own, "wrong": f"rank {self._rank}: {wrong}" if wrong else ""})
             copies.clear()  # the others may take long
             if self._is_first and (said := self._said_by_all(round_)) is not None:
@@ -184,11 +193,10 @@ class Checkpoints:
 
     def _said_by_all(self, round_: Round) -> list[Any] | None:
         """Return what all ranks say of what they wrote; None where nobody waits for it any more."""
-        over_at: float | None = None
+        seen: dict[int, tuple[int, float]] = {}
         while (said := round_.given(range(self._num_ranks))) is None:
-            if over_at is None and (round_.is_given_up or not threading.main_thread().is_alive()):
-                over_at = time.monotonic() + (0.0 if round_.is_given_up else self._context.deadline_s)
-            if over_at is not None and time.monotonic() > over_at:
+            is_over = not threading.main_thread().is_alive() and not round_.is_at_work(_LEFT_S, seen)
+            if round_.is_given_up or is_over:
                 return None
             time.sleep(_POLL_S)
         return said
@@ -229,6 +237,7 @@ class Checkpoints:
         except BaseException:
             round_.is_given_up = True
             raise
+        self._rounds.end(round_)
         if self._writer is not None:
             self._writer.join()
         if result["wrong"]:
@@ -247,6 +256,7 @@ class Checkpoints:
         Raises CheckpointError where there are checkpoints, and none is whole; and what `wait` does.
         """
         self.wait()
+        round_ = self._rounds.begin("the first rank to look at the checkpoints")
         words: dict[str, Any] = {}
         if self._is_first:
             found = found_checkpoints(self.folder)
@@ -255,8 +265,7 @@ class Checkpoints:
             harmed = [each for each in found if each.wrong and each.step > last]
             words["whole"] = [each.step for each in whole]
             words["harmed"] = [f"{self._named(each.step)} is not whole: it {each.wrong}" for each in harmed]
-        what = "the first rank to look at the checkpoints"
-        said = self._rounds.agree("look for the last checkpoint", words, what)[0]
+        said = self._rounds.agree(round_, "look for the last checkpoint", words)[0]
         harmed = said["harmed"]
         for step in reversed(said["whole"]):
             if not checked or not (changed := self._changed(step)):
@@ -281,6 +290,7 @@ class Checkpoints:
         Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait` does.
         """
         self.wait()
+        round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
         words: dict[str, Any] = {}
         manifest = None
         try:
@@ -289,8 +299,7 @@ class Checkpoints:
             words = {"digest": manifest.digest, **(fits(manifest) if fits is not None else {})}
         except CheckpointError as error:
             words = {"damaged": str(error)}
-        what = f"all ranks to look at the checkpoint of step {step}"
-        said = self._rounds.agree(f"load step {step}", words, what)
+        said = self._rounds.agree(round_, f"load step {step}", words)
         damaged = next((each["damaged"] for each in said if "damaged" in each), "")
         if not damaged and len({each["digest"] for each in said}) > 1:
             damaged = f"ranks see different checkpoints of step {step} in {self.folder}"
@@ -363,11 +372,10 @@ class Checkpoints:
             with opened_folder(self._same(step, manifest)) as folder, torch.no_grad():
                 load_pieces(folder, manifest, pieces, round_.tick)
 
-        round_.tick()
         wrong = self._wrong_in(read)
         if wrong:
             wrong = f"{self._named(step)} {wrong}; some of the tensors here have been read"
-        self._rounds.agree(f"have loaded step {step}", {"wrong": wrong}, "all ranks to load", round_)
+        self._rounds.agree(round_, f"have loaded step {step}", {"wrong": wrong})
         self._parent = manifest.serial
         return dict(manifest.notes)
 
@@ -394,19 +402,18 @@ class Checkpoints:
                 own = manifest or read_manifest(path)
                 check_bytes(folder, own, self._rank, self._num_ranks, round_.tick)
 
-        round_.tick()
         reason = self._wrong_in(check)
-        said = self._rounds.agree(f"check step {step}", {"reason": reason}, "all ranks to check", round_)
+        said = self._rounds.agree(round_, f"check step {step}", {"reason": reason})
         reason = next((each["reason"] for each in said if each["reason"]), "")
         return f"{self._named(step)} {reason}" if reason else ""
 
     def _other_whole(self, step: int) -> str:
         """Return in words which other checkpoint is whole to the last byte, the last saved; collective."""
+        round_ = self._rounds.begin("the first rank to look for another checkpoint")
         words: dict[str, Any] = {}
         if self._is_first:
             words["steps"] = [each.step for each in found_checkpoints(self.folder) if not each.wrong]
-        what = "the first rank to look for another checkpoint"
-        for other in reversed(self._rounds.agree("look for another checkpoint", words, what)[0]["steps"]):
+        for other in reversed(self._rounds.agree(round_, "look for another checkpoint", words)[0]["steps"]):
             if other != step and not self._changed(other):
                 return f"; that of step {other} is whole"
         return ""
@@ -414,7 +421,9 @@ class Checkpoints:
     def refuse_together(self, step: int, wrong: str) -> None:
         """Raise CheckpointError on all ranks where one says what is wrong with a checkpoint. Collective."""
         wrong = f"{self._named(step)} {wrong}" if wrong else ""
-        self._rounds.agree(f"take step {step}", {"wrong": wrong}, f"all ranks to take step {step}")
+        self._rounds.agree(
+            self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}
+        )
 
 
 def _misfit(name: str, own: ShardPieces, manifest: Manifest, casts: bool) -> str:

@@ -72,7 +72,7 @@ class Round:
         """Remove what this rank said, once all have heard it."""
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
-            for name in (self._rank, f"tick{self._rank}"):
+            for name in (self._rank, f"tick{self._rank}", *(() if self._rank else ("result",))):
                 with contextlib.suppress(RuntimeError, OSError, NotImplementedError):
                     store.delete_key(self._name(name))
 
@@ -81,7 +81,8 @@ class Round:
 
         Raises RankLostError and DeadlineError, see `TorchContext.guard`: where a rank neither came nor worked.
         """
-        began: dict[int, tuple[str, float]] = {}  # of ranks at work: how far they were when, as seen here
+        seen: dict[int, tuple[int, float]] = {}  # of ranks at work: how far they were when, as seen here
+        stalled_s = max(STALLED_S, self._context.deadline_s)
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         while True:
             with self._context.guard(self._what, others) as wait:
@@ -96,7 +97,7 @@ class Round:
                 unheard = self._unheard()
                 if (said := self.given(names)) is not None:
                     return said
-                silent = [rank for rank in unheard if not self._works(rank, began)]
+                silent = [rank for rank in unheard if not self._works(rank, seen, stalled_s)]
                 if silent or self._are_missing(unheard):
                     wait.unheard = tuple(silent or unheard)
                     raise RuntimeError(f"timed out waiting for {self._what}")
@@ -105,15 +106,23 @@ class Round:
         """Return the ranks that have yet to speak; the first where all have, and it has yet to conclude."""
         return [rank for rank in range(self._num_ranks) if self.given([rank]) is None] or [0]
 
-    def _works(self, rank: int, began: dict[int, tuple[str, float]]) -> bool:
-        """Return whether a rank has said that it works, and was seen to get on in the last `STALLED_S`."""
+    def _works(self, rank: int, seen: dict[int, tuple[int, float]], within_s: float) -> bool:
+        """Return whether a rank has said that it works, and was seen to get on in the last seconds."""
         ticks = self.given([f"tick{rank}"])
         now = time.monotonic()
         if ticks is None:
             return False
-        if rank not in began or began[rank][0] != ticks[0]:
-            began[rank] = ticks[0], now
-        return now - began[rank][1] < max(STALLED_S, self._context.deadline_s)
+        if rank not in seen or seen[rank][0] != ticks[0]:
+            seen[rank] = ticks[0], now
+        return now - seen[rank][1] < within_s
+
+    def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
+        """Return whether a rank that has yet to speak was seen to get on in the last seconds, without a wait.
+
+        Args:
+            seen: what this has seen before; empty at first.
+        """
+        return any(rank != self._rank and self._works(rank, seen, within_s) for rank in self._unheard())
 
     def _are_missing(self, ranks: Sequence[int]) -> bool:
         liveness = self._context.liveness
@@ -125,37 +134,43 @@ class Rounds:
 
     def __init__(self, context: TorchContext) -> None:
         self._context, self._count = context, 0
-        self._last: Round | None = None
+        self._ended: list[Round] = []
         self._session = 0
         if context.is_distributed:
             counts = _sessions.counts()
             self._session = counts["made"] = counts.get("made", 0) + 1
 
     def begin(self, what: str) -> Round:
-        """Return the next round."""
-        self._count += 1
-        return Round(self._context, f"meshweave/checkpoints/{self._session}/{self._count}", what)
+        """Return the next round, in which this rank is at work from now on.
 
-    def agree(
-        self, topic: str, words: dict[str, Any], what: str, round_: Round | None = None
-    ) -> list[dict[str, Any]]:
-        """Return what each rank says, in ascending order. Collective.
+        Args:
+            what: what all ranks are to do, for errors.
+        """
+        self._count += 1
+        round_ = Round(self._context, f"meshweave/checkpoints/{self._session}/{self._count}", what)
+        round_.tick()
+        return round_
+
+    def end(self, round_: Round) -> None:
+        """Let what was said in a round be forgotten once all ranks are in a later one."""
+        self._ended.append(round_)
+
+    def agree(self, round_: Round, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what each rank says in a round, in ascending order. Collective.
 
         Args:
             topic: what it is about, which must be the same on all ranks.
             words: as JSON; `wrong` is what this rank refuses.
-            round_: begun before, in which this rank has worked.
 
         Raises:
             CheckpointError: a rank refuses, or ranks are about different things; on all ranks the same.
             RankLostError, DeadlineError: ranks neither came nor worked.
         """
-        round_ = round_ or self.begin(what)
         round_.give({**words, "topic": topic})
         said = round_.wait_for(range(self._context.num_ranks))
-        if self._last is not None:  # all that speak now have heard the last words
-            self._last.forget()
-        self._last = round_
+        for ended in self._ended:  # all that speak now have heard what was said before
+            ended.forget()
+        self._ended = [round_]
         for rank, each in enumerate(said):
             if each.get("wrong"):
                 raise CheckpointError(str(each["wrong"]))
