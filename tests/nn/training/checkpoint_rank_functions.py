@@ -131,6 +131,8 @@ def faults(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     told["notes"] = _refusal(lambda: checkpoints.save(4, _values(rank, 4.0), {"rank": rank}))
     told["shape"] = _refusal(lambda: checkpoints.save(4, {"x": torch.zeros(1 + rank)}))
     told["kind"] = _refusal(lambda: checkpoints.save(4, {"x": torch.zeros(1) if rank else [1]}))
+    dist.barrier()
+    told["left"] = sorted(path.name for path in checkpoints.folder.iterdir())
     told["missing"] = _refusal(
         lambda: checkpoints.load(3, _values(rank, 0.0) | ({"more": torch.zeros(1)} if rank else {}))
     )

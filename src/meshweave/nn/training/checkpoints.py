@@ -127,11 +127,13 @@ class Checkpoints:
             if self._is_first:
                 words["wrong"] = self._wrong_in(lambda: self._begin(step))
         except CheckpointError as error:
-            words = {"wrong": f"the checkpoint of step {step} cannot be saved: {error}"}
-        said = self._rounds.agree(round_, topic, words)
+            words = {"wrong": str(error)}
         try:
+            said = self._rounds.agree(round_, topic, words)
             whole, shares = share_out([each["tensors"] for each in said])
         except CheckpointError as error:
+            if self._is_first and not words.get("wrong"):
+                self._wrong_in(lambda: remove(self.folder / part_name(step)))
             raise CheckpointError(f"the checkpoint of step {step} cannot be saved: {error}") from None
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_

@@ -66,6 +66,8 @@ Saved: TypeAlias = Tensor | ShardPieces
 
 def pieces_of(name: str, value: Saved) -> ShardPieces:
     """Return what this rank has of a tensor. Raises CheckpointError where a checkpoint cannot have it."""
+    if type(name) is not str:
+        raise CheckpointError(f"{printable(repr(name))} is no name of a tensor, which is a str")
     if not isinstance(value, Tensor | ShardPieces):
         raise CheckpointError(f"'{name}' is a {type(value).__name__}, and a checkpoint takes tensors")
     if isinstance(value, DTensor):

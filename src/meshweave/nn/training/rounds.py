@@ -92,6 +92,7 @@ class Round:
                     if (said := self.given(names)) is not None:
                         return said
                     wait.check_peers(self._unheard)
+                    self._context.lane_threads.check()
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_S)
                 unheard = self._unheard()
