@@ -217,7 +217,10 @@ class Checkpoints:
         make_whole(self.folder, Manifest(step, serial, self._parent, whole, files, notes))
         self._parent = serial
         round_.tick()
-        remove_older(self.folder, self._keep)
+        if left := self._wrong_in(lambda: remove_older(self.folder, self._keep)):
+            warnings.warn(
+                f"step {step} is saved, and an older checkpoint cannot be removed: {left}", stacklevel=2
+            )
 
     @property
     def is_saving(self) -> bool:
