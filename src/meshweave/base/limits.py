@@ -35,6 +35,9 @@ class Limit:
 
 FILE_BYTES = Limit(1 << 22, "bytes", "a JSON file")
 TOML_BYTES = Limit(1 << 20, "bytes", "a TOML file")
+MANIFEST_BYTES = Limit(1 << 27, "bytes", "the manifest of a checkpoint")
+MANIFEST_BRACKETS = Limit(1_000_000, "lists and tables", "the manifest of a checkpoint")
+MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 PROGRAM_BYTES = Limit(32_000_000, "bytes", "the text of a program")
 SCHEDULE_BYTES = Limit(32_000_000, "bytes", "a CSV of a pipeline's actions")
 NESTING = Limit(64, "levels of nested tables and lists", "a TOML or JSON file")
@@ -88,6 +91,7 @@ SCHEDULED_PRODUCTS = Limit(
 
 LIMITS = (
     *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, SCHEDULE_BYTES, NESTING, VALUES, KEY_PARTS),
+    *(MANIFEST_BYTES, MANIFEST_BRACKETS, MANIFEST_COMMAS),
     *(CHIPS, MODEL_TENSORS),
     *(EXPRESSION_DEPTH, DIMS, MESH_RANKS, PIECES, SLOTS, RANK_STEPS, CHECKED_STEPS, LISTED_STEPS),
     *(PROOF_ELEMENTS, PROOF_WORK),
