@@ -17,6 +17,7 @@ from pydantic import Field
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_rule
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
+from meshweave.base.outputs import write_file
 from meshweave.describe import files
 from meshweave.tune.plan_records import Bytes, Dim, Record, Seconds, StepsRecord, Width
 
@@ -150,10 +151,7 @@ class Plan(Record):
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
-        try:
-            path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
-        except OSError as error:
-            raise DescriptionError(f"{path}: cannot write: {error.strerror}") from None
+        write_file(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
 
 
 def load_plan(path: Path) -> Plan:
