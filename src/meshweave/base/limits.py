@@ -46,6 +46,9 @@ KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
 CHIPS = Limit(1 << 16, "chips", "a cluster")
 MODEL_TENSORS = Limit(1 << 12, "tensors", "the state dict of a model that is resharded")
 
+RUNS = Limit(1_000, "rows", "a file of published runs")
+MEASUREMENTS = Limit(20_000, "rows", "a file of measured kernels")
+
 # --- programs -------------------------------------------------------------------------------------------
 
 EXPRESSION_DEPTH = Limit(50, "nested operations", "an expression of a program")
@@ -99,7 +102,7 @@ SCHEDULED_PRODUCTS = Limit(
 
 LIMITS = (
     *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, SCHEDULE_BYTES, NESTING, VALUES, KEY_PARTS),
-    *(CHIPS, MODEL_TENSORS),
+    *(CHIPS, MODEL_TENSORS, RUNS, MEASUREMENTS),
     *(EXPRESSION_DEPTH, DIMS, MESH_RANKS, PIECES, SLOTS, RANK_STEPS, CHECKED_STEPS, LISTED_STEPS),
     *(PROOF_ELEMENTS, PROOF_WORK, RING_NUMBERS),
     *(
