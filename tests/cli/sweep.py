@@ -155,7 +155,10 @@ def kinds(folder: Path) -> dict[str, Kind]:
         for names in ("all", "collective", "meshslice,summa")
     )
     step = "plan llama-2-7b --cluster dgx-h100:8 --batch 8 --json"
-    steps = tuple(_said(*step.split(), "--fix", f"{fix},strategy=megatron") for fix in ("tp=8", "tp=4,dp=2", "tp=2,pp=4"))
+    steps = tuple(
+        _said(*step.split(), "--fix", f"{fix},strategy=megatron")
+        for fix in ("tp=8", "tp=4,dp=2", "tp=2,pp=4")
+    )
     table |= {"plan": Kind("json", "plan.json", plans), "step": Kind("json", "step.json", steps)}
     for name in ("plan", "step"):
         (folder / f"good-{table[name].file}").write_text(table[name].seeds[0])

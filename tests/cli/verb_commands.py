@@ -26,7 +26,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
     "simulate": (
         *("simulate {program} --cluster {cluster}", "simulate {program} --cluster dgx-h100 --lower rings"),
-        *("simulate {plan} --cluster {cluster} --layer out", "simulate {plan} --cluster {cluster} --pass forward"),
+        *(
+            "simulate {plan} --cluster {cluster} --layer out",
+            "simulate {plan} --cluster {cluster} --pass forward",
+        ),
         *("simulate {step}", "simulate {step} --against estimate", "simulate t3_ring --cluster t3-8"),
     ),
     "reshard": (

@@ -18,6 +18,7 @@ from pathlib import Path
 from meshweave.base.errors import DescriptionError, listed, printable
 
 _NAME_BYTES = 255
+_NOT_PERMITTED = "not permitted; give a file in a directory of yours"
 
 
 @dataclass
@@ -110,26 +111,30 @@ def _over_input(path: str | Path, option: str) -> DescriptionError:
 
 def check_writable(path: Path) -> None:
     """Raise DescriptionError where a file cannot be written to `path`."""
+    reason = _unwritable(path)
+    if reason:
+        raise DescriptionError(f"{printable(path)}: cannot write: {reason}")
+
+
+def _unwritable(path: Path) -> str:
+    """Return why no file can be written to a path, or ""; a file is made beside it and removed."""
     try:
         real = Path(os.path.realpath(path))
-        is_dir, has_parent = real.is_dir(), real.parent.is_dir()
-        writable = os.access(real if real.exists() else real.parent, os.W_OK) and (
-            os.access(real.parent, os.W_OK) or _is_device(real) or _is_mount(real)
-        )
-        too_long = len(os.fsencode(path.name)) > _NAME_BYTES
+        if real.is_dir():
+            return "it is a directory; give a file"
+        if not real.parent.is_dir():
+            return f"there is no directory {printable(path.parent)}"
+        if len(os.fsencode(path.name)) > _NAME_BYTES:
+            return f"its name is longer than {_NAME_BYTES} bytes"
+        if real.exists() and not os.access(real, os.W_OK):
+            return _NOT_PERMITTED
+        if not (_is_device(real) or _is_mount(real)):
+            beside = _beside(real)
+            beside.touch(exist_ok=False)  # a superuser is permitted, and yet cannot everywhere
+            beside.unlink()
     except (OSError, ValueError):  # ValueError: a NUL in the path
-        is_dir, has_parent, writable, too_long = False, True, False, False
-    if is_dir:
-        reason = "it is a directory; give a file"
-    elif not has_parent:
-        reason = f"there is no directory {printable(path.parent)}"
-    elif too_long:
-        reason = f"its name is longer than {_NAME_BYTES} bytes"
-    elif not writable:
-        reason = "not permitted; give a file in a directory of yours"
-    else:
-        return
-    raise DescriptionError(f"{printable(path)}: cannot write: {reason}")
+        return _NOT_PERMITTED
+    return ""
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -157,7 +162,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def _replace(real: Path, data: bytes) -> None:
     before = real.stat() if real.exists() else None
-    beside = real.with_name(f".{real.name[:40]}.{secrets.token_hex(6)}")
+    beside = _beside(real)
     try:
         try:
             _write_to(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), data)
@@ -172,6 +177,10 @@ def _replace(real: Path, data: bytes) -> None:
         if not _is_mount(real):
             raise
         _write_in_place(real, data)
+
+
+def _beside(real: Path) -> Path:
+    return real.with_name(f".{real.name[:40]}.{secrets.token_hex(6)}")
 
 
 def _write_in_place(real: Path, data: bytes) -> None:
