@@ -16,6 +16,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
@@ -73,12 +74,14 @@ class ParallelModel:
         strategy: the strategy on its ranks.
         report: what was replaced, and what was left.
         blocks: the layers.
+        context: what `parallelize` was given, kept for as long as the model is.
     """
 
     def __init__(
         self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self.context: TorchContext | None = None
         self._left: list[tuple[str, str]] = []
         self._replace_layers()
         self._replace_ends()
@@ -248,6 +251,7 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    context: TorchContext | None = None,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -264,6 +268,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
+            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
 
     Returns:
         The model, to train: see `ParallelModel`.
@@ -272,14 +278,16 @@ def parallelize(
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
         PlanError: the plan counts on overlap that is not obtained here.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config, overlap)
+    resolved = resolve(plan, device_mesh, config, overlap, context)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
     if missing := names.missing(module):
         raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
     _seed_alike(resolved.strategy)
     model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
+    model.context = context
     module.forward = model.forward
     return model
 
