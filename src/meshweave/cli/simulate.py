@@ -12,11 +12,12 @@ import typer
 
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError, printable
 from meshweave.base.limits import SIMULATED_RANKS
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
 from meshweave.cli.options import (
     JSON_HELP,
-    check_writable,
+    OutputOption,
     print_json,
     read_mesh,
     read_names,
@@ -45,7 +46,7 @@ from meshweave.cli.simulate_options import (
     ThresholdOption,
     TraceOption,
 )
-from meshweave.report.timeline import write_chrome, write_text
+from meshweave.report.timeline import write_chrome
 from meshweave.trace import Trace
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def simulate(
     starvation: StarvationOption = None,
     ranks: RanksOption = "",
     trace: TraceOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")] = None,
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None,
     png: PngOption = None,
     report: ReportOption = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
@@ -95,8 +96,6 @@ def simulate(
 
     More:    meshweave simulate program.txt --cluster t3-8 --arbitration communication-aware --report memory.html
     """
-    for path in (trace, svg, png, report):
-        check_writable(path)
     if png is not None:
         from meshweave.report.png import require_png
 
@@ -260,7 +259,7 @@ def _write(
 
         picture = draw_cases(simulated)
         if svg is not None:
-            write_text(svg, picture)
+            write_file(svg, picture)
         if png is not None:
             from meshweave.report.png import write_png
 
@@ -268,7 +267,7 @@ def _write(
     if report is not None:
         from meshweave.report.simulation_page import simulation_page
 
-        write_text(report, simulation_page(simulated))
+        write_file(report, simulation_page(simulated))
 
 
 # --- text -----------------------------------------------------------------------------------------------

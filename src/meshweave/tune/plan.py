@@ -16,6 +16,7 @@ from pydantic import Field
 from meshweave.algorithms.matmul2d.common.passes import PassName, Stationary
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
+from meshweave.base.outputs import write_file
 from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, Seconds, StepsRecord, Width
 
 
@@ -154,7 +155,4 @@ class Plan(Record):
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
-        try:
-            path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
-        except OSError as error:
-            raise DescriptionError(f"{path}: cannot write: {error.strerror}") from None
+        write_file(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
