@@ -52,7 +52,9 @@ def _try(way: Way) -> dict[str, Any]:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     made = getattr(state, "made", None)
-    answer["replaced"] = type(state.model.transformer.wte).__name__ if hasattr(state.model, "transformer") else ""
+    answer["replaced"] = (
+        type(state.model.transformer.wte).__name__ if hasattr(state.model, "transformer") else ""
+    )
     answer["is_made"] = made is not None
     contexts.TorchContext.default("cpu").close()
     return answer
@@ -107,7 +109,8 @@ def _run(way: Way, state: SimpleNamespace) -> dict[str, Any]:
     wanted = dict(_trained().named_parameters())
     return {
         "worst": max(
-            float((p.full_tensor() - wanted[name]).detach().abs().max()) for name, p in made.module.named_parameters()
+            float((p.full_tensor() - wanted[name]).detach().abs().max())
+            for name, p in made.module.named_parameters()
         )
     }
 

@@ -1,7 +1,7 @@
-"""Ways in which the state of one rank of a training run may differ from that of the others, and what must come of each.
+"""Ways in which the state of one rank of a training run may differ from that of the others, and what comes of each.
 
-A way is a function that changes the state of the odd rank: before `parallelize`, after it, or before the third step.
-It says which error names it on every rank, or that it is harmless: the weights are then those of one process.
+A way is a function that changes the state of the odd rank: before `parallelize`, after it, or before the third
+step. It says which error names it on every rank, or that it is harmless: weights are then those of one process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from plain_models import HIDDEN, WORDS, PlainGpt, PlainLlama
-from torch import Tensor, nn
+from plain_models import WORDS, PlainLlama
+from torch import nn
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.tune.step import Parallelism
@@ -94,7 +94,7 @@ def _weights_that_are_broadcast(s: Any) -> None:
     _seed_of_the_weights(s)
 
 
-@way("model", "is frozen" if False else "frozen")
+@way("model", "frozen")
 def _a_frozen_parameter(s: Any) -> None:
     s.model.transformer.ln_f.weight.requires_grad_(False)
 
@@ -119,7 +119,7 @@ def _another_width(s: Any) -> None:
     s.model = s.make(width=24)
 
 
-@way("model", "other modules")
+@way("model", "other configuration")
 def _another_class(s: Any) -> None:
     s.model = PlainLlama(layers=2).double()
 
@@ -220,7 +220,7 @@ def _version_of_torch(s: Any) -> None:
 @way("model", "other versions")
 def _version_of_transformers(s: Any) -> None:
     module = SimpleNamespace(__version__="4.0.0")
-    s.stack.callback(lambda before=sys.modules.get("transformers"): _put_back("transformers", before))
+    s.stack.callback(_put_back, "transformers", sys.modules.get("transformers"))
     sys.modules["transformers"] = module  # type: ignore[assignment]
 
 
@@ -309,7 +309,7 @@ def _evaluation(s: Any) -> None:
     s.made.module.eval()
 
 
-@way("step", "other modes of modules")
+@way("step", "other modules in training")
 def _evaluation_of_a_module_that_nothing_uses(s: Any) -> None:
     s.made.module.add_module("spare", nn.Identity().eval())
 
@@ -461,7 +461,11 @@ def _a_forward_more(s: Any) -> None:
     s.forwards = 2
 
 
-@way("later", "rank 1 refuses|stopped|other|out of order|RuntimeError", error="BindError|RuntimeError|LayoutError")
+@way(
+    "later",
+    "rank 1 refuses|stopped|other|out of order|RuntimeError",
+    error="BindError|RuntimeError|LayoutError",
+)
 def _an_error_of_the_user(s: Any) -> None:
     def fail() -> contextlib.AbstractContextManager[None]:
         raise RuntimeError("no disk space")
@@ -469,7 +473,7 @@ def _an_error_of_the_user(s: Any) -> None:
     s.around = fail
 
 
-# --- the process ----------------------------------------------------------------------------------------------------
+# --- the process -------------------------------------------------------------------------------------------
 
 
 @way("model", HARMLESS)

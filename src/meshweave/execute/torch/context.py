@@ -209,7 +209,7 @@ class TorchContext:
             self._groups[known] = self._formed(channel, ranks, among_members)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return a process group of `ranks` for what they compare; formed at the first call, which all of them make."""
+        """Return a process group of `ranks` for what they compare; all make the first call, which forms it."""
         known = (_COMPARISONS, ranks), ranks
         if known not in self._groups:
             self._groups[known] = self._formed(_COMPARISONS, ranks, len(ranks) < self.num_ranks)

@@ -1,7 +1,7 @@
 """What ranks that train one model must have alike: they compare it by digests, and one error names what differs.
 
-What a rank has is `Words`: by subject, such as the weights, what each thing is there. Ranks exchange a digest of each
-subject; only where one differs they exchange the words of that subject, to name what it is.
+What a rank has is `Words`: by subject, such as the weights, what each thing is there. Ranks exchange a digest of
+each subject; only where one differs they exchange the words of that subject, to name what it is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshweave.base.errors import LayoutError, printable
 from meshweave.execute.ranks.agreement import exchange
@@ -23,12 +24,13 @@ REMEDIES = {
     "arguments": "give parallelize the same on every rank of the mesh",
     "versions": "install the same on every rank",
     "settings": "set them alike on every rank",
+    "modules in training": "call train() and eval() alike on every rank",
     "modules": "make the same model on every rank",
     "configuration": "make the same model on every rank",
     "parameters": "give every rank the same model, with the same parameters frozen",
     "weights": "load the same weights on every rank or seed them alike, or give broadcast_weights=True",
-    "tokens": "every rank of the mesh gives the same tokens, all of them, and takes its part; for batches of its own "
-    "take an outer data axis",
+    "tokens": "every rank of the mesh gives the same tokens, all of them, and takes its part; batches of its own "
+    "are for an outer data axis",
     "targets": "every rank of the mesh gives the same targets, all of them, and takes its part",
     "modes": "call train(), eval(), no_grad() and autocast alike on every rank",
     "generator": "dropout needs torch's generator in the same state: seed it alike, and draw as often from it",
@@ -37,7 +39,7 @@ REMEDIES = {
     "gradients": "every rank runs the same backward passes, and clips and scales gradients alike",
     "copies": "ranks that have copies change them alike: load the same weights, and change none by hand",
 }
-"""What would be right, by subject: the first word of its name counts."""
+"""What would be right, by subject."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -47,8 +49,8 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def digest(words: Mapping[str, str]) -> str:
-    """Return a short digest of words."""
+def digest(words: Mapping[str, Any]) -> str:
+    """Return a short digest of words, by subject or not."""
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -74,7 +76,7 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return in words which ranks have something else than most, or than the first of them, and what would be right."""
+    """Return in words which ranks have something else than most, and what would be right."""
     parties: dict[str, list[int]] = {}
     for rank in sorted(said):
         parties.setdefault(digest(said[rank]), []).append(rank)
@@ -83,11 +85,11 @@ def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
     different = sorted(rank for party in others for rank in party)
     first = said[different[0]]
     names = [name for name in dict.fromkeys((*usual, *first)) if usual.get(name) != first.get(name)]
-    subject, _, place = subject.partition(" ")
+    subject, _, place = subject.partition(" of parts ")
     has = "has" if len(different) == 1 else "have"
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    shown = f"{names[0]}{_values(first.get(names[0]), usual.get(names[0]))}{more}"
-    where = f" ({place})" if place else ""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    shown = f"{names[0]}{more}{_values(first.get(names[0]), usual.get(names[0]))}"
+    where = f" of the parts {place}" if place else ""
     return (
         f"{ranks_text(different)} {has} other {subject}{where} than {ranks_text(most)}: {shown}; "
         f"{REMEDIES.get(subject, 'give every rank the same')}"
@@ -98,4 +100,4 @@ def _values(here: str | None, there: str | None) -> str:
     """Return what two ranks have in words, "" where that says nothing: checksums."""
     if here is None or there is None:
         return " is not there" if here is None else " is not there on the others"
-    return "" if here.startswith("#") else f" is {printable(here)}, and {printable(there)} on the others"
+    return "" if here.startswith("#") else f": {printable(here)}, and {printable(there)} on the others"

@@ -227,12 +227,12 @@ class ParallelModel:
         if labels is not None and targets is None:
             has_shift = self.names.has_causal_loss
             targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if has_shift else labels
-        with self.agreement.call(input_ids, targets):
-            x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
-            if targets is not None:
-                return ParallelOutput(self.head_loss(x, targets), None)
-            logits = self.local_logits(x, *input_ids.shape)
-            return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
+        self.agreement.check(input_ids, targets)
+        x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
+        if targets is not None:
+            return ParallelOutput(self.head_loss(x, targets), None)
+        logits = self.local_logits(x, *input_ids.shape)
+        return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -303,8 +303,8 @@ def parallelize(
 
     Raises:
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
-        LayoutError: the plan does not fit the mesh, the sizes of the model do not fit the plan, or ranks give other
-            models, arguments, versions or settings: on all of them, before anything is replaced.
+        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
+            other models, arguments, versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here.
     """
     require_process_group()

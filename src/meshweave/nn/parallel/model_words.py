@@ -127,7 +127,7 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return the checksums of the local parts of DTensors under a subject for each part that ranks may have copies of.
+    """Return the checksums of local parts of DTensors, under a subject for each part that ranks may copy.
 
     Ranks that have a part of a tensor in common have the subject in common, so that `agree` compares them.
     """

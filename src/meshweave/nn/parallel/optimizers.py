@@ -1,7 +1,7 @@
 """Optimizers of parallelised models: ranks compare them, and what they are about to add, at their first step.
 
-A hook of torch's on the steps of all optimizers finds those that hold parameters of a model here. One that was made
-before `parallelize` holds parameters that the model no longer has, and would train nothing.
+A hook of torch's on the steps of all optimizers finds those that hold parameters of a model here. One that was
+made before `parallelize` holds parameters that the model no longer has, and would train nothing.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
     for parameter in held.values():
         if (name := _replaced.get(parameter)) is not None:
             raise LayoutError(
-                f"this {type(optimizer).__name__} holds {name} as it was before parallelize, which is no longer in the "
-                "model: it would train nothing; make the optimizer after parallelize, of model.module.parameters()"
+                f"this {type(optimizer).__name__} holds {name} as it was before parallelize, which the model "
+                "no longer has: it would train nothing; make the optimizer after parallelize, of model.module.parameters()"
             )
     found = []
     for agreement in _agreements:

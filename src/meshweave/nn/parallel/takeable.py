@@ -24,8 +24,8 @@ def check_takeable(module: nn.Module, embedding: str, head: str, positions: str 
     for name, child in module.named_modules():
         if parametrize.is_parametrized(child):
             raise UnsupportedError(
-                f"{name}: {next(iter(child.parametrizations))} is computed by a parametrization, which would be lost; "
-                "call torch.nn.utils.parametrize.remove_parametrizations first"
+                f"{name}: {next(iter(child.parametrizations))} is computed by a parametrization, which would "
+                "be lost; call torch.nn.utils.parametrize.remove_parametrizations first"
             )
     for name, parameter in module.named_parameters():
         hooks = (

@@ -1,4 +1,4 @@
-"""What tokens and targets a model takes: a table that ranks share looks up nothing for a token that no rank has."""
+"""What tokens and targets a model takes: a table that ranks share has nothing for a token that no rank has."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class TokenLimits:
                 return problem
             if self.positions is not None and tokens.shape[1] > self.positions:
                 return (
-                    f"a sequence of {tokens.shape[1]} tokens, and the model has {self.positions} learned positions; "
-                    "give shorter ones"
+                    f"a sequence of {tokens.shape[1]} tokens, and the model has {self.positions} learned "
+                    "positions; give shorter ones"
                 )
             least, most = torch.stack(tokens.aminmax()).tolist()
             if least < 0 or most >= self.words:
@@ -51,7 +51,8 @@ class TokenLimits:
         if problem := self._kind_problem("targets", targets, (torch.int64,)):
             return problem
         if tokens is not None and targets.shape != tokens.shape:
-            return f"targets are of shape {tuple(targets.shape)}, tokens of {tuple(tokens.shape)}; give one for each token"
+            shapes = f"targets are of shape {tuple(targets.shape)}, tokens of {tuple(tokens.shape)}"
+            return f"{shapes}; give one for each token"
         outside = ((targets < 0) | (targets >= self.targets)) & (targets != IGNORED)
         if bool(outside.any()):
             return _outside("targets", targets, outside, self.targets, f", or {IGNORED} for none")
@@ -73,6 +74,6 @@ def _outside(name: str, given: Tensor, outside: Tensor, words: int, or_else: str
     row, column = places[0]
     more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
     return (
-        f"{name}[{row}, {column}] is {int(given[row, column])}{more}: the vocabulary has {words} words, 0 to {words - 1}"
-        f"{or_else}"
+        f"{name}[{row}, {column}] is {int(given[row, column])}{more}: the vocabulary has {words} words, 0 to "
+        f"{words - 1}{or_else}"
     )
