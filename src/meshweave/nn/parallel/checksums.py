@@ -18,9 +18,9 @@ _HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def checksum(tensor: Tensor) -> Tensor:
     """Return a number of 64 bits, on the tensor's device, that tells tensors of other bits apart.
 
-    Of a DTensor it is that of the local part. It is the sum of words of at most 32 bits times odd numbers that depend
-    on their positions, modulo 2**64: other bits in one place always show, and others but for odds of 2**-33 or less.
-    It takes `_CHUNK` words at a time.
+    Of a DTensor it is that of the local part. It is the sum of words of at most 32 bits times odd numbers that
+    depend on their positions, modulo 2**64: other bits in one place always show, others but for odds of 2**-33 or
+    less. It takes `_CHUNK` words at a time.
     """
     own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own

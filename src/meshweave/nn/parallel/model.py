@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,8 @@ class ParallelModel:
         )
         positions = None if self.positions is None else int(self.positions.weight.shape[0])
         limits = TokenLimits(self.embedding.words, self.head.site.units, positions)
-        draws = draws_alike(module, names, strategy)
+        of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
+        draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
@@ -252,14 +254,6 @@ def overlap_of(strategy: LayerStrategy) -> str:
         f"communication of {strategy.config.chunks} chunks runs beside the product that it belongs to, and not "
         "beside another product, attention or a norm, as a program of a whole layer has it"
     )
-
-
-def draws_alike(module: nn.Module, names: ModelMap, strategy: LayerStrategy) -> bool:
-    """Return whether dropout draws for copies of what ranks have, so that their generators must agree."""
-    roles, sizes = strategy.roles, strategy.mesh.shape
-    lies = (roles.residual, roles.core(True))
-    has_copies = any(not dim for dims in lies for dim, size in zip(dims, sizes, strict=True) if size > 1)
-    return has_copies and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
 
 
 def dropout_of(module: nn.Module, path: str) -> float:

@@ -65,7 +65,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
         if (name := _replaced.get(parameter)) is not None:
             raise LayoutError(
                 f"this {type(optimizer).__name__} holds {name} as it was before parallelize, which the model "
-                "no longer has: it would train nothing; make the optimizer after parallelize, of model.module.parameters()"
+                "no longer has: it would train nothing; make it after parallelize, of model.module.parameters()"
             )
     found = []
     for agreement in _agreements:

@@ -109,8 +109,13 @@ class StepAgreement:
         context = self.context(both.device)
         group = context.group_of(ranks)
         others = [rank for rank in ranks if rank != self.strategy.rank]
-        with call_order(context).sequence(ranks).talk(_WHAT), context.guard(_WHAT, others) as wait:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(wait.timeout)
+        order = call_order(context)
+        with order.sequence(ranks).talk(_WHAT), context.guard(_WHAT, others) as wait:
+            try:
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(wait.timeout)
+            except RuntimeError:
+                order.explain_failure()
+                raise
         greatest, least = both.tolist()
         return bool(greatest == ~least)
 

@@ -39,6 +39,8 @@ def check_takeable(module: nn.Module, embedding: str, head: str, positions: str 
             )
     for path in filter(None, (embedding, positions)):
         _check_embedding(path, module.get_submodule(path))
+    if positions and getattr(module.get_submodule(positions), "padding_idx", None) is not None:
+        raise UnsupportedError(f"{positions} has a padding_idx, which tables of positions do not have here")
     bias = getattr(module.get_submodule(head), "bias", None)
     if bias is not None and module.get_submodule(head).weight is module.get_submodule(embedding).weight:
         raise UnsupportedError(
