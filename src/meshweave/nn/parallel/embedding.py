@@ -30,8 +30,9 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
         self.first, self.end = strategy.span(sides[0], used)
         padding = getattr(embedding, "padding_idx", None)
-        is_own = padding is not None and self.first <= padding < self.end
-        self.padding_row = padding - self.first if is_own else None
+        self.padding_row: int | None = None
+        if padding is not None and self.first <= padding < self.end:
+            self.padding_row = int(padding) - self.first
         arriving = gradient_dims(roles.product(False))
         natural = product(self.token_dims, arriving, TOKENS)
         of_table: AxisDims = tuple(

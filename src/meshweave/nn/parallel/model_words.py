@@ -32,9 +32,7 @@ def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def version_words() -> dict[str, str]:
     """Return the versions that count."""
-    from meshweave import __version__
-
-    words = {"meshweave": __version__, "torch": str(torch.__version__)}
+    words = {"meshweave": sys.modules["meshweave"].__version__, "torch": str(torch.__version__)}
     words["python"] = ".".join(map(str, sys.version_info[:2]))
     if "transformers" in sys.modules:
         words["transformers"] = str(getattr(sys.modules["transformers"], "__version__", "unknown"))

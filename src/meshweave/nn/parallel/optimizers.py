@@ -123,7 +123,7 @@ class GradientProbe:
 
     @classmethod
     def _own(cls, tensor: Tensor) -> Tensor:
-        return compat.local_tensor(tensor.detach()).reshape(-1)[: cls._COUNT]  # type: ignore[arg-type]
+        return compat.local_tensor(tensor.detach()).reshape(-1)[: cls._COUNT]
 
     def _keep(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
