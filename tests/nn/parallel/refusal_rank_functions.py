@@ -156,7 +156,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     change.__name__.removeprefix("_"): change
     for change in (
         _layer_twice, _module_twice, _parameter_twice, _three_names, _one_memory, _overlapping_memory,
-        _tied_by_memory, _bias_of_a_tied_head, _parametrized, _hooked, _with_gradient, _max_norm, _scaled_by_frequency, _sparse,
+        _tied_by_memory, _bias_of_a_tied_head, _parametrized, _hooked, _with_gradient, _max_norm,
+        _scaled_by_frequency, _sparse,
     )
 }  # fmt: skip
 
