@@ -80,6 +80,7 @@ class ParallelModel:
         strategy: the strategy on its ranks.
         report: what was replaced, and what was left.
         blocks: the layers.
+        context: what `parallelize` was given, kept for as long as the model is.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class ParallelModel:
         debug_every: int = 0,
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self.context: TorchContext | None = None
         self._left: list[tuple[str, str]] = []
         self._replace_layers()
         self._replace_ends()
@@ -269,6 +271,7 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    context: TorchContext | None = None,
     broadcast_weights: bool = False,
     debug_every: int = 0,
 ) -> ParallelModel:
@@ -287,6 +290,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
+            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
         broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
             are an error.
         debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
@@ -300,15 +305,16 @@ def parallelize(
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
             other models, arguments, versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    context = TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
+    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
     given = {
         "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "debug_every": debug_every
     }  # fmt: skip
-    with share_refusal(context, ranks_of(device_mesh), "parallelize"):
-        require_same_model(context, module, device_mesh, given, broadcast_weights=broadcast_weights)
-        resolved = resolve(plan, device_mesh, config, overlap)
+    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+        require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
+        resolved = resolve(plan, device_mesh, config, overlap, context)
         title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
         if missing := names.missing(module):
             raise UnsupportedError(
@@ -318,6 +324,7 @@ def parallelize(
         _seed_alike(resolved.strategy)
         before = dict(module.named_parameters())
         model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute, debug_every)
+    model.context = context
     watch_optimizers(model.agreement, before)
     module.forward = model.forward
     return model

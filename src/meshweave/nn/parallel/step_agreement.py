@@ -69,7 +69,7 @@ class StepAgreement:
 
     def context(self, device: torch.device) -> TorchContext:
         """Return the context that ranks talk in."""
-        return TorchContext.default(device)
+        return self.strategy.context(device)
 
     def check(self, tokens: Tensor, targets: Tensor | None) -> None:
         """Make sure that all ranks give a call the same, and what the model takes; all ranks call it.
