@@ -205,6 +205,38 @@ def _frozen(mesh: DeviceMesh) -> dict[str, float]:
     return worst
 
 
+def _alike(mesh: DeviceMesh) -> list[str]:
+    """What is said of two steps of ranks that are alike, compared whole each time, by strategy: nothing."""
+    said = []
+    tokens, targets = _batch()
+    for strategy, shape in ALIKE:
+        for kind in ("plain gpt", "plain llama"):
+            torch.manual_seed(0)
+            names = ("depth", "row", "col")[-len(shape) :]
+            own = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            made = parallelize(reference_models.make(kind), strategy, own, debug_every=1)
+            optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+
+            def train(made: Any = made, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                for _ in range(3):
+                    made.step(tokens, targets)
+                    torch.nn.utils.clip_grad_norm_(made.module.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            if words := _said(train):
+                said.append(f"{strategy} {kind}: {words}")
+    return said
+
+
+ALIKE: tuple[tuple[str, tuple[int, ...]], ...] = (
+    *((name, (4,)) for name in ("megatron", "megatron_sp", "data_parallel", "zero1", "zero2", "zero3")),
+    *((name, (4,)) for name in ("all_to_all_heads", "ring_attention")),
+    *((name, (2, 2)) for name in ("atp", "collective_block", "meshslice_block", "wang_block", "summa_block")),
+    ("25d_block", (1, 2, 2)),
+)
+
+
 def _stale_optimizer(mesh: DeviceMesh) -> str:
     """What is said of an optimizer that was made before the model was parallelised, at its first step."""
     model = PlainGpt()

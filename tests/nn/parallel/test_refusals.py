@@ -59,6 +59,13 @@ def test_tokens_and_models_that_are_not_taken() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
+def test_ranks_that_are_alike_differ_nowhere() -> None:
+    for answer in _answers("alike", num_ranks=4, timeout_s=500):
+        assert answer["alike"] == []
+
+
+@pytest.mark.gloo
 def test_padding_and_frozen_parameters_are_honoured() -> None:
     for answer in _answers("padding", "frozen"):
         for name in ("padding", "frozen"):
