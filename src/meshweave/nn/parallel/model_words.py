@@ -16,7 +16,7 @@ from meshweave.nn.parallel.agreed import without_addresses
 from meshweave.nn.parallel.checksums import checksum
 
 _SIMPLE = (bool, int, float, str, type(None))
-_OF_ONE_RANK = ("rank", "device")  # in names of attributes that may well differ
+_OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may well differ
 
 
 def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def configuration_words(module: nn.Module) -> dict[str, str]:
     return {
         str(key): without_addresses(repr(value))
         for key, value in values.items()
-        if not str(key).startswith("_") and key != "transformers_version"
+        if not str(key).startswith("_") and "path" not in str(key) and key != "transformers_version"
     }
 
 
