@@ -37,7 +37,7 @@ OF_MODELS = {
 }
 
 
-def _answers(*names: str, num_ranks: int = 2, timeout_s: float = 100) -> list[dict[str, Any]]:
+def _answers(*names: str, num_ranks: int = 2, timeout_s: float = 300) -> list[dict[str, Any]]:
     return launch("refusal_rank_functions:refuse", num_ranks, {"names": names}, timeout_s=timeout_s, env=HERE)
 
 
