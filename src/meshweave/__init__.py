@@ -118,6 +118,8 @@ _GROUPS = {
         "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
         "nn.parallel.model": "ParallelModel parallelize",
         "nn.parallel.structure": "LayerMap ModelMap",
+        "nn.prove.differences": "Difference",
+        "nn.prove.proof": "Proof prove",
         "nn.pipelining.parallel_stage": "ParallelStage",
         "nn.training.checkpoints": "Checkpoints",
         "nn.training.state": "TrainingState",
@@ -136,7 +138,7 @@ _GROUPS = {
     "errors": {
         "base.errors": (
             "BindError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
-            "ProgramError RankLostError UnsupportedError"
+            "ProgramError ProofError RankLostError UnsupportedError"
         ),
     },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from meshweave.nn.parallel.plans import PlanLike, resolve
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, uncovered
 from meshweave.nn.parallel.tied import TiedWeight
+from meshweave.nn.prove.check import check_layers
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class ParallelReport:
         replaced: the names of modules with what stands there now.
         left: the names of modules that were left, each with the reason.
         overlap: what communication runs beside.
+        proved: what was compared with the model's own forward pass.
     """
 
     model: str
@@ -46,13 +51,14 @@ class ParallelReport:
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
     overlap: str
+    proved: str
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
         lines += [f"  {name}: {what}" for name, what in self.replaced]
         lines.append(f"left: {len(self.left)} modules")
         lines += [f"  {name}: {why}" for name, why in self.left]
-        lines.append(f"overlap: {self.overlap}")
+        lines += [f"overlap: {self.overlap}", f"proved: {self.proved}"]
         return "\n".join(lines)
 
 
@@ -76,7 +82,13 @@ class ParallelModel:
     """
 
     def __init__(
-        self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
+        self,
+        module: nn.Module,
+        names: ModelMap,
+        strategy: LayerStrategy,
+        title: str,
+        recompute: bool,
+        proved: str = "",
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
         self._left: list[tuple[str, str]] = []
@@ -89,7 +101,9 @@ class ParallelModel:
             tuple((n, type(module.get_submodule(n)).__name__) for n in sorted(names_of)),
             tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
             overlap_of(strategy),
+            proved,
         )
+        module.forward = self.forward
 
     # --- replacing ------------------------------------------------------------------------------------------
 
@@ -248,6 +262,7 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    check: bool = True,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -264,6 +279,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies with
+            few layers and words; False trains it unproved, and says so in the log.
 
     Returns:
         The model, to train: see `ParallelModel`.
@@ -272,16 +289,27 @@ def parallelize(
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
         PlanError: the plan counts on overlap that is not obtained here.
+        ProofError: the model is not what it was taken for; it is as it was.
     """
     require_process_group()
     resolved = resolve(plan, device_mesh, config, overlap)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
     if missing := names.missing(module):
         raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
-    _seed_alike(resolved.strategy)
-    model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
-    module.forward = model.forward
-    return model
+    strategy, recompute = resolved.strategy, resolved.recompute
+    proved = "nothing (check=False)"
+    if check:
+        proved = check_layers(
+            module,
+            names,
+            strategy,
+            lambda part: ParallelModel(part, names, strategy, title, recompute),
+            title,
+        )
+    else:
+        _LOG.warning("%s is parallelised unproved: check=False", type(module).__name__)
+    _seed_alike(strategy)
+    return ParallelModel(module, names, strategy, title, recompute, proved)
 
 
 def _seed_alike(strategy: LayerStrategy) -> None:
