@@ -29,6 +29,8 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         self.layouts = {"weight": layout}
         self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
         self.first, self.end = strategy.span(sides[0], used)
+        pad = getattr(embedding, "padding_idx", None)
+        self.padding = None if pad is None or not self.first <= pad < self.end else int(pad) - self.first
         arriving = gradient_dims(roles.product(False))
         natural = product(self.token_dims, arriving, TOKENS)
         of_table: AxisDims = tuple(
@@ -58,10 +60,11 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
             (table,) = self.sum_gradient([table])
         table = self.gather(table, 1, 1)
         if self.end - self.first == self.words:
-            rows = nn.functional.embedding(here, table)
+            rows = nn.functional.embedding(here, table, self.padding)
         else:
             is_here = (here >= self.first) & (here < self.end)
-            rows = nn.functional.embedding((here - self.first) * is_here, table) * is_here[..., None]
+            places = (here - self.first) * is_here
+            rows = nn.functional.embedding(places, table, self.padding) * is_here[..., None]
         return self.leave(rows, batch, sequence)
 
     def extra_repr(self) -> str:

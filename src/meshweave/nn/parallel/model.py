@@ -279,8 +279,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
-        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies with
-            few layers and words; False trains it unproved, and says so in the log.
+        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
+            with few layers and words; False trains it unproved, and says so in the log.
 
     Returns:
         The model, to train: see `ParallelModel`.

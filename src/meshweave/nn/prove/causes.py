@@ -25,7 +25,7 @@ class RankSample:
         flat_found, flat_wanted: elements at the same places of parts of the same size.
         elsewhere: where else in the whole this rank's part is; "" if it is not, else in words.
         bias: what may have been added to each of `found`.
-        position: the first token that differs; -1 where there are no tokens.
+        extent: where it differs, in words; "" where it does so throughout.
     """
 
     key: int
@@ -35,7 +35,7 @@ class RankSample:
     flat_wanted: list[float]
     elsewhere: str
     bias: list[float]
-    position: int
+    extent: str
 
     def as_list(self) -> list[Any]:
         """Return the attributes in order."""
@@ -70,14 +70,14 @@ def likely_cause(
         _shards(samples, wrong, near),
         _biased(samples, pairs, wrong, near),
         _drifted(samples, pairs, wrong, near),
-        _function(pairs, wrong),
+        "" if samples[wrong[0]].extent else _function(pairs, wrong),
     )
     told = next((text for text in tried if text), "")
-    position = max(samples[rank].position for rank in wrong)
-    since = f", from token {position} of sequences on" if position > 0 and not told else ""
     if told and hint:
         return f"{told} ({hint})"
-    return told or (hint or "it is computed otherwise than in the original") + since
+    return told or ", ".join(
+        filter(None, (hint or "it is computed otherwise than in the original", samples[wrong[0]].extent))
+    )
 
 
 def _vector(values: Sequence[float]) -> Vector:
@@ -115,7 +115,7 @@ def _scaled(
         return ""
     if abs(factor + 1) < near:
         return "it has the opposite sign"
-    return f"it is {factor:.4g} times what it should be throughout: a factor or multiplier of {1 / factor:.4g} is missing"
+    return f"it is {factor:.4g} times what it should be throughout: a factor of {1 / factor:.4g} is missing"
 
 
 def _term(

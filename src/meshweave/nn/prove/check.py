@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,15 +52,22 @@ def check_layers(
         for chosen, binds in cases:
             proof = _prove(module, names, strategy, make, chosen, binds)
             if proof.difference is not None:
+                told = _with_numbers(str(proof.difference), names, chosen)
                 where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
                 raise ProofError(
-                    f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a copy "
-                    f"with {where}, {proof.difference}"
+                    f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
+                    f"copy with {where}, {told}"
                 )
     kind = str(proof.dtype).removeprefix("torch.")
     return (
         f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
     )
+
+
+def _with_numbers(said: str, names: ModelMap, chosen: tuple[int, ...]) -> str:
+    """Return what is said of a copy with the numbers that its layers have in the model."""
+    layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)")
+    return layer.sub(lambda match: f"{names.layers}.{chosen[int(match[1])]}", said)
 
 
 def _cuda(module: nn.Module) -> list[int]:
@@ -108,7 +116,7 @@ def _sizes(strategy: LayerStrategy) -> tuple[int, int]:
 
 
 def _fits(module: nn.Module, names: ModelMap, device: torch.device, ranks: int) -> bool:
-    """Return whether a copy with the largest layers fits in double precision into the memory of all local ranks."""
+    """Return whether copies with the largest layers fit in double precision into the memory of local ranks."""
     layers = module.get_submodule(names.layers)
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshweave.base.errors import listed
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.prove.causes import RankSample, likely_cause
@@ -111,12 +112,11 @@ class Compared:
     def sample(self) -> RankSample:
         """Return some elements for `likely_cause`."""
         if self.found is None or self.wanted is None:
-            return RankSample(0, [], [], [], [], "", [], -1)
+            return RankSample(0, [], [], [], [], "", [], "")
         found, wanted = self.found.values.flatten().double(), self._wanted().flatten().double()
         if found.numel() != wanted.numel() or not found.numel():
-            return RankSample(
-                self.found.key, [], [], [], [], f"has shape {tuple(self.found.values.shape)}", [], -1
-            )
+            shape = f"it has shape {tuple(self.found.values.shape)}"
+            return RankSample(self.found.key, [], [], [], [], shape, [], "")
         flat = _positions(found.numel())
         live = wanted.nonzero().flatten().cpu()
         near = live[_positions(live.numel())] if live.numel() else flat
@@ -134,7 +134,7 @@ class Compared:
             wanted[flat].tolist(),
             _elsewhere(self.found.values, self.wanted),
             bias,
-            _first_position(self.found.values, self._wanted()),
+            _extent(self.found.values, self._wanted()),
         )
 
 
@@ -162,13 +162,20 @@ def _elsewhere(found: Tensor, whole: Tensor) -> str:
     return ""
 
 
-def _first_position(found: Tensor, wanted: Tensor) -> int:
-    """Return the first token of sequences at which activations (batch, sequence, ...) differ; -1 for others."""
-    if found.ndim != 3 or found.shape != wanted.shape:
-        return -1
-    off = (found - wanted).abs().amax((0, 2))
-    wrong = (off > 1e-6 * wanted.abs().max()).nonzero().flatten()
-    return int(wrong[0]) if len(wrong) else -1
+def _extent(found: Tensor, wanted: Tensor) -> str:
+    """Return in words where along a dim two tensors differ, if that is in some places alone."""
+    if found.shape != wanted.shape or not found.is_floating_point():
+        return ""
+    off = (found - wanted).abs()
+    off = off > 1e-6 * wanted.abs().max()
+    for dim in range(found.ndim):
+        lines = off.movedim(dim, 0).flatten(1).any(-1)
+        wrong = lines.nonzero().flatten().tolist()
+        if found.ndim == 3 and dim == 1 and wrong and wrong == list(range(wrong[0], len(lines))) and wrong[0]:
+            return f"from token {wrong[0]} of sequences on"
+        if wrong and 2 * len(wrong) <= len(lines):
+            return f"only at positions {listed(wrong)} along dim {dim} of the shard"
+    return ""
 
 
 @dataclass

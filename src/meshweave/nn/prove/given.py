@@ -69,7 +69,7 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
     linear = next((child for child in model.modules() if isinstance(child, nn.Linear)), None)
     if linear is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has neither an embedding nor a linear layer to tell what it takes; give inputs="
+            f"{type(model).__name__} has no embedding and no linear layer to tell what it takes; give inputs="
         )
     rows = torch.randn(batch, sequence, linear.in_features, generator=generator)
     return Given((rows.to(like, next(model.parameters()).dtype),), None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,12 +76,13 @@ def prove(
     *,
     loss: LossOf | None = None,
     data_mesh: DeviceMesh | None = None,
+    after_backward: Callable[[nn.Module], object] | None = None,
 ) -> Proof:
     """Compare a parallelised model with its original, on all of its ranks together.
 
     Compared are, in this order: each rank's part of every parameter and buffer with that part of the original's;
-    outputs and loss; the gradient of each parameter, with dropout off; and the bits of gradients on ranks that have
-    the same part, so that copies stay equal when an optimizer steps. Both run in double precision where the
+    outputs and loss; the gradient of each parameter, with dropout off; and the bits of gradients on ranks that
+    have the same part, so that copies stay equal when an optimizer steps. Both run in double precision where the
     parameters are modules' own and memory allows, else in their own type, and then what rounding explains is
     measured on the original. Weights, gradients, states and random numbers are left as they were.
 
@@ -92,6 +94,8 @@ def prove(
         loss: called with a module and its inputs, returns the loss; None for the cross entropy of logits, or a sum
             of outputs.
         data_mesh: the ranks that take rows of their own; None as FSDP2 and DDP say.
+        after_backward: called with the parallelised module after its backward pass: what a training loop does with
+            gradients before the optimizer steps, such as sums over ranks.
 
     Returns:
         A `Proof`, the same on all ranks; its `require()` raises.
@@ -102,7 +106,7 @@ def prove(
     """
     require_process_group()
     given = None if inputs is None else _given(model, inputs, loss)
-    return ModelPair(model, parallelised, given, loss, data_mesh).proof()
+    return ModelPair(model, parallelised, given, loss, data_mesh, after_backward).proof()
 
 
 def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None) -> Given:
@@ -127,8 +131,9 @@ class ModelPair:
         given: Given | None = None,
         loss: LossOf | None = None,
         data_mesh: DeviceMesh | None = None,
+        after_backward: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        self.model, self.made = model, parallelised
+        self.model, self.made, self.after_backward = model, parallelised, after_backward
         self.module: nn.Module = parallelised if isinstance(parallelised, nn.Module) else parallelised.module
         self.own, self.original = parameters_of(self.module), parameters_of(model)
         tensors = [*self.own.values(), *self.module.buffers()]
@@ -235,7 +240,7 @@ class ModelPair:
             return _Run(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
 
     def _run_made(self, dtype: torch.dtype | None) -> _Run:
-        with prepared(self.module, dtype):
+        with prepared(self.module, dtype, self.made):
             before = torch.get_rng_state()
             given = self.given.rows(self.given.part)
             if self.made is self.module or given.loss is not None:
@@ -248,6 +253,8 @@ class ModelPair:
                         values["loss of labels"] = self.module(tokens, labels=targets).loss
                 values["loss"] = self.made.loss(tokens, targets)
             values["loss"].backward()
+            if self.after_backward is not None:
+                self.after_backward(self.module)
             drew = not torch.equal(before, torch.get_rng_state())
             grads = {name: _settled(p) for name, p in parameters_of(self.module).items()}
             return _Run({name: value.detach() for name, value in values.items()}, grads, drew)
@@ -308,7 +315,9 @@ class ModelPair:
         """Return a hint where a tensor that the original has under two names is two in the parallelised model."""
         alike = [each for each, p in self.original.items() if p is self.original.get(name) and each != name]
         if alike and any(self.own.get(each) is not self.own.get(name) for each in alike):
-            return f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of the gradient"
+            return (
+                f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of it"
+            )
         return ""
 
     def _allowed(self, right: _Run, own: _Run | None, name: str) -> tuple[float, float]:
@@ -360,7 +369,7 @@ def free_bytes(device: torch.device, ranks: int) -> int:
     """Return the memory of a device that is free; without a limit where nobody says."""
     if device.type == "cuda":
         return ranks * int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo") as file:
+    with suppress(OSError, StopIteration, ValueError), Path("/proc/meminfo").open() as file:
         line = next(line for line in file if line.startswith("MemAvailable"))
         return 1024 * int(line.split()[1])
     return 1 << 62

@@ -1,4 +1,4 @@
-"""Copies of a model with some of its layers, few words, random weights, and short windows where these are to bind."""
+"""Copies of a model with some of its layers, few words, random weights, and windows that bind at short inputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.structure import ModelMap
+from meshweave.nn.prove.state import without_dropout
 
 _OF_MODULE = frozenset(vars(nn.Module()))
 _WINDOW = re.compile(r"window|attention_chunk|local_attention|attention_span")
@@ -82,9 +83,9 @@ def _counting(told: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the paths of whole numbers that rise by one from layer to layer."""
     for path, first in told[0].items():
         values = [own.get(path, "") for own in told]
-        if len(told) > 1 and all(re.fullmatch(r"\d+", value) for value in values):
-            if all(int(value) == int(first) + at for at, value in enumerate(values)):
-                yield path
+        are_numbers = len(told) > 1 and all(re.fullmatch(r"\d+", value) for value in values)
+        if are_numbers and all(int(value) == int(first) + at for at, value in enumerate(values)):
+            yield path
 
 
 def _configs(module: nn.Module) -> list[Any]:
@@ -145,6 +146,7 @@ def reduced(
     if binds:
         _bind(made, sequence)
     _materialise(made, device, dtype)
+    without_dropout(made.modules())
     return made.train()
 
 
@@ -181,7 +183,7 @@ def _set_at(layer: nn.Module, owner: str, name: str, value: int) -> None:
 def _fewer_words(made: nn.Module, names: ModelMap, before: int, words: int) -> None:
     for path in (names.embedding, names.head):
         owner = made.get_submodule(path)
-        for name, parameter in list(owner._parameters.items()):
+        for parameter in owner._parameters.values():
             if parameter is not None and parameter.shape[0] == before:
                 parameter.data = torch.empty(
                     (words, *parameter.shape[1:]), dtype=parameter.dtype, device="meta"

@@ -32,7 +32,7 @@ class LocalTensor:
     places: Places = None
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same part of another tensor of the whole's shape. Raises LayoutError where it has no such part."""
+        """Return the same part of another tensor of the whole's shape. Raises LayoutError where it has none."""
         for dim, places in enumerate(self.places or ()):
             if places and places[-1] >= whole.shape[dim]:
                 raise LayoutError(f"position {places[-1]} of {whole.shape[dim]} along dim {dim}")

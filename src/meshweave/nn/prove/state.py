@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -39,11 +39,14 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a wrapper of torch keeps the parameters of a module, as FSDP2 and DDP do."""
+    """Return whether others hold the parameters of a module: FSDP2, DDP, or hooks of their gradients."""
     from torch.distributed.fsdp import FSDPModule
 
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
-    return any(isinstance(child, wrappers) for child in module.modules())
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(isinstance(child, wrappers) for child in module.modules()) or any(
+        getattr(parameter, name, None) for parameter in module.parameters() for name in hooks
+    )
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,12 +64,13 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def prepared(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+def prepared(module: nn.Module, dtype: torch.dtype | None = None, owner: Any = None) -> Iterator[None]:
     """Run a block with a module in training without dropout and gradients, then restore all of it.
 
     Args:
         dtype: of parameters, buffers and what is computed; None as they are. Modules under FSDP2 and DDP, which
             keep parameters elsewhere, are to be left as they are.
+        owner: what is around the module, and may have a dropout of its own.
     """
     modules = list(module.modules())
     states = [(child, dict(vars(child)), dict(child._parameters), dict(child._buffers)) for child in modules]
@@ -83,8 +87,7 @@ def prepared(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[No
         for child in modules:
             child.training = True
             _lay(child, dtype, made)
-            for owner in _dropouts(child):
-                _drop_nothing(owner, changed)
+        changed += without_dropout([*modules, owner])
         with torch.random.fork_rng(cuda), wide, keeps:
             torch.manual_seed(20)
             yield
@@ -120,10 +123,19 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor]) -
             vars(child)[name] = cast(value, dtype)
 
 
-def _dropouts(child: nn.Module) -> Iterator[Any]:
+def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """Set the probabilities of dropout of modules to 0; return what they were, as (object, attribute, value)."""
+    changed: list[tuple[Any, str, Any]] = []
+    for owner in owners:
+        for each in _dropouts(owner):
+            _drop_nothing(each, changed)
+    return changed
+
+
+def _dropouts(child: Any) -> Iterator[Any]:
     """Yield what may say a probability of dropout: a module, its configuration, and parts that are no modules."""
     yield child
-    for name, value in vars(child).items():
+    for name, value in getattr(child, "__dict__", {}).items():
         if name == "config" or type(value).__module__.startswith("meshweave.nn"):
             if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
                 continue
@@ -134,7 +146,7 @@ def _dropouts(child: nn.Module) -> Iterator[Any]:
 def _drop_nothing(owner: Any, changed: list[tuple[Any, str, Any]]) -> None:
     """Set the probabilities of dropout of an object to 0, and list what they were."""
     is_dropout = "drop" in type(owner).__name__.lower()
-    for name, value in list(vars(owner).items()):
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
         is_one = isinstance(value, float) and value != 0
         if is_one and ("drop" in name.lower() or (is_dropout and name == "p")):
             changed.append((owner, name, value))

@@ -36,7 +36,7 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
         outputs_of(comparison.model, rows)
     made: Trail = {}
     module = comparison.module
-    with prepared(module, dtype), ExitStack() as stack:
+    with prepared(module, dtype, comparison.made), ExitStack() as stack:
         stack.enter_context(_recorded(module, made))
         strategy = getattr(comparison.made, "strategy", None)
         if isinstance(strategy, LayerStrategy):
@@ -92,12 +92,12 @@ def _hint(model: nn.Module, module: nn.Module, name: str, kind: str) -> str:
         about = type(model.get_submodule(owner)).__name__.lower() + owner.lower()
         if is_linear and "att" in about:
             return (
-                "what enters attention agrees and what leaves it does not: its rotary embedding, mask, window, scale "
-                "or norms of heads are not the ones assumed"
+                "what enters attention agrees and what leaves it does not: its rotary embedding, mask, window, "
+                "scale or norms of heads are not the ones assumed"
             )
         if is_linear and ("mlp" in about or "ffn" in about or "feed" in about):
             return "the activation or the gate between the products is not the one assumed"
-        return "what stands before it is not what is assumed, such as a multiplier, a cap or another order of norms"
+        return "what stands before it is not what is assumed: a multiplier, a cap or another order of norms"
     if "norm" in words:
         return "the norm is not the one assumed, or has another epsilon"
     if "rotary" in words:
@@ -152,7 +152,9 @@ def _groups_recorded(made: Any, trail: Trail, sizes: tuple[int, int]) -> Iterato
         for attribute, group in list(vars(owner).items()):
             if isinstance(group, LinearGroup):
                 put.append((owner, attribute, group))
-                recorder = _recorder(group, [names.get(id(each), "") for each in group.linears], trail, sizes)
+                recorder = _GroupRecorder(
+                    group, [names.get(id(each), "") for each in group.linears], trail, sizes
+                )
                 object.__setattr__(owner, attribute, recorder)
     try:
         yield
@@ -161,26 +163,29 @@ def _groups_recorded(made: Any, trail: Trail, sizes: tuple[int, int]) -> Iterato
             object.__setattr__(owner, attribute, group)
 
 
-def _recorder(
-    group: LinearGroup, names: list[str], trail: Trail, sizes: tuple[int, int]
-) -> Callable[..., list[Tensor]]:
-    first: ParallelLinear = group.linears[0]
+class _GroupRecorder:
+    """A group of linear layers that records what enters and leaves each."""
 
-    def call(x: Tensor, batch: int, sequence: int) -> list[Tensor]:
+    def __init__(self, group: LinearGroup, names: list[str], trail: Trail, sizes: tuple[int, int]) -> None:
+        self._group, self._names, self._trail, self._sizes = group, names, trail, sizes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
+        group, sizes = self._group, self._sizes
         results = group(x, batch, sequence)
-        roles, own = group.strategy.roles, first.site
+        roles, own = group.strategy.roles, group.linears[0].site
         inner = roles.core(own.is_attention)
         ins, outs = (roles.residual, inner) if own.is_first else (inner, roles.residual)
         at = 0
-        for name, linear in zip(names, group.linears, strict=True):
-            parts = results[at : at + linear.parts]
+        for name, linear in zip(self._names, group.linears, strict=True):
+            value = torch.cat(results[at : at + linear.parts], -1).detach()
             at += linear.parts
-            value = torch.cat(parts, -1).detach()
-            trail[name, "input", 0] = LocalTensor(x.detach(), _features(linear, ins, sizes, not own.is_first))
-            trail[name, "output", 0] = LocalTensor(value, _features(linear, outs, sizes, own.is_first))
+            entering = _features(linear, ins, sizes, not own.is_first)
+            self._trail[name, "input", 0] = LocalTensor(x.detach(), entering)
+            self._trail[name, "output", 0] = LocalTensor(value, _features(linear, outs, sizes, own.is_first))
         return results
-
-    return call
 
 
 def _features(linear: ParallelLinear, dims: AxisDims, sizes: tuple[int, int], is_inner: bool) -> Places:
