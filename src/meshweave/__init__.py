@@ -197,6 +197,7 @@ if TYPE_CHECKING:
     from meshweave.base.errors import MeshweaveError as MeshweaveError
     from meshweave.base.errors import PlanError as PlanError
     from meshweave.base.errors import ProgramError as ProgramError
+    from meshweave.base.errors import ProofError as ProofError
     from meshweave.base.errors import RankLostError as RankLostError
     from meshweave.base.errors import UnsupportedError as UnsupportedError
     from meshweave.check import run as run
@@ -322,6 +323,9 @@ if TYPE_CHECKING:
     from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
     from meshweave.nn.pipelining.torch_runtime import torch_pipeline as torch_pipeline
     from meshweave.nn.products import prepare as prepare
+    from meshweave.nn.prove.differences import Difference as Difference
+    from meshweave.nn.prove.proof import Proof as Proof
+    from meshweave.nn.prove.proof import prove as prove
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
     from meshweave.nn.step_watch import FallingBehindWarning as FallingBehindWarning

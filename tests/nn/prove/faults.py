@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from plain_models import HIDDEN, PlainGpt, PlainLlama
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -158,11 +157,8 @@ def dropout_that_is_active(mesh: DeviceMesh) -> Made:
 
 def a_bias_on_every_rank(mesh: DeviceMesh) -> Made:
     model, made = gpt(mesh)
-    block = made.blocks[0]
-    bias = copy.deepcopy(model.transformer.h[0].attn.c_proj.bias.detach())
-    block.out_of_attention = Wrapped(
-        block.out_of_attention, lambda out: [out[0] + (dist.get_world_size() - 1) * bias]
-    )
+    group = made.blocks[0].out_of_attention
+    group.biases_sum = Wrapped(group.biases_sum, lambda biases: [dist.get_world_size() * b for b in biases])
     return model, made, {}
 
 
@@ -240,18 +236,12 @@ def a_product_that_is_not_summed(mesh: DeviceMesh) -> Made:
 
 def _shard_down(made: nn.Module, mesh: DeviceMesh, sums: bool = False) -> None:
     """Give each rank its columns of `down`, and the whole bias, as a plain tensor in its forward."""
-    from torch.distributed.tensor import distribute_tensor
-
     down = made.down
     down.weight = nn.Parameter(distribute_tensor(down.weight.detach(), mesh, [Shard(1)]))
 
     def forward(x: Tensor) -> Tensor:
         own = nn.functional.linear(x, down.weight.to_local(), down.bias)
-        if sums:
-            import torch.distributed.nn.functional as functional
-
-            own = functional.all_reduce(own)
-        return own
+        return DTensor.from_local(own, mesh, [Partial()], run_check=False).full_tensor() if sums else own
 
     down.forward = forward
 
@@ -271,8 +261,6 @@ def columns_swapped(mesh: DeviceMesh) -> Made:
 def a_gradient_that_is_not_summed(mesh: DeviceMesh) -> Made:
     """The input of a product by columns gets a gradient from each rank, whose sum is left out."""
     model, made = _styled(mesh, up=None)
-    from torch.distributed.tensor import distribute_tensor
-
     up = made.up
     up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh, [Shard(0)]))
     up.bias = nn.Parameter(distribute_tensor(up.bias.detach(), mesh, [Shard(0)]))
@@ -306,12 +294,22 @@ def _fully(mesh: DeviceMesh, whole: bool = True) -> tuple[nn.Module, nn.Module]:
     return model, fully_shard(made, mesh=mesh) if whole else made
 
 
-def gradients_not_divided(mesh: DeviceMesh) -> Made:
-    model, made = _fully(mesh)
-    for child in made.modules():
-        if hasattr(child, "set_gradient_divide_factor"):
-            child.set_gradient_divide_factor(1.0)
+def gradients_of_copies_that_are_not_summed(mesh: DeviceMesh) -> Made:
+    both = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("copies", "shards"))
+    model, made = _fully(both)
+    made.set_requires_all_reduce(False)
     return model, made, {}
+
+
+def gradients_summed_by_hand_again(mesh: DeviceMesh) -> Made:
+    """A training loop sums what is summed already."""
+    model, made = _styled(mesh)
+
+    def again(module: nn.Module) -> None:
+        for parameter in module.norm.parameters():
+            dist.all_reduce(parameter.grad)
+
+    return model, made, {"after_backward": again}
 
 
 def a_shard_that_changed(mesh: DeviceMesh) -> Made:
@@ -347,7 +345,7 @@ FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
     no_rotary: ("layers.0.self_attn.o_proj", "rotary", "from token 1"),
     another_rotary_base: ("layers.0.self_attn.o_proj", "rotary"),
     another_activation: ("transformer.h.0.mlp.", "activation"),
-    a_loss_of_twice_the_size: ("loss", "2 times too large"),
+    a_loss_of_twice_the_size: ("loss", "it is 2 times"),
     gradients_scaled_by_ranks: ("gradient of lm_head.weight", "times too large: scaled twice"),
     dropout_that_is_active: ("dropout is active",),
     a_bias_on_every_rank: ("transformer.h.0.attn.c_proj", "its bias is added"),
@@ -362,7 +360,8 @@ FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
     columns_swapped: ("up.weight", "wrong order of shards"),
     a_gradient_that_is_not_summed: ("gradient of norm", "a sum over ranks"),
     a_norm_on_parts_of_sequences: ("gradient of norm", "a sum over ranks"),
-    gradients_not_divided: ("times too large: scaled twice",),
+    gradients_of_copies_that_are_not_summed: ("has none", "whose reduction is put off"),
+    gradients_summed_by_hand_again: ("gradient of norm", "times too large: scaled twice"),
     a_shard_that_changed: ("layers.1.mlp.gate_proj.weight", "rank 1"),
     a_root_left_out: ("average over ranks", "is missing"),
     another_epsilon_under_fsdp: ("model.norm", "norm"),
@@ -373,9 +372,9 @@ FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
 def right_models(mesh: DeviceMesh, thorough: bool) -> Iterator[tuple[str, Made]]:
     """Yield models that are parallelised rightly."""
     yield "megatron_sp", (*gpt(mesh, "megatron_sp", dropout=0.3), {})
-    yield "styles", (*_styled(mesh, norm=SequenceParallel() if False else None), {})
+    yield "styles", (*_styled(mesh), {})
     yield "fsdp2", (*_fully(mesh), {})
-    model, made = llama(mesh, "zero3")
+    model, _ = llama(mesh)
     yield "bfloat16", (model.bfloat16(), parallelize(copy.deepcopy(model), "megatron", mesh, check=False), {})
     torch.manual_seed(9)
     plain = Mlp()
@@ -393,8 +392,6 @@ def right_models(mesh: DeviceMesh, thorough: bool) -> Iterator[tuple[str, Made]]
     ):
         yield strategy, (*llama(mesh, strategy), {})
         yield f"{strategy}, tied", (*gpt(mesh, strategy), {})
-    from torch.distributed.device_mesh import init_device_mesh
-
     both = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     for strategy in ("atp", "meshslice_block", "summa_block", "wang_block", "collective_block"):
         yield strategy, (*llama(both, strategy), {})
@@ -421,4 +418,3 @@ def right_models(mesh: DeviceMesh, thorough: bool) -> Iterator[tuple[str, Made]]
         "a loss of one's own",
         (model, styled, {"inputs": torch.linspace(-1, 1, 8 * HIDDEN).view(2, 4, HIDDEN), "loss": loss}),
     )
-    _ = Replicate

@@ -307,7 +307,8 @@ def parallelize(
             title,
         )
     else:
-        _LOG.warning("%s is parallelised unproved: check=False", type(module).__name__)
+        level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+        _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
     _seed_alike(strategy)
     return ParallelModel(module, names, strategy, title, recompute, proved)
 

@@ -178,7 +178,7 @@ def _drifted(
     for rank in wrong:
         copies = [other for other in samples if samples[other].key == samples[rank].key]
         right = [other for other in copies if other not in wrong]
-        apart = [other for other in copies if not _close(pairs[other][0], pairs[rank][0], near * 1e-6)]
+        apart = [other for other in copies if not _close(pairs[other][0], pairs[rank][0], near * 1e-2)]
         if right:
             bad = [other for other in copies if other in wrong]
             return f"copies drift: {ranks_text(bad)} differ from {ranks_text(right)}, which have it right"
@@ -190,8 +190,8 @@ def _drifted(
 def _function(pairs: dict[int, tuple[Vector, Vector]], wrong: Sequence[int]) -> str:
     """What is found follows from each element of what is wanted, by a function that never falls."""
     found, wanted = pairs[wrong[0]]
-    if found.size < 32:
-        return ""
+    if found.size < 32 or np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted):
+        return ""  # what is nearly the same is in the same order
     order = np.argsort(found, kind="stable")
     steps = np.diff(wanted[order])
     scale = float(np.abs(wanted).max())

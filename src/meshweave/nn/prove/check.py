@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshweave.base.errors import ProofError
+from meshweave.base.errors import ProofError, UnsupportedError
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap
-from meshweave.nn.prove.given import generated
+from meshweave.nn.prove.differences import ProofRanks
+from meshweave.nn.prove.given import Given, generated
 from meshweave.nn.prove.proof import ModelPair, Proof, free_bytes
 from meshweave.nn.prove.reduced import kinds_of, reduced
 from meshweave.nn.prove.state import WIDE
@@ -48,9 +50,18 @@ def check_layers(
     depth = first[:_DEPTH]
     depth += [number for number in range(len(kinds)) if number not in depth][: max(0, 2 - len(depth))]
     cases = [((number,), True) for number in first] + [(tuple(sorted(depth)), False)]
-    with torch.random.fork_rng(_cuda(module)):
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        device = torch.device(strategy.device_mesh.device_type)
+    ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, TorchContext.default(device))
+    fits = _fits(module, names, device, len(ranks.ranks))
+    dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for chosen, binds in cases:
-            proof = _prove(module, names, strategy, make, chosen, binds)
+            whole = _copy(module, names, strategy, chosen, binds, device, dtype)
+            made = make(copy.deepcopy(whole))
+            given = generated(whole, len(ranks.ranks), device, _sizes(strategy))
+            proof = _proved(whole, made, given)
             if proof.difference is not None:
                 told = _with_numbers(str(proof.difference), names, chosen)
                 where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
@@ -70,37 +81,30 @@ def _with_numbers(said: str, names: ModelMap, chosen: tuple[int, ...]) -> str:
     return layer.sub(lambda match: f"{names.layers}.{chosen[int(match[1])]}", said)
 
 
-def _cuda(module: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+def _proved(whole: nn.Module, made: Any, given: Given) -> Proof:
+    try:
+        return ModelPair(whole, made, given).proof()
+    except UnsupportedError as error:
+        said = str(error).partition("; give")[0]
+        raise UnsupportedError(f"it cannot be proved: {said}; check=False trains it unproved") from error
 
 
-def _prove(
+def _copy(
     module: nn.Module,
     names: ModelMap,
     strategy: LayerStrategy,
-    make: Callable[[nn.Module], Any],
     chosen: tuple[int, ...],
     binds: bool,
-) -> Proof:
-    batch, sequence = _sizes(strategy)
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
     ranks = math.prod(strategy.mesh.shape)
     own = int(module.get_submodule(names.embedding).weight.shape[0])
-    device = next(module.parameters()).device
-    if device.type == "meta":
-        device = torch.device(strategy.device_mesh.device_type)
-    whole = reduced(
-        module,
-        names,
-        chosen,
-        words=ranks * -(-_TOKENS // ranks) + own % ranks,
-        sequence=sequence,
-        binds=binds,
-        device=device,
-        dtype=WIDE if _fits(module, names, device, ranks) else torch.float32,
+    words = ranks * -(-_TOKENS // ranks) + own % ranks
+    sequence = _sizes(strategy)[1]
+    return reduced(
+        module, names, chosen, words=words, sequence=sequence, binds=binds, device=device, dtype=dtype
     )
-    made = make(copy.deepcopy(whole))
-    given = generated(whole, ranks, device, (batch, sequence))
-    return ModelPair(whole, made, given).proof()
 
 
 def _sizes(strategy: LayerStrategy) -> tuple[int, int]:
@@ -120,4 +124,4 @@ def _fits(module: nn.Module, names: ModelMap, device: torch.device, ranks: int) 
     layers = module.get_submodule(names.layers)
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    return 32.0 * largest * _DEPTH * local < 0.7 * free_bytes(device, local)
+    return bool(32 * int(largest) * _DEPTH * local < 0.7 * free_bytes(device, local))

@@ -169,7 +169,7 @@ def _extent(found: Tensor, wanted: Tensor) -> str:
     off = (found - wanted).abs()
     off = off > 1e-6 * wanted.abs().max()
     for dim in range(found.ndim):
-        lines = off.movedim(dim, 0).flatten(1).any(-1)
+        lines = off.movedim(dim, 0).reshape(off.shape[dim], -1).any(-1)
         wrong = lines.nonzero().flatten().tolist()
         if found.ndim == 3 and dim == 1 and wrong and wrong == list(range(wrong[0], len(lines))) and wrong[0]:
             return f"from token {wrong[0]} of sequences on"
@@ -242,6 +242,8 @@ class ProofRanks:
         rank = min(errors)
         if answers[rank][-2] or answers[rank][-1]:
             lacking = "the parallelised model has none" if answers[rank][-2] else "the original has none"
+            if item.what.startswith("gradient"):
+                lacking += ": a weight that is frozen, takes no part, or whose reduction is put off"
             return Difference(item.what, rank, answers[rank][-3], math.nan, 0.0, lacking)
         error, allowed = errors[rank]
         cause = likely_cause(samples, sorted(errors), self.lines, item.hint, max(1e-3, 4 * allowed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,18 @@ class Given:
 
         targets = None if self.targets is None else taken(self.targets)
         return Given(tuple(map(taken, self.inputs)), targets, self.loss)
+
+    def cast(self, dtype: torch.dtype | None) -> Given:
+        """Return the same with floating inputs in another type; None as they are."""
+
+        def taken(value: Any) -> Any:
+            return (
+                value.to(dtype)
+                if isinstance(value, Tensor) and value.is_floating_point() and dtype
+                else value
+            )
+
+        return replace(self, inputs=tuple(map(taken, self.inputs)))
 
 
 def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int, int] | None) -> Given:

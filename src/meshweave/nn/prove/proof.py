@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
-from meshweave.base.errors import MeshweaveError, ProofError, UnsupportedError
+from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks
 from meshweave.nn.prove.given import Given, LossOf, generated, outputs_of
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
-from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared
+from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
 EXACT = 1e-9
@@ -148,7 +149,7 @@ class ModelPair:
             raise UnsupportedError(f"{type(model).__name__} is on the meta device; prove it with its weights")
         given = given or generated(model, len(ranks), self.device, None)
         self.given = replace(given, loss=loss, parts=max(1, len(data)), part=part)
-        self.num_tensors, self.dtype = 0, next(model.parameters()).dtype
+        self.num_tensors, self.dtype, self.training = 0, next(model.parameters()).dtype, True
 
     def proof(self) -> Proof:
         """Return the proof. Collective."""
@@ -179,46 +180,65 @@ class ModelPair:
             local = None if found is None else local_of(found, self.ranks.rank, self.ranges.get(name))
             if local is not None and wanted is not None:
                 wanted = wanted.detach().to(local.values.dtype)
-            items.append(Compared(name if is_parameter else f"buffer {name}", local, wanted))
+            items.append(
+                Compared(name if is_parameter else f"buffer {name}", local, wanted, hint=_OTHER_WEIGHTS)
+            )
         return items
 
     # --- running -------------------------------------------------------------------------------------------
 
     def _runs(self) -> Difference | None:
-        wide = not is_managed(self.module) and self._fits() and self.dtype.is_floating_point
-        if wide:
-            error: Exception | None = None
-            try:
-                right = self._run_original(WIDE)
-            except (
-                Exception
-            ) as caught:  # what a model cannot do in double precision it may do in its own type
-                error = caught
-            if not self.ranks.failures(error):
-                return self._compare(WIDE, right, None)
-        return self._compare(None, *self._measured())
+        fits = self._fits()
+        if fits and self.dtype.is_floating_point and not is_managed(self.module):
+            right, failed = self._tried(lambda: self._run_original(WIDE))
+            if right is not None and right.drew and self.training:
+                self.training = (
+                    False  # something random is no dropout: without it there is something to compare
+                )
+                right, failed = self._tried(lambda: self._run_original(WIDE))
+            if right is not None:
+                made, failed = self._tried(lambda: self._run_made(WIDE))
+                if made is not None:
+                    self.dtype = WIDE
+                    return self._compare(WIDE, made, right, None)
+        return self._run_in_own_type(fits)
 
-    def _measured(self) -> tuple[_Run, _Run | None]:
-        """Return a run of the original in double precision where it can be had, and one in its own type."""
-        error: Exception | None = None
-        own = right = None
-        try:
-            own = self._run_original(None)
-        except Exception as caught:
-            error = caught
-        if failed := self.ranks.failures(error):
+    def _run_in_own_type(self, fits: bool) -> Difference | None:
+        """Compare runs in the models' own type, measuring on the original what rounding does where memory allows."""
+        own, failed = self._tried(lambda: self._run_original(None))
+        if own is None:
             rank = min(failed)
             raise UnsupportedError(
                 f"{type(self.model).__name__} itself does not run on rank {rank}, so that nothing can be compared "
                 f"with it: {failed[rank]}; give inputs= and loss="
-            ) from error
-        assert own is not None
-        if self._fits():
-            try:
-                right = self._run_original(WIDE)
-            except Exception as caught:
-                error = caught
-        return (own, None) if self.ranks.failures(error) or right is None else (right, own)
+            )
+        made, failed = self._tried(lambda: self._run_made(None))
+        if made is None:
+            where = min(failed)
+            return Difference(
+                "the forward or backward pass", where, "the whole", math.nan, 0.0, failed[where]
+            )
+        if torch.finfo(made.narrowest).bits < torch.finfo(self.dtype).bits:  # products in half precision
+            self.dtype = made.narrowest
+            own, _ = self._tried(lambda: self._run_original(made.narrowest))
+        right = self._tried(lambda: self._run_original(WIDE))[0] if fits else None
+        if own is None or right is None:
+            right, own = own or right, None
+        assert right is not None
+        return self._compare(None, made, right, own)
+
+    def _tried(self, run: Callable[[], _Run]) -> tuple[_Run | None, dict[int, str]]:
+        """Return a run; None where any rank failed, and what the ranks that did say."""
+        error: Exception | None = None
+        made = None
+        try:
+            made = run()
+        except RankLostError:
+            raise
+        except Exception as caught:
+            error = caught
+        failed = self.ranks.failures(error)
+        return (None if failed else made), failed
 
     def _fits(self) -> bool:
         """Return whether all ranks of this host have memory for the original in double precision."""
@@ -227,12 +247,12 @@ class ModelPair:
         return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
 
     def _run_original(self, dtype: torch.dtype | None) -> _Run:
-        with prepared(self.model, dtype):
+        with prepared(self.model, dtype, training=self.training):
             before = torch.get_rng_state()
             parts = self.given.parts
             values: dict[str, Tensor] = {}
             for part in range(parts):
-                found = outputs_of(self.model, self.given.rows(part))
+                found = outputs_of(self.model, self.given.rows(part).cast(dtype))
                 (found["loss"] / parts).backward()
                 if part == self.given.part:
                     values = {name: value.detach() for name, value in found.items()}
@@ -240,16 +260,16 @@ class ModelPair:
             return _Run(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
 
     def _run_made(self, dtype: torch.dtype | None) -> _Run:
-        with prepared(self.module, dtype, self.made):
+        with prepared(self.module, dtype, self.made, self.training), _narrowest() as seen:
             before = torch.get_rng_state()
-            given = self.given.rows(self.given.part)
+            given = self.given.rows(self.given.part).cast(dtype)
             if self.made is self.module or given.loss is not None:
                 values = outputs_of(self.module, given)
             else:
                 tokens, targets = given.inputs[0], given.targets
                 with torch.no_grad():
                     values = {"logits": self.made.logits(tokens)}
-                    if "loss of labels" in self.names:
+                    if takes(self.model.forward, "labels"):
                         values["loss of labels"] = self.module(tokens, labels=targets).loss
                 values["loss"] = self.made.loss(tokens, targets)
             values["loss"].backward()
@@ -257,26 +277,17 @@ class ModelPair:
                 self.after_backward(self.module)
             drew = not torch.equal(before, torch.get_rng_state())
             grads = {name: _settled(p) for name, p in parameters_of(self.module).items()}
-            return _Run({name: value.detach() for name, value in values.items()}, grads, drew)
+            return _Run({name: value.detach() for name, value in values.items()}, grads, drew, seen[0])
 
-    def _compare(self, dtype: torch.dtype | None, right: _Run, own: _Run | None) -> Difference | None:
-        self.dtype = dtype or self.dtype
-        self.names = set(right.values)
-        error: Exception | None = None
-        made = None
-        try:
-            made = self._run_made(dtype)
-        except Exception as caught:
-            error = caught
-        if failed := self.ranks.failures(error):
-            rank = min(failed)
-            if isinstance(error, MeshweaveError):
-                raise error
-            return Difference("the forward or backward pass", rank, "the whole", math.nan, 0.0, failed[rank])
-        assert made is not None
+    def _compare(
+        self, dtype: torch.dtype | None, made: _Run, right: _Run, own: _Run | None
+    ) -> Difference | None:
         values = [
             Compared(
-                name, LocalTensor(made.values[name]), right.values[name], *self._allowed(right, own, name)
+                name,
+                LocalTensor(made.values[name], None, self.given.part),
+                right.values[name],
+                *self._allowed(right, own, name),
             )
             for name in ("logits", "output", "loss of labels", "loss")
             if name in made.values and name in right.values
@@ -334,13 +345,34 @@ class ModelPair:
         return _ROUNDINGS * (off + eps), 0.0
 
 
+_OTHER_WEIGHTS = "it was changed, or filled from other weights"
+
+
 @dataclass(frozen=True)
 class _Run:
-    """Values and gradients of one run of a model, and whether random numbers were drawn."""
+    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
 
     values: dict[str, Tensor]
     grads: dict[str, Tensor | None]
     drew: bool
+    narrowest: torch.dtype = WIDE
+
+
+@contextmanager
+def _narrowest() -> Iterator[list[torch.dtype]]:
+    """Yield a list whose only entry is the narrowest floating type that a module has returned."""
+    seen = [WIDE]
+
+    def look(_: nn.Module, __: Any, out: Any) -> None:
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor) and first.is_floating_point():
+            seen[0] = min(seen[0], first.dtype, key=lambda kind: torch.finfo(kind).bits)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _settled(parameter: nn.Parameter) -> Tensor | None:

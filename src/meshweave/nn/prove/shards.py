@@ -26,10 +26,12 @@ class LocalTensor:
     Attributes:
         values: what it has.
         places: where that is in the whole.
+        part: of which rows of a batch it is made, where ranks have rows of their own.
     """
 
     values: Tensor
     places: Places = None
+    part: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same part of another tensor of the whole's shape. Raises LayoutError where it has none."""
@@ -43,7 +45,7 @@ class LocalTensor:
     @property
     def key(self) -> int:
         """Return a number that is equal for equal places: of copies of one shard."""
-        return zlib.crc32(repr(self.places).encode())
+        return zlib.crc32(repr((self.part, self.places)).encode())
 
     def where(self, shape: Sequence[int]) -> str:
         """Return which part it is, in words."""
@@ -75,7 +77,10 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
             return LocalTensor(values, places)
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return LocalTensor(values)
-    indices = layout_of(tensor, side=None).indices(tuple(tensor.shape), rank)
+    try:
+        indices = layout_of(tensor, side=None).indices(tuple(tensor.shape), rank)
+    except LayoutError:  # terms of sums, and uneven strided shards: torch gathers what it can
+        return LocalTensor(tensor.detach().full_tensor())
     return LocalTensor(values, tuple(tuple(map(int, own)) for own in indices))
 
 

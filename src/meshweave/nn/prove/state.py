@@ -64,12 +64,15 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def prepared(module: nn.Module, dtype: torch.dtype | None = None, owner: Any = None) -> Iterator[None]:
-    """Run a block with a module in training without dropout and gradients, then restore all of it.
+def prepared(
+    module: nn.Module, dtype: torch.dtype | None = None, owner: Any = None, training: bool = True
+) -> Iterator[None]:
+    """Run a block with a module without dropout and gradients, then restore all of it.
 
     Args:
         dtype: of parameters, buffers and what is computed; None as they are. Modules under FSDP2 and DDP, which
             keep parameters elsewhere, are to be left as they are.
+        training: whether it is in training.
         owner: what is around the module, and may have a dropout of its own.
     """
     modules = list(module.modules())
@@ -85,7 +88,7 @@ def prepared(module: nn.Module, dtype: torch.dtype | None = None, owner: Any = N
             parameter.grad = None
         made: dict[int, Tensor] = {}
         for child in modules:
-            child.training = True
+            child.training = training
             _lay(child, dtype, made)
         changed += without_dropout([*modules, owner])
         with torch.random.fork_rng(cuda), wide, keeps:

@@ -30,13 +30,17 @@ Trail = dict[Event, LocalTensor]
 
 def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: Difference) -> Difference:
     """Return where a forward pass first differs from the original's; as given where modules do not tell."""
-    rows = comparison.given.rows(comparison.given.part)
+    rows = comparison.given.rows(comparison.given.part).cast(dtype)
     right: Trail = {}
-    with prepared(comparison.model, dtype or WIDE), _recorded(comparison.model, right), torch.no_grad():
-        outputs_of(comparison.model, rows)
+    with (
+        prepared(comparison.model, dtype or WIDE, training=comparison.training),
+        _recorded(comparison.model, right),
+        torch.no_grad(),
+    ):
+        outputs_of(comparison.model, rows.cast(dtype or WIDE))
     made: Trail = {}
     module = comparison.module
-    with prepared(module, dtype, comparison.made), ExitStack() as stack:
+    with prepared(module, dtype, comparison.made, comparison.training), ExitStack() as stack:
         stack.enter_context(_recorded(module, made))
         strategy = getattr(comparison.made, "strategy", None)
         if isinstance(strategy, LayerStrategy):
@@ -52,6 +56,7 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
             continue
         found = places.of(made[event], value.values)
         if found is not None:
+            found = replace(found, part=comparison.given.part)
             seen.append(_compared(comparison, event, found, value.values, allowed))
     common = set.intersection(
         *(set(names) for names in comparison.ranks.say([c.what for c in seen]).values())
@@ -221,8 +226,10 @@ class _Places:
             if any(isinstance(placement, Partial) for placement in values.placements):
                 values = values.redistribute(placements=[Replicate()] * len(values.placements))
             return local_of(values, self.rank) if values.shape == wanted.shape else None
+        if values.ndim == wanted.ndim + 1 and len(values) == 1:
+            values = values[0]
         if values.shape == wanted.shape:
-            return found
+            return LocalTensor(values)
         if values.ndim != wanted.ndim or not values.numel():
             return None
         if isinstance(self.strategy, LayerStrategy):
