@@ -102,7 +102,8 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
     wrapped = getattr(module, "module", module)
     for word in ("labels", "targets"):
         if given.targets is not None and (takes(module.forward, word) or takes(wrapped.forward, word)):
-            named[word] = given.targets
+            # Loops such as nanoGPT's mark tokens without a loss otherwise; what their own loss is does not matter.
+            named[word] = given.targets if word == "labels" else given.targets.clamp(min=0)
             break
     out = module(*given.inputs, **named)
     logits = whole(_tensor_of(out))
