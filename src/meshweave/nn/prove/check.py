@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from meshweave.base.errors import ProofError, UnsupportedError
-from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap
 from meshweave.nn.prove.differences import ProofRanks
 from meshweave.nn.prove.given import Given, generated
-from meshweave.nn.prove.proof import ModelPair, Proof, free_bytes
+from meshweave.nn.prove.proof import ModelPair, Proof, context_for, free_bytes
 from meshweave.nn.prove.reduced import kinds_of, reduced
 from meshweave.nn.prove.state import WIDE
 
@@ -53,7 +52,7 @@ def check_layers(
     device = next(module.parameters()).device
     if device.type == "meta":
         device = torch.device(strategy.device_mesh.device_type)
-    ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, TorchContext.default(device))
+    ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, context_for(strategy, device))
     fits = _fits(module, names, device, len(ranks.ranks))
     dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):

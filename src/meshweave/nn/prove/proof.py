@@ -141,7 +141,7 @@ class ModelPair:
         data = _data_ranks(self.module, data_mesh)
         ranks = tuple(sorted({*ranks_of(tensors), *data})) or tuple(range(dist.get_world_size()))
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        context = TorchContext.default(self.device if self.device.type != "meta" else "cpu")
+        context = context_for(getattr(parallelised, "strategy", None), self.device)
         self.ranks = ProofRanks(ranks, dist.get_rank(), context, lines_of(tensors) or [list(ranks)])
         self.ranges = ranges_of(self.module)
         part = data.index(dist.get_rank()) if len(data) > 1 else 0
@@ -401,6 +401,13 @@ def _data_ranks(module: nn.Module, data_mesh: DeviceMesh | None) -> list[int]:
         if isinstance(child, nn.parallel.DistributedDataParallel):
             return list(dist.get_process_group_ranks(child.process_group))
     return compat.fsdp_ranks(module)
+
+
+def context_for(strategy: Any, device: torch.device) -> TorchContext:
+    """Return the context in which ranks tell one another what they find: that of a strategy where it has one."""
+    own = getattr(strategy, "context", None)
+    context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
+    return context
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
