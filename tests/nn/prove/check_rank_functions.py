@@ -191,22 +191,22 @@ def of_transformers(context: RankContext, payload: Mapping[str, Any]) -> dict[st
 
     torch.set_num_threads(1)
     said = {}
-    for strategy, shape in payload["strategies"]:
+    for number, (strategy, shape) in enumerate(payload["strategies"]):
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("depth", "row", "col")[-len(shape) :])
-        for name, (kind, sizes, _) in TRANSFORMERS.items():
+        for at, (name, (kind, sizes, _)) in enumerate(TRANSFORMERS.items()):
             own = {"n_embd": 32, "n_head": 4, "n_layer": 3} if kind == "GPT2" else {**SIZES, **sizes}
             config = getattr(transformers, f"{kind}Config")(**own)
             if kind == "GPT2":
                 config.vocab_size = 48
             make = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-            for device in ("cpu", "meta"):
-                with torch.device(device):
-                    model = make(config)
-                try:
-                    parallelize(model.bfloat16() if device == "cpu" else model, strategy, mesh)
-                    said[f"{name}, {strategy}, {device}"] = ""
-                except MeshweaveError as error:
-                    said[f"{name}, {strategy}, {device}"] = f"{type(error).__name__}: {error}"
-                except Exception:
-                    said[f"{name}, {strategy}, {device}"] = f"crash: {traceback.format_exc()}"
+            device = ("cpu", "meta")[(number + at) % 2]
+            with torch.device(device):
+                model = make(config)
+            try:
+                parallelize(model.bfloat16() if device == "cpu" else model, strategy, mesh)
+                said[f"{name}, {strategy}, {device}"] = ""
+            except MeshweaveError as error:
+                said[f"{name}, {strategy}, {device}"] = f"{type(error).__name__}: {error}"
+            except Exception:
+                said[f"{name}, {strategy}, {device}"] = f"crash: {traceback.format_exc()}"
     return said
