@@ -17,6 +17,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
@@ -79,6 +80,7 @@ class ParallelModel:
         strategy: the strategy on its ranks.
         report: what was replaced, and what was left.
         blocks: the layers.
+        context: what `parallelize` was given, kept for as long as the model is.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ParallelModel:
         proved: str = "",
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self.context: TorchContext | None = None
         self._left: list[tuple[str, str]] = []
         self._replace_layers()
         self._replace_ends()
@@ -263,6 +266,7 @@ def parallelize(
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
     check: bool = True,
+    context: TorchContext | None = None,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -281,6 +285,8 @@ def parallelize(
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
         check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
             with few layers and words; False trains it unproved, and says so in the log.
+        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
+            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
 
     Returns:
         The model, to train: see `ParallelModel`.
@@ -290,9 +296,10 @@ def parallelize(
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
         PlanError: the plan counts on overlap that is not obtained here.
         ProofError: the model is not what it was taken for; it is as it was.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config, overlap)
+    resolved = resolve(plan, device_mesh, config, overlap, context)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
     if missing := names.missing(module):
         raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
@@ -310,7 +317,9 @@ def parallelize(
         level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
         _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
     _seed_alike(strategy)
-    return ParallelModel(module, names, strategy, title, recompute, proved)
+    model = ParallelModel(module, names, strategy, title, recompute, proved)
+    model.context = context
+    return model
 
 
 def _seed_alike(strategy: LayerStrategy) -> None:
