@@ -13,6 +13,8 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
     """A table of (words, features), laid out as the weight of a product that leaves a half.
 
+    The row of `padding_idx` gets no gradient of the rows that are looked up, as with an `nn.Embedding`.
+
     A rank looks up the words that it has, and rows are summed to the layout of the residual.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -34,6 +35,9 @@ from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, unco
 from meshweave.nn.parallel.takeable import check_takeable
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
+from meshweave.nn.prove.check import check_layers
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class ParallelReport:
         replaced: the names of modules with what stands there now.
         left: the names of modules that were left, each with the reason.
         overlap: what communication runs beside.
+        proved: what was compared with the model's own forward pass.
     """
 
     model: str
@@ -53,13 +58,14 @@ class ParallelReport:
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
     overlap: str
+    proved: str
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
         lines += [f"  {name}: {what}" for name, what in self.replaced]
         lines.append(f"left: {len(self.left)} modules")
         lines += [f"  {name}: {why}" for name, why in self.left]
-        lines.append(f"overlap: {self.overlap}")
+        lines += [f"overlap: {self.overlap}", f"proved: {self.proved}"]
         return "\n".join(lines)
 
 
@@ -90,6 +96,7 @@ class ParallelModel:
         strategy: LayerStrategy,
         title: str,
         recompute: bool,
+        proved: str = "",
         debug_every: int = 0,
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
@@ -104,6 +111,7 @@ class ParallelModel:
             tuple((n, type(module.get_submodule(n)).__name__) for n in sorted(names_of)),
             tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
             overlap_of(strategy),
+            proved,
         )
         positions = None if self.positions is None else int(self.positions.weight.shape[0])
         limits = TokenLimits(self.embedding.words, self.head.site.units, positions)
@@ -112,6 +120,7 @@ class ParallelModel:
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
+        module.forward = self.forward
 
     # --- replacing ------------------------------------------------------------------------------------------
 
@@ -271,6 +280,7 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    check: bool = True,
     context: TorchContext | None = None,
     broadcast_weights: bool = False,
     debug_every: int = 0,
@@ -290,6 +300,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
+            with few layers and words; False trains it unproved, and says so in the log.
         context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
             default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
         broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
@@ -305,12 +317,14 @@ def parallelize(
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
             other models, arguments, versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here.
+        ProofError: the model is not what it was taken for; it is as it was.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
     own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
     given = {
-        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "debug_every": debug_every
+        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
+        "debug_every": debug_every,
     }  # fmt: skip
     with share_refusal(own, ranks_of(device_mesh), "parallelize"):
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
@@ -321,12 +335,24 @@ def parallelize(
                 f"{type(module).__name__} has no module {missing}, which the mapping names"
             )
         check_takeable(module, names.embedding, names.head, names.positions)
-        _seed_alike(resolved.strategy)
+        strategy, recompute = resolved.strategy, resolved.recompute
+        proved = "nothing (check=False)"
+        if check:
+            proved = check_layers(
+                module,
+                names,
+                strategy,
+                lambda part: ParallelModel(part, names, strategy, title, recompute),
+                title,
+            )
+        else:
+            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
+        _seed_alike(strategy)
         before = dict(module.named_parameters())
-        model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute, debug_every)
+        model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
     model.context = context
     watch_optimizers(model.agreement, before)
-    module.forward = model.forward
     return model
 
 
