@@ -36,9 +36,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Plan, predict and run the communication of distributed training: one program, three readings.",
     epilog="Errors are one line on stderr (one a problem of a file) and exit status 2; verify ends with 1 where a "
-    "result is wrong; Ctrl-C ends with 130. Outputs are checked before work and written "
-    "whole. Every verb takes --json. For completion of verbs and options by Tab: meshweave --install-completion, "
-    "then start the shell again.",
+    "result is wrong; Ctrl-C ends with 130. Outputs are checked before work and written whole. Every verb takes "
+    "--json. For completion of verbs and options by Tab: meshweave --install-completion, then start the shell "
+    "again.",
 )
 app.command()(plan)
 app.command()(export)
