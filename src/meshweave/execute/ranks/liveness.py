@@ -283,6 +283,11 @@ class Liveness:
         """Whether this rank has said farewell, or its store has ended."""
         return self._closed or self.heart.store_gone
 
+    @property
+    def can_explain(self) -> bool:
+        """Whether this rank may still find out why a wait failed, be it that the store has ended."""
+        return not self._closed and self._is_wanted()
+
     def close(self, error: BaseException | None = None) -> None:
         """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace.
 
@@ -328,7 +333,7 @@ class Liveness:
 
     def _explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
         """The error that a failed wait deserves, announced to the others; None if nobody else is to blame."""
-        if self._closed or not self._is_wanted():
+        if not self.can_explain:
             return None
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
@@ -394,6 +399,8 @@ class Liveness:
             return BlamedRanks((), "", f"rank {host} gave up first ({detail})")
         if state == "failed":
             return BlamedRanks((host,), f"rank {host} failed ({detail})")
+        if state == "done":
+            return BlamedRanks((host,), f"rank {host} left early", has_left=True)
         return BlamedRanks((host,), f"rank {host}, which hosts the store, stopped answering")
 
     def _listen(self, watch: HeartbeatWatch, start: float, patient: bool) -> None:
@@ -417,7 +424,7 @@ class Liveness:
     def _announce(self, state: State, detail: str = "", accused: Iterable[int] = ()) -> None:
         """Put our state (the first farewell stays) and whom we accuse into the store, until all have heard it."""
         heart = self.heart
-        farewell = f"{state} {detail}" if self._hosts_store and state != "done" else ""
+        farewell = f"{state} {detail}" if self._hosts_store else ""
         if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._stale_s):
             self._wait_for_others(lambda beat: beat.heard == heart.news.digest, self._stale_s / 2)
 

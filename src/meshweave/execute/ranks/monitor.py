@@ -71,14 +71,14 @@ class PeerMonitor:
         liveness, cleared = self._liveness, frozenset[int]()
         rounds, quiet_s, last = -1, 0.0, time.monotonic()
         heart = liveness.heart
-        while not liveness.is_closed:
+        while liveness.can_explain:
             time.sleep(heart.interval_s)
             now = time.monotonic()
             # No more than that: a signal may have stopped this process, and no clock.
             quiet_s = quiet_s + min(now - last, 2 * heart.interval_s) if heart.num_rounds == rounds else 0.0
             rounds, last = heart.num_rounds, now
             suspects = frozenset(self._watch.out_of_order) | heart.news.lost
-            is_quiet = quiet_s >= self._limit_s
+            is_quiet = heart.store_gone or quiet_s >= self._limit_s
             if is_quiet:
                 suspects |= {liveness.rank}  # or the host of the store
             if not suspects - cleared:
@@ -87,6 +87,7 @@ class PeerMonitor:
             lost = liveness.find_lost(store_hangs=is_quiet)
             if lost is not None:
                 self._end_stuck_waits(lost)
+            if lost is not None or heart.store_gone:
                 return
             cleared = suspects
 
