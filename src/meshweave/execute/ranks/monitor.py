@@ -131,8 +131,9 @@ class _WaitingThreads:
                 self.longest_s, self.place = now - since, _place_of(frame)
 
 
-_WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}meshweave{os.sep}")
-_OF_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}meshweave{os.sep}", f"{os.sep}threading.py", "<")
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_WAITS = (_OURS, f"{os.sep}torch{os.sep}distributed{os.sep}")
+_OF_LIBRARIES = (_OURS, f"{os.sep}torch{os.sep}", f"{os.sep}threading.py", "<")
 
 
 def _is_in_a_wait(frame: FrameType | None) -> bool:
