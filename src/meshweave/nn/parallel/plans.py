@@ -7,12 +7,21 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import Overlap
-from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
+from meshweave.algorithms.block.roles import (
+    BATCH,
+    FULLY_SHARDED,
+    GATHERED_ONCE,
+    IDLE,
+    REDUCED_LAST,
+    RING,
+    AxisRole,
+)
+from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.parallel.strategy import LayerStrategy, block_entry, device_mesh_for
+from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import load_plan
 from meshweave.tune.step import Parallelism, Step
 from meshweave.tune.step.layers import best_config, hidden_between_sites_s
@@ -63,7 +72,7 @@ def resolve(
         if not sizes:
             raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
         shape = tuple(int(size) for size in sizes.split("x"))
-        device_mesh = device_mesh_for(block_entry(name), shape, "cpu")
+        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, "cpu")
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
 
 
@@ -101,10 +110,9 @@ def _of_parallelism(
     around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:
-        name = _DATA_NAMES[p.zero] if p.data > 1 else "ring_attention"
-        entry = block_entry(name)
+        entry = _alone(around[0])
     else:
-        entry = block_entry(p.strategy)
+        entry = STRATEGIES.named(p.strategy)
         inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
         sizes += inner
         entry = StrategyAround(entry, tuple(around)) if around else entry
@@ -113,6 +121,10 @@ def _of_parallelism(
     return ResolvedPlan(strategy, p.recompute == "full")
 
 
-_DATA_NAMES = ("data_parallel", "zero1", "zero2", "zero3")
+def _alone(role: AxisRole) -> BlockAlgorithm:
+    """Return the strategy in which one axis has this role, and nothing else is shared."""
+    return next(entry for entry in STRATEGIES.values() if entry.roles == (role, IDLE))
+
+
 _DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
 """What the axis of data parallelism does for each stage of ZeRO."""

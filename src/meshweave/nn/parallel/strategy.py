@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig
+from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import AXES, MESH
 from meshweave.algorithms.block.roles import IDLE, AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.sites import site_problem
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import STRATEGIES
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import mesh_of
 from meshweave.nn.in_graphs import context_of
-
-_BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class LayerStrategy:
             UnsupportedError: there is no such strategy.
             LayoutError: its mesh does not fit, or this rank is not in it.
         """
-        entry = entry or block_entry(name)
+        entry = entry or STRATEGIES.named(name)
         sizes = mesh_of(device_mesh).shape
         lacks_one = len(sizes) == len(entry.roles) - 1 and entry.roles[-1] is IDLE
         shape = (*sizes, 1) if lacks_one or len(sizes) == 1 < len(entry.roles) == 2 else sizes
@@ -127,13 +126,6 @@ class LayerStrategy:
 
 
 _KNOWN: dict[Any, LayerStrategy] = {}
-
-
-def block_entry(name: str) -> BlockAlgorithm:
-    """Return the strategy of a name. Raises UnsupportedError."""
-    if name not in _BY_NAME:
-        raise UnsupportedError(f"there is no strategy '{name}'{did_you_mean(name, _BY_NAME)}")
-    return _BY_NAME[name]
 
 
 def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
