@@ -102,8 +102,10 @@ def space_options(fixed: dict[str, Any]) -> SpaceOptions:
         field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
-            fitting = (name for name, entry in SCHEDULES.items() if set(values) & set(entry.stages_per_rank))
-            chosen.setdefault("schedules", tuple(name for name in fitting if SCHEDULES[name].is_searched))
+            fitting = (
+                e.name for e in SCHEDULES.values() if e.is_searched and any(map(e.takes_stages, values))
+            )
+            chosen.setdefault("schedules", tuple(fitting))
         chosen[field] = values
     return SpaceOptions(**chosen)
 
