@@ -3,7 +3,8 @@
     python benchmarks/parallel_check.py [--save NAME]
 
 Each rank parallelises the same Llama of transformers, with and without `check`, in turns, after one of each that
-imports what is needed; the medians are of the slowest rank. Ranks have one thread each.
+imports what is needed; the medians are of the slowest rank, and of the CPU seconds of all ranks, with one thread
+each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ import meshweave as mw
 LAYERS, HIDDEN, HEADS, WORDS, ROUNDS = 24, 896, 14, 32_000, 3
 
 
-def of_a_model(context: mw.RankContext, payload: Mapping[str, Any]) -> list[list[float]]:
-    """Return the seconds of each round with the proof, and without it."""
+def of_a_model(context: mw.RankContext, payload: Mapping[str, Any]) -> list[list[list[float]]]:
+    """Return the seconds of each round with the proof, and without it: those of a clock, and of the CPU."""
     import transformers
 
     torch.set_num_threads(1)
@@ -35,16 +36,22 @@ def of_a_model(context: mw.RankContext, payload: Mapping[str, Any]) -> list[list
         hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2,
         intermediate_size=4864, vocab_size=WORDS,
     )  # fmt: skip
-    seconds: list[list[float]] = [[], []]
+    seconds: list[list[list[float]]] = [[[], []], [[], []]]
     for _ in range(payload["rounds"] + 1):
         for number, check in enumerate((True, False)):
             with torch.device("meta"):
                 model = transformers.LlamaForCausalLM(sizes)
             torch.distributed.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             mw.parallelize(model, payload["strategy"], mesh, check=check)
-            seconds[number].append(time.perf_counter() - began)
-    return [each[1:] for each in seconds]
+            seconds[number][0].append(time.perf_counter() - began)
+            seconds[number][1].append(time.process_time() - cpu)
+    return [[each[1:] for each in both] for both in seconds]
+
+
+def _median(how: Callable[[Sequence[float]], float], ranks: Sequence[Sequence[float]]) -> float:
+    """Return the median over rounds of what is made of the seconds of all ranks."""
+    return statistics.median(how(each) for each in zip(*ranks, strict=True))
 
 
 def main() -> None:
@@ -63,10 +70,12 @@ def main() -> None:
     for strategy, mesh in (("megatron", [4]), ("atp", [2, 2])):
         payload = {"strategy": strategy, "mesh": mesh, "rounds": ROUNDS}
         ranks = mw.launch("parallel_check:of_a_model", 4, payload, timeout_s=500, env=here)
-        with_proof, without = (
-            statistics.median(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)
+        (with_s, with_cpu), (without_s, without_cpu) = (
+            [_median(how, [rank[number][at] for rank in ranks]) for at, how in enumerate((max, sum))]
+            for number in range(2)
         )
-        result[strategy] = {"with_proof_s": with_proof, "without_s": without, "proof_s": with_proof - without}
+        result[strategy] = {"proof_s": with_s - without_s, "proof_cpu_s": with_cpu - without_cpu}
+        result[strategy] |= {"with_proof_s": with_s, "without_s": without_s}
     print(json.dumps(result, indent=1))
     if name is not None:
         print(f"saved {save(name, result)}")
