@@ -116,6 +116,10 @@ class PlanError(MeshweaveError):
     """A plan counts on something that what is to run it does not do."""
 
 
+class ProofError(MeshweaveError):
+    """A parallelised model does not compute what its original does."""
+
+
 class RankLostError(MeshweaveError, RuntimeError):
     """One or more ranks died or stopped answering; `missing` names them."""
 
