@@ -134,7 +134,7 @@ class Checkpoints:
         except CheckpointError as error:
             if self._is_first and not words.get("wrong"):
                 self._wrong_in(lambda: remove(self.folder / part_name(step)))
-            raise CheckpointError(f"the checkpoint of step {step} cannot be saved: {error}") from None
+            raise CheckpointError(f"the checkpoint cannot be saved: {error}") from None
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_
         copies: list[Tensor] = []
