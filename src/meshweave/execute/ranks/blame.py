@@ -110,14 +110,16 @@ class HeartbeatWatch:
     ) -> None:
         """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
 
-        This process may have been paused itself, so a gap counts as two heartbeat intervals at most.
+        This process may have been paused itself, so a gap counts as two heartbeat intervals at most, or a
+        third of `stale_s` where that is more: readings are slow on a loaded machine.
 
         Args:
             unreadable: ranks whose heartbeat a stranger has overwritten, which are not silent for that.
             ended: ranks whose processes had ended before the reading: what they said was their last word.
         """
         self._ended = frozenset(ended)
-        heard_s = min(elapsed_s, 2 * self._interval_s) if self.num_rounds else 0.0
+        most_s = max(2 * self._interval_s, self.stale_s / 3)
+        heard_s = min(elapsed_s, most_s) if self.num_rounds else 0.0
         for rank, before in self.beats.items():
             beat = beats.get(rank)
             if beat is not None:

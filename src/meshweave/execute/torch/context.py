@@ -215,6 +215,7 @@ class TorchContext:
 
     @recorder.setter
     def recorder(self, recorder: RunRecorder | None) -> None:
+        """Let `recorder` get the traces from here on."""
         self._observers.recorder = recorder
 
     @property
