@@ -138,7 +138,7 @@ _GROUPS = {
     },
     "errors": {
         "base.errors": (
-            "BindError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
+            "BindError CheckpointError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
             "ProgramError ProofError RankLostError UnsupportedError"
         ),
     },
@@ -192,6 +192,7 @@ if TYPE_CHECKING:
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program
     from meshweave.base.errors import BindError as BindError
+    from meshweave.base.errors import CheckpointError as CheckpointError
     from meshweave.base.errors import DeadlineError as DeadlineError
     from meshweave.base.errors import DescriptionError as DescriptionError
     from meshweave.base.errors import LayoutError as LayoutError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import UnsupportedError
-from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
@@ -25,10 +26,15 @@ from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import IGNORED, VocabularyLoss
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.plans import PlanLike, resolve
+from meshweave.nn.parallel.same_model import ranks_of, require_same_model
+from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, uncovered
+from meshweave.nn.parallel.takeable import check_takeable
 from meshweave.nn.parallel.tied import TiedWeight
+from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.prove.check import check_layers
 
 _LOG = logging.getLogger(__name__)
@@ -91,6 +97,7 @@ class ParallelModel:
         title: str,
         recompute: bool,
         proved: str = "",
+        debug_every: int = 0,
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
         self.context: TorchContext | None = None
@@ -105,6 +112,13 @@ class ParallelModel:
             tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
             overlap_of(strategy),
             proved,
+        )
+        positions = None if self.positions is None else int(self.positions.weight.shape[0])
+        limits = TokenLimits(self.embedding.words, self.head.site.units, positions)
+        of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
+        draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
+        self.agreement = StepAgreement(
+            module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
         module.forward = self.forward
 
@@ -226,6 +240,7 @@ class ParallelModel:
         if labels is not None and targets is None:
             has_shift = self.names.has_causal_loss
             targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if has_shift else labels
+        self.agreement.check(input_ids, targets)
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
             return ParallelOutput(self.head_loss(x, targets), None)
@@ -267,6 +282,8 @@ def parallelize(
     overlap: Overlap | None = None,
     check: bool = True,
     context: TorchContext | None = None,
+    broadcast_weights: bool = False,
+    debug_every: int = 0,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -287,38 +304,55 @@ def parallelize(
             with few layers and words; False trains it unproved, and says so in the log.
         context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
             default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
+        broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
+            are an error.
+        debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
+            weights and modes of modules among it, as they do in the first; 0 for the first alone.
 
     Returns:
         The model, to train: see `ParallelModel`.
 
     Raises:
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
-        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
+        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
+            other models, arguments, versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here.
         ProofError: the model is not what it was taken for; it is as it was.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config, overlap, context)
-    title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-    if missing := names.missing(module):
-        raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
-    strategy, recompute = resolved.strategy, resolved.recompute
-    proved = "nothing (check=False)"
-    if check:
-        proved = check_layers(
-            module,
-            names,
-            strategy,
-            lambda part: ParallelModel(part, names, strategy, title, recompute),
-            title,
-        )
-    else:
-        level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
-        _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
-    _seed_alike(strategy)
-    model = ParallelModel(module, names, strategy, title, recompute, proved)
+    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
+    given = {
+        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
+        "debug_every": debug_every,
+    }  # fmt: skip
+    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+        require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
+        resolved = resolve(plan, device_mesh, config, overlap, context)
+        title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
+        if missing := names.missing(module):
+            raise UnsupportedError(
+                f"{type(module).__name__} has no module {missing}, which the mapping names"
+            )
+        check_takeable(module, names.embedding, names.head, names.positions)
+        strategy, recompute = resolved.strategy, resolved.recompute
+        proved = "nothing (check=False)"
+        if check:
+            proved = check_layers(
+                module,
+                names,
+                strategy,
+                lambda part: ParallelModel(part, names, strategy, title, recompute),
+                title,
+            )
+        else:
+            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
+        _seed_alike(strategy)
+        before = dict(module.named_parameters())
+        model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
     model.context = context
+    watch_optimizers(model.agreement, before)
     return model
 
 
