@@ -13,6 +13,8 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
     """A table of (words, features), laid out as the weight of a product that leaves a half.
 
+    The row of `padding_idx` gets no gradient of the rows that are looked up, as with an `nn.Embedding`.
+
     A rank looks up the words that it has, and rows are summed to the layout of the residual.
     """
 
@@ -29,6 +31,9 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         self.layouts = {"weight": layout}
         self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
         self.first, self.end = strategy.span(sides[0], used)
+        padding: int | None = embedding.padding_idx
+        is_here = padding is not None and self.first <= padding < self.end
+        self.padding = padding - self.first if is_here else None
         arriving = gradient_dims(roles.product(False))
         natural = product(self.token_dims, arriving, TOKENS)
         of_table: AxisDims = tuple(
@@ -58,10 +63,11 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
             (table,) = self.sum_gradient([table])
         table = self.gather(table, 1, 1)
         if self.end - self.first == self.words:
-            rows = nn.functional.embedding(here, table)
+            rows = nn.functional.embedding(here, table, self.padding)
         else:
             is_here = (here >= self.first) & (here < self.end)
-            rows = nn.functional.embedding((here - self.first) * is_here, table) * is_here[..., None]
+            own = (here - self.first) * is_here
+            rows = nn.functional.embedding(own, table, self.padding) * is_here[..., None]
         return self.leave(rows, batch, sequence)
 
     def extra_repr(self) -> str:

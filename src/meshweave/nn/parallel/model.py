@@ -14,19 +14,22 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
-from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
+from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import IGNORED, VocabularyLoss
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.plans import PlanLike, resolve
+from meshweave.nn.parallel.rotary import Rotary
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, uncovered
+from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
 from meshweave.nn.parallel.tied import TiedWeight
+from meshweave.nn.parallel.unaltered import check_unaltered
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,10 @@ class ParallelModel:
         self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
-        self._left: list[tuple[str, str]] = []
-        self._replace_layers()
-        self._replace_ends()
+        self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
+        self._plan_layers()
+        self._plan_ends()
+        self._take()
         names_of = {name for name, child in module.named_modules() if isinstance(child, _OURS)}
         self.report = ParallelReport(
             title,
@@ -91,48 +95,56 @@ class ParallelModel:
             overlap_of(strategy),
         )
 
-    # --- replacing ------------------------------------------------------------------------------------------
+    # --- replacing: all is planned, and may be refused, before the first module is replaced -----------------
 
-    def _replace_layers(self) -> None:
+    def _plan_layers(self) -> None:
         names, module = self.names, self.module
-        layers = module.get_submodule(names.layers)
-        assert isinstance(layers, nn.ModuleList)
-        for number, layer in enumerate(layers):
-            heads = names.heads or heads_of(module, layer, names.layer)
+        check_modules(module, names)
+        self.blocks: list[ParallelBlock] = []
+        for number, layer in enumerate(module.get_submodule(names.layers)):
+            heads = names.heads or heads_of(module, number, names)
             where = f"{names.layers}.{number}"
-            layers[number] = ParallelBlock(layer, names.layer, heads, self.strategy, where)
-        self.blocks: list[ParallelBlock] = list(layers)
+            self.blocks.append(ParallelBlock(layer, names.layer, heads, self.strategy, where))
 
-    def _replace_ends(self) -> None:
-        names, strategy, module = self.names, self.strategy, self.module
+    def _plan_ends(self) -> None:
+        names, strategy, module, new = self.names, self.strategy, self.module, self._new
         table, head = module.get_submodule(names.embedding), module.get_submodule(names.head)
-        is_tied = table.weight is head.weight
-        self.embedding = ParallelEmbedding(table, strategy, names.embedding)
-        self._put(names.embedding, self.embedding)
+        self.embedding = new[names.embedding] = ParallelEmbedding(on_meta(table), strategy, names.embedding)
         self.positions: ParallelPositions | None = None
         if names.positions:
-            wpe = module.get_submodule(names.positions)
-            self.positions = ParallelPositions(wpe, strategy, names.positions)
-            self._put(names.positions, self.positions)
-        self.norm = ParallelNorm(module.get_submodule(names.norm), strategy, names.norm)
-        self._put(names.norm, self.norm)
+            wpe = on_meta(module.get_submodule(names.positions))
+            self.positions = new[names.positions] = ParallelPositions(wpe, strategy, names.positions)
+        self.norm = new[names.norm] = ParallelNorm(module.get_submodule(names.norm), strategy, names.norm)
         self.tied: TiedWeight | None = None
-        self.head: ParallelLinear
-        if is_tied:
+        if table.weight is head.weight:
             self.tied = TiedWeight(self.embedding, strategy)
-            self.head = self.tied.head(head, names.head)
+            self.head = self.tied.head(on_meta(head), names.head)
         else:
-            self.head = ParallelLinear(head, strategy, place="in", name=names.head)
-        self._put(names.head, self.head)
+            self.head = ParallelLinear(on_meta(head), strategy, place="in", name=names.head)
+        new[names.head] = self.head
         self._head_group = LinearGroup([self.head])
         p = dropout_of(module, names.dropout)
         self.dropout = ShardDropout(p, strategy, strategy.roles.residual)
         self.vocabulary = VocabularyLoss(self.head.site.units, strategy)
-        self.rotary = module.get_submodule(names.rotary) if names.rotary else None
+        self.rotary: Rotary | None = None
+        if names.rotary:
+            width = self.blocks[0].core.heads.width
+            self.rotary = Rotary(module, names.rotary, strategy, width)
 
-    def _put(self, path: str, new: nn.Module) -> None:
-        owner, _, name = path.rpartition(".")
-        setattr(self.module.get_submodule(owner), name, new)
+    def _take(self) -> None:
+        """Replace the modules by what was planned for them."""
+        names, module = self.names, self.module
+        layers = module.get_submodule(names.layers)
+        for number, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+            block.take(layer)
+            layers[number] = block
+        for path, new in self._new.items():
+            if new is self.head and self.tied is not None:
+                new.weight = self.embedding.weight
+            else:
+                fill(new, module.get_submodule(path), path)
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, new)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -143,23 +155,16 @@ class ParallelModel:
             x = x + self.positions(tokens.shape[1]).to(x.dtype)
         return self.dropout(x, self.module.training)
 
-    def angles(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of the positions of this rank's attention; None without a rotary module."""
-        if self.rotary is None:
-            return None
-        start, stop = self.strategy.span(Side("sequence", sequence), self.strategy.roles.core(True))
-        positions = torch.arange(start, stop, device=x.device)[None]
-        cos, sin = self.rotary(x, positions)
-        return cos, sin
-
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
         """Return this rank's part of the residual after some layers, by default all."""
-        rotary = self.angles(x, sequence)
+        rotary = None if self.rotary is None else self.rotary(x, sequence)
         for block in self.blocks if blocks is None else blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
+            elif getattr(block, "gradient_checkpointing", False) and block.training:
+                x = block._gradient_checkpointing_func(block.__call__, x, batch, sequence, rotary)
             else:
                 x = block(x, batch, sequence, rotary)
         return x
@@ -275,9 +280,8 @@ def parallelize(
     """
     require_process_group()
     resolved = resolve(plan, device_mesh, config, overlap)
+    check_unaltered(module)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-    if missing := names.missing(module):
-        raise UnsupportedError(f"{type(module).__name__} has no module {missing}, which the mapping names")
     _seed_alike(resolved.strategy)
     model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
     module.forward = model.forward
