@@ -18,9 +18,10 @@ from meshweave.execute.torch.call_order import require_process_group
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
+from meshweave.nn.parallel.features import ForwardArguments, refuse_features
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
-from meshweave.nn.parallel.loss import IGNORED, VocabularyLoss
+from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.parameters import fill, on_meta
@@ -82,6 +83,7 @@ class ParallelModel:
         self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self._arguments = ForwardArguments(module, names.has_causal_loss)
         self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
         self._plan_layers()
         self._plan_ends()
@@ -202,18 +204,18 @@ class ParallelModel:
         return loss.detach()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None
+        self, input_ids: Tensor | None = None, *args: Any, targets: Tensor | None = None, **given: Any
     ) -> ParallelOutput:
         """Return the logits, or with labels or targets the loss: the `forward` of the module.
 
         Args:
-            labels: tokens of which each is to be foretold by those before it, for models of transformers; else the
-                same as targets.
+            input_ids: tokens (batch, sequence).
+            args, given: as the module took them: labels, tokens of which each is foretold by those before it,
+                for models of transformers, else the same as targets. Others must change nothing.
             targets: per token the one that is to be foretold, or -100 for none.
         """
-        if labels is not None and targets is None:
-            has_shift = self.names.has_causal_loss
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if has_shift else labels
+        targets = self._arguments.targets(input_ids, args, given, targets)
+        assert input_ids is not None
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
             return ParallelOutput(self.head_loss(x, targets), None)
@@ -285,6 +287,7 @@ def parallelize(
     _seed_alike(resolved.strategy)
     model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
     module.forward = model.forward
+    refuse_features(module)
     return model
 
 
