@@ -1,4 +1,4 @@
-"""What ranks do in the sweep over architectures: parallelize small models, compare loss and gradients with theirs."""
+"""What ranks do in the sweep over architectures: compare losses and gradients of small models with their own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tried(
 
 
 def _difference(own: nn.Module, whole: nn.Module) -> tuple[float, str]:
-    """Return the largest difference of a gradient, as a share of the largest element of the original's, and its name."""
+    """Return the largest difference of a gradient, by the largest element of the original's, and its name."""
     worst, where = 0.0, ""
     given = dict(own.named_parameters())
     for name, parameter in whole.named_parameters():

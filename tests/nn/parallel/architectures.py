@@ -1,4 +1,4 @@
-"""Small random models of every causal language model that the installed transformers lists, from its configs alone."""
+"""Small random models of each causal language model that the installed transformers lists, by its config alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 HIDDEN, HEADS, LAYERS, WORDS, POSITIONS, MOST_PARAMETERS = 32, 4, 2, 48, 64, 4_000_000
 _WIDTHS = (
-    "hidden_size d_model n_embd embedding_size emb_dim dim_model word_embed_proj_dim lru_width input_embedding_size "
-    "output_embedding_size ple_embed_dim backbone_hidden_size attention_hidden_size encoder_hidden_size embedding_dim"
+    "hidden_size d_model n_embd embedding_size emb_dim dim_model word_embed_proj_dim lru_width "
+    "input_embedding_size output_embedding_size ple_embed_dim backbone_hidden_size attention_hidden_size "
+    "encoder_hidden_size embedding_dim"
 )
 _INNER = (
     "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size dff d_inner decoder_ffn_dim encoder_ffn_dim dim_ff "
@@ -55,18 +56,27 @@ _WORDS = (
 )
 _RANKS = "q_lora_rank kv_lora_rank o_lora_rank time_step_rank mamba_dt_rank laurel_rank adapter_rank gated_norm_rank"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id")
-SIZES: dict[str, int] = {
-    name: size
-    for names, size in (
-        (_WIDTHS, HIDDEN), (_INNER, 64), (_HEADS, HEADS), (_KEY_HEADS, HEADS), (_LAYERS, LAYERS), (_HEAD_WIDTHS, 8),
-        (_EXPERTS, 4), (_CHOSEN, 2), (_GROUPS, 1), (_WINDOWS, 6), (_LENGTHS, POSITIONS), (_WORDS, WORDS), (_RANKS, 16),
-        ("hidden_size_per_layer_input pronunciation_embed_dim shape_embed_dim shape_vocab_size chunk_size", 8),
-        ("mamba_chunk_size block_size image_size encoder_hash_byte_group_vocab ngram_vocab_size_base", 32),
-        ("expand mamba_expand", 2), ("num_memory_blocks n_shared_experts num_nextn_predict_layers", 1),
-        ("first_k_dense_replace moe_layer_start_index moe_layer_end_index max_window_layers", 1),
-    )  # fmt: skip
-    for name in names.split()
-}  # fmt: skip
+_SIZES = (
+    (_WIDTHS, HIDDEN),
+    (_INNER, 64),
+    (_HEADS, HEADS),
+    (_KEY_HEADS, HEADS),
+    (_LAYERS, LAYERS),
+    (_HEAD_WIDTHS, 8),
+    (_EXPERTS, 4),
+    (_CHOSEN, 2),
+    (_GROUPS, 1),
+    (_WINDOWS, 6),
+    (_LENGTHS, POSITIONS),
+    (_WORDS, WORDS),
+    (_RANKS, 16),
+    ("hidden_size_per_layer_input pronunciation_embed_dim shape_embed_dim shape_vocab_size chunk_size", 8),
+    ("mamba_chunk_size block_size image_size encoder_hash_byte_group_vocab ngram_vocab_size_base", 32),
+    ("expand mamba_expand", 2),
+    ("num_memory_blocks n_shared_experts num_nextn_predict_layers", 1),
+    ("first_k_dense_replace moe_layer_start_index moe_layer_end_index max_window_layers", 1),
+)
+SIZES = {name: size for listed, size in _SIZES for name in listed.split()}
 """Fields of configs that are made small wherever a config has them."""
 
 
@@ -104,7 +114,7 @@ def classes(kind: str) -> tuple[Any, type[nn.Module]]:
 
 
 def small(fields: Mapping[str, Any], kept: frozenset[str], fills: bool = False) -> dict[str, Any]:
-    """Return what to give a config of these fields to make its model small; `kept` ones stay, None where it fills."""
+    """Return what makes the model of a config of these fields small; `kept` ones stay, None where it fills."""
     out: dict[str, Any] = {}
     for name, value in fields.items():
         if value is None and fills and name in SIZES and name not in kept:
@@ -193,6 +203,21 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         out = model(input_ids=tokens, use_cache=False)
         logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def odd_configs(kind: str) -> Iterator[dict[str, Any]]:
+    """Yield changes of a config: each field that is a truth value or a share, by another value."""
+    fields = small(classes(kind)[0]().to_dict(), frozenset())
+    for name, value in {**classes(kind)[0]().to_dict(), **fields}.items():
+        if isinstance(value, bool) and name not in _OF_OUTPUTS:
+            yield {name: not value}
+        elif isinstance(value, float) and "drop" not in name:
+            yield {name: round(value * 1.7 + 0.1, 3)}
+    yield {"num_key_value_heads": 2}
+    yield {"pad_token_id": 3}
+
+
+_OF_OUTPUTS = ("return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder", "use_cache")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from architectures import KeepDoubles
 from plain_models import WORDS, PlainGpt, PlainLlama
 from torch import Tensor, nn

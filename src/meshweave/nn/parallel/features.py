@@ -21,6 +21,7 @@ _METHODS = {
     "add_adapter": "adapters are not computed",
     "load_adapter": "adapters are not computed",
     "set_adapter": "adapters are not computed",
+    "forward": "call the whole model",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
 }
@@ -57,18 +58,39 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def refuse_features(module: nn.Module) -> None:
-    """Set on a parallelised module, in place of methods that would compute on whole weights, their refusals."""
-    own = type(module)
-    of_library = {
-        name
-        for base in own.__mro__
-        if base.__module__.startswith("transformers.")
-        for name, value in vars(base).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    }
-    for name in sorted(of_library - _KEPT | {"__deepcopy__", "__reduce_ex__"}):
-        setattr(module, name, _refusal(own.__name__, name))
+def refuse_features(module: nn.Module, layers: str) -> None:
+    """Set on a parallelised module, in place of what would compute on whole weights, its refusals.
+
+    Args:
+        layers: the name of its list of layers.
+    """
+    for child in module.modules():
+        if child is module or hasattr(child, "save_pretrained"):
+            for name in sorted(_of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}):
+                setattr(child, name, _refusal(type(child).__name__, name))
+    while layers := layers.rpartition(".")[0]:
+        inner = module.get_submodule(layers)
+        inner.forward = _refusal(type(inner).__name__, "forward")
+    module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
+
+
+def _of_transformers(kind: type) -> set[str]:
+    """Return the names of methods that a class has of transformers, but for those that go on working."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
+    named = [
+        (name, value) for base in bases for name, value in vars(base).items() if not name.startswith("_")
+    ]
+    return {name for name, value in named if inspect.isfunction(value)} - _KEPT
+
+
+class _WithoutDdp:
+    """Stands where DDP looks for parameters to leave out when it is made around a model."""
+
+    def __iter__(self) -> NoReturn:
+        raise UnsupportedError(
+            "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another dim of the mesh, or "
+            "a plan with an axis of data parallelism"
+        )
 
 
 def _refusal(model: str, name: str) -> Callable[..., NoReturn]:

@@ -287,7 +287,7 @@ def parallelize(
     _seed_alike(resolved.strategy)
     model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
     module.forward = model.forward
-    refuse_features(module)
+    refuse_features(module, names.layers)
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import Side
-from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -58,15 +58,11 @@ class Rotary:
         return cos[:, start:stop], sin[:, start:stop]
 
     def _fill(self, device: torch.device) -> None:
-        """Compute buffers anew that nothing was written into since they got memory."""
+        """Compute buffers anew that nothing was written into since they got memory, or that have none yet."""
         buffers = dict(self.module.named_buffers())
         made: nn.Module | None = None
         for name in sorted(self.unfilled):
-            if buffers[name].is_meta:
-                raise LayoutError(
-                    f"{self.path}.{name} has no memory; call module.to_empty(device=...) and load the weights"
-                )
-            if buffers[name]._version:
+            if not buffers[name].is_meta and buffers[name]._version:
                 continue
             made = made or self._anew(device)
             values = dict(made.named_buffers()).get(name) if made is not None else None
@@ -75,8 +71,8 @@ class Rotary:
                     f"{self.path}.{name} was made on the meta device, is in no checkpoint, and cannot be computed "
                     "anew; copy its values into it before the first forward pass"
                 )
-            with torch.no_grad():
-                buffers[name].copy_(values)
+            owner, _, last = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[last] = values.to(buffers[name].dtype)
         self.unfilled = set()
 
     def _anew(self, device: torch.device) -> nn.Module | None:
