@@ -1,7 +1,7 @@
 """Parallelize every causal language model of the installed transformers, small and random, on four ranks.
 
-Writes validation/results/architectures.json and .md: per type of model whether loss and all gradients are those of the
-model itself in double precision, or what the refusal says. Run: python validation/architectures.py
+Writes validation/results/architectures.json and .md: per type of model whether loss and all gradients are
+those of the model itself in double precision, or what the refusal says. Run: python validation/architectures.py
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests/nn/parallel"
 sys.path.insert(0, str(TESTS))
 
-import architectures
+import small_models  # noqa: E402
 
-from meshweave.execute.ranks.launch import launch
-from meshweave.nn.parallel.known import KNOWN
-from meshweave.nn.parallel.model import parallelize
+from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.nn.parallel.known import KNOWN  # noqa: E402
+from meshweave.nn.parallel.model import parallelize  # noqa: E402
 
 STRATEGIES = (
     ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("data_parallel", (4,)),
@@ -34,36 +34,38 @@ AT_ONCE = 16
 
 def cases(kinds: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """Return the cases: each type by its defaults, and the types that are recognised by odd configs too."""
-    made = [{"kind": kind} for kind in kinds or architectures.names()]
-    with architectures.quiet():
+    made = [{"kind": kind} for kind in kinds or small_models.names()]
+    with small_models.quiet():
         for case in list(made):
-            model = architectures.classes(case["kind"])[1]
+            model = small_models.classes(case["kind"])[1]
             path = f"{model.__module__}.{model.__qualname__}".removeprefix("transformers.models.")
             if path in KNOWN:
-                odd = architectures.odd_configs(case["kind"])
+                odd = small_models.odd_configs(case["kind"])
                 made += [{"kind": case["kind"], "changes": changes} for changes in odd]
     return [{**case, "strategies": STRATEGIES[: 2 if "changes" in case else None]} for case in made]
 
 
-def run(of: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the cases gave, on the first rank, after each start of four ranks."""
+def run(of: Sequence[dict[str, Any]], num_ranks: int = 4) -> list[dict[str, Any]]:
+    """Return what the cases gave on the first of so many ranks, which start anew every now and then."""
     rows: list[dict[str, Any]] = []
     for first in range(0, len(of), AT_ONCE):
-        rows += _launched(of[first : first + AT_ONCE])
+        rows += _launched(of[first : first + AT_ONCE], num_ranks)
         print(f"{len(rows)} of {len(of)}", file=sys.stderr, flush=True)
     return rows
 
 
-def _launched(part: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
     env = {"PYTHONPATH": str(TESTS)}
     try:
-        ranks = launch("architecture_rank_functions:sweep", 4, {"cases": part}, timeout_s=600, env=env)
+        ranks = launch(
+            "architecture_rank_functions:sweep", num_ranks, {"cases": part}, timeout_s=600, env=env
+        )
     except Exception as error:
         if len(part) == 1:
             said = ["crash", f"{type(error).__name__}: {error}"[:300]]
             named = {f"{name}:{'x'.join(map(str, shape))}": said for name, shape in part[0]["strategies"]}
             return [{"kind": part[0]["kind"], "changes": part[0].get("changes", {}), "strategies": named}]
-        return [row for case in part for row in _launched([case])]
+        return [row for case in part for row in _launched([case], num_ranks)]
     return list(ranks[0])
 
 
@@ -89,8 +91,9 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
 
     lines = ["# Causal language models of transformers on four ranks", ""]
     lines += [
-        f"transformers {transformers.__version__}; small random models in double precision; loss and each gradient by "
-        f"{', '.join(name for name, _ in STRATEGIES)} within 1e-9 of the model's own. Made by `validation/architectures.py`.",
+        f"transformers {transformers.__version__}; small random models in double precision; loss and gradients "
+        f"by {', '.join(name for name, _ in STRATEGIES)} within 1e-9 of the model's own. Made by "
+        "`validation/architectures.py`.",
         "",
     ]
     for column, rows in columns.items():

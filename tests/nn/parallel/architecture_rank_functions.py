@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import architectures
+import small_models
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +23,9 @@ TOLERANCE = 1e-9
 def sweep(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return per case what parallelizing a model gave: exact, refused, wrong or crash, and why."""
     torch.set_num_threads(1)
-    meshes = {
-        shape: init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)]) for shape in ((4,), (2, 2))
-    }
-    with architectures.quiet():
+    shapes = sorted({tuple(shape) for case in payload["cases"] for _, shape in case["strategies"]})
+    meshes = {shape: init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)]) for shape in shapes}
+    with small_models.quiet():
         return [_outcome(case, meshes) for case in payload["cases"]]
 
 
@@ -34,13 +33,13 @@ def _outcome(case: Mapping[str, Any], meshes: Mapping[tuple[int, ...], Any]) -> 
     """Return what a case gave: {"kind", "changes", "strategies": {strategy: (outcome, why)}}."""
     out = {"kind": case["kind"], "changes": case.get("changes", {}), "strategies": {}}
     try:
-        model = architectures.make_model(case["kind"], case.get("changes"))
+        model = small_models.make_model(case["kind"], case.get("changes"))
     except Exception as error:
         return {**out, "error": line(error)}
-    tokens, targets = architectures.batch()
+    tokens, targets = small_models.batch()
     try:
         copies = [copy.deepcopy(model) for _ in case["strategies"]]
-        loss = architectures.loss_of(model, tokens, targets)
+        loss = small_models.loss_of(model, tokens, targets)
         loss.backward()
     except Exception as error:
         return {**out, "error": line(error)}
@@ -55,9 +54,9 @@ def _tried(
 ) -> tuple[str, str]:
     """Return one of exact, refused, wrong and crash, and why."""
     try:
-        with architectures.KeepDoubles():
+        with small_models.KeepDoubles():
             made = parallelize(own, strategy, mesh, **options)
-            value = made.loss(*architectures.batch())
+            value = made.loss(*small_models.batch())
             value.backward()
         worst, where = _difference(made.module, whole)
     except MeshweaveError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import reference_models
 import torch
 import torch.distributed as dist
-from architectures import KeepDoubles
+from small_models import KeepDoubles
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from architectures import KeepDoubles
 from plain_models import WORDS, PlainGpt, PlainLlama
+from small_models import KeepDoubles
 from torch import Tensor, nn
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 24}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import architectures
+import small_models
 import torch
 import torch.distributed as dist
 from plain_models import HIDDEN, PlainGpt, PlainLlama
@@ -27,7 +27,7 @@ def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return what each of the payload's functions gives, by name."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    with architectures.quiet():
+    with small_models.quiet():
         return {name: globals()[name](mesh, Path(payload["folder"])) for name in payload["names"]}
 
 
@@ -132,8 +132,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "hook": (_hooked, "forward hooks"),
     "forward": (_patched, "a forward of its own"),
     "subclass": (_subclass, "none of the classes of transformers"),
-    "granite": (lambda: architectures.make_model("granite"), "none of the classes"),
-    "big code": (lambda: architectures.make_model("gpt_bigcode"), "none of the classes"),
+    "granite": (lambda: small_models.make_model("granite"), "none of the classes"),
+    "big code": (lambda: small_models.make_model("gpt_bigcode"), "none of the classes"),
     "another norm of transformers": (lambda: _other_norm(_llama()), "_Scaled of"),
     "another norm": (lambda: _other_norm(PlainLlama(layers=2).double()), "computes something else"),
     "the last norm": (lambda: _of(_last_norm), "computes something else"),
@@ -288,7 +288,7 @@ def _counted(call: Callable[..., Any], runs: list[int]) -> Callable[..., Any]:
 def _difference(module: Any, whole: Any, tokens: Tensor, given: dict[str, Any]) -> float:
     for model in (module, whole):
         model.zero_grad()
-        with architectures.KeepDoubles():
+        with small_models.KeepDoubles():
             model.last = model(tokens, **given).loss
             model.last.backward()
     worst = abs(float(module.last) - float(whole.last))

@@ -32,8 +32,9 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
         self.first, self.end = strategy.span(sides[0], used)
         padding: int | None = embedding.padding_idx
-        is_here = padding is not None and self.first <= padding < self.end
-        self.padding = padding - self.first if is_here else None
+        self.padding: int | None = None
+        if padding is not None and self.first <= padding < self.end:
+            self.padding = padding - self.first
         arriving = gradient_dims(roles.product(False))
         natural = product(self.token_dims, arriving, TOKENS)
         of_table: AxisDims = tuple(

@@ -88,8 +88,8 @@ class _WithoutDdp:
 
     def __iter__(self) -> NoReturn:
         raise UnsupportedError(
-            "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another dim of the mesh, or "
-            "a plan with an axis of data parallelism"
+            "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another mesh dim, "
+            "or a plan with an axis of data parallelism"
         )
 
 

@@ -54,7 +54,7 @@ _LENGTHS = (
 _WORDS = (
     "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size pronunciation_vocab_size"
 )
-_RANKS = "q_lora_rank kv_lora_rank o_lora_rank time_step_rank mamba_dt_rank laurel_rank adapter_rank gated_norm_rank"
+_RANKS = "q_lora_rank kv_lora_rank o_lora_rank time_step_rank mamba_dt_rank laurel_rank adapter_rank"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id")
 _SIZES = (
     (_WIDTHS, HIDDEN),
