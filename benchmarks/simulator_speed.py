@@ -269,7 +269,7 @@ def show_block(found: Row) -> None:
 
 _BIG = """
 import json, resource, time
-from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.cost.machine import Machine
@@ -278,7 +278,7 @@ from meshweave.simulate.engine import simulate
 shape, count = {shape}, {count}
 problem = pass_problem("y", "forward", 2048 * 2048, 12288, 49152, shape, "bfloat16")
 begun = time.perf_counter()
-program = ALGORITHMS["meshslice"].program(problem, Matmul2dConfig((1,) * count, 8))
+program = PRODUCTS_2D["meshslice"].program(problem, Matmul2dConfig((1,) * count, 8))
 run = simulate(program, Machine.of(load_cluster("tpu-v4-pod:4096"), program))
 print(json.dumps({{
     "mesh": "x".join(map(str, shape)), "slices": count, "wall_s": time.perf_counter() - begun,

@@ -36,10 +36,11 @@ from meshweave.ir.program import Program
 
 def make(kind, *of):
     if kind == "matmul2d":
-        from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+        from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+        from meshweave.algorithms.table import PRODUCTS_2D
         name, shape, slices = of
         problem = Matmul2dProblem(128, 128, 128, tuple(shape), "os")
-        return ALGORITHMS[name].program(problem, Matmul2dConfig((1,) * slices, 1))
+        return PRODUCTS_2D[name].program(problem, Matmul2dConfig((1,) * slices, 1))
     if kind == "universal":
         from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
         from meshweave.describe.layout.grid import column_block, cyclic, row_block

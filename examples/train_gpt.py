@@ -211,11 +211,11 @@ def main() -> None:
     """Join the other ranks and train; say in one line what went wrong, if anything."""
     given = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     try:
+        mw.join_ranks()
         run(given)
     except mw.MeshweaveError as error:
+        rank = os.environ.get("RANK", "0")
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # threads may be in waits for ranks that are lost
     dist.destroy_process_group()

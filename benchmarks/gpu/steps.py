@@ -236,7 +236,7 @@ def predict(run: TrainingRun) -> dict[str, Any]:
         "mfu": bare.mfu,
         "parts_s": {name: value for name, value in asdict(parts).items() if value},
         "kinds_s": kinds,
-        "memory": {**asdict(memory), "total": memory.total},
+        "memory": {**asdict(memory), "total": memory.allocated},
     }
 
 

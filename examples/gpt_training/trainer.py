@@ -62,7 +62,7 @@ class Trainer:
         self.rank = dist.get_rank()
         torch.manual_seed(options.seed * 65_537 + self.rank)
         self._context = mw.TorchContext(deadline_s=options.deadline_s)
-        self.waits = [self._context.count_waits(), mw.TorchContext.default().count_waits()]
+        self.waits = self._context.count_waits()
         own = stages_of(chosen, self.mesh.get_local_rank("pp"))
         self.stages: dict[int, nn.Module] = {number: self._stage(number) for number in own}
         rows = chosen.micro_batch
@@ -110,7 +110,7 @@ class Trainer:
             return stage_of(model, number, chosen.num_stages)
         size, names = self.options.size, self.mesh.mesh_dim_names[2:]
         own = self.mesh[names if len(names) > 1 else names[0]]
-        parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size))
+        parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size), context=self._context)
         return mw.ParallelStage(parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.seq)
 
     def _examples(self, rows: int) -> dict[int, list[Tensor]]:
@@ -165,7 +165,7 @@ class Trainer:
     @property
     def waits_s(self) -> float:
         """Return the seconds that this rank has waited for others in programs, bubbles included."""
-        return sum(clock.waits_s for clock in self.waits)
+        return self.waits.waits_s
 
     def on_first_rank(self, values: list[float], *, is_from_last_stage: bool) -> list[float]:
         """Return on all ranks what one rank gives: the first, or the first of the last stage."""

@@ -95,6 +95,7 @@ _GROUPS = {
         "execute.torch.context": "TorchContext",
         "execute.memory": "open_memory",
         "execute.ranks.launch": "RankContext launch",
+        "execute.torch.world": "join_ranks",
         "execute.ranks.liveness": "Liveness",
         "trace": "Span Trace",
     },
@@ -243,6 +244,7 @@ if TYPE_CHECKING:
     from meshweave.execute.ranks.liveness import Liveness as Liveness
     from meshweave.execute.torch.bind import bind as bind
     from meshweave.execute.torch.context import TorchContext as TorchContext
+    from meshweave.execute.torch.world import join_ranks as join_ranks
     from meshweave.ir.analysis.validate import validate as validate
     from meshweave.ir.program import FULL as FULL
     from meshweave.ir.program import Accumulate as Accumulate

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -49,7 +50,7 @@ def layered(draw: st.DrawFn) -> Matmul2dProblem:
 @given(layered(), st.integers(0, 2), st.integers(0, 10**6))
 def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) -> None:
     """The properties of the table on meshes that are too large for it."""
-    entry = ALGORITHMS["25d"]
+    entry = PRODUCTS_2D["25d"]
     made = entry.program(problem, Matmul2dConfig())
     for rank in made.ranks:
         assert traffic(made, rank) == entry.traffic(problem, Matmul2dConfig(), rank)
@@ -65,7 +66,7 @@ def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) ->
 @given(layered(), st.integers(1, 40))
 def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> None:
     """Exact on even shards, although rows and columns are skewed by different distances; else a bound."""
-    entry = ALGORITHMS["25d"]
+    entry = PRODUCTS_2D["25d"]
     for factor in (scale, scale * problem.num_chips):
         scaled = replace(problem, m=problem.m * factor, n=problem.n * factor, k=problem.k * factor)
         program = entry.program(scaled, Matmul2dConfig())
@@ -80,7 +81,7 @@ def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> 
 def test_cannon_costs_skew_and_steady_state(sizes: tuple[int, int, int]) -> None:
     """The skew over P / 2 hops is its prologue; then every turn is the longer of product and shift."""
     problem = Matmul2dProblem(*sizes, (8, 8), "os", "bfloat16")
-    program = ALGORITHMS["cannon"].program(problem, Matmul2dConfig())
+    program = PRODUCTS_2D["cannon"].program(problem, Matmul2dConfig())
     machine = Machine.of(POD, program)
     local = [size // 8 for size in sizes]
     product = price(matmul_work(*local, dtype="bfloat16"), machine).total_ps
@@ -93,7 +94,7 @@ def test_cannon_costs_skew_and_steady_state(sizes: tuple[int, int, int]) -> None
 
 def test_a_permute_that_goes_nowhere_is_a_copy() -> None:
     """Row 0 is not skewed: it moves no bytes, and takes a copy's time."""
-    program = ALGORITHMS["cannon"].program(Matmul2dProblem(8, 8, 8, (4, 4)), Matmul2dConfig())
+    program = PRODUCTS_2D["cannon"].program(Matmul2dProblem(8, 8, 8, (4, 4)), Matmul2dConfig())
     for rank, hops in ((0, 0), (4, 1), (8, 2), (12, 1)):
         skew = next(bound.op for bound in program.ops_on_rank(rank) if bound.op.name == "skew_a")
         work = work_of(program, skew)
@@ -105,7 +106,7 @@ def test_a_permute_that_goes_nowhere_is_a_copy() -> None:
 
 
 def test_a_switch_has_no_hops() -> None:
-    program = ALGORITHMS["cannon"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
+    program = PRODUCTS_2D["cannon"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     far, near = (Transfer("permute", "tp.col", 8, 1 << 20, hops=hops) for hops in (4, 1))
     switch, torus = (Machine.of(load_cluster(name), program) for name in ("dgx-h100", "tpu-v4-pod:4"))
     assert price(far, switch) == price(near, switch)
@@ -115,20 +116,20 @@ def test_a_switch_has_no_hops() -> None:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_a_lone_message_is_no_faster_with_contention(dataflow: str) -> None:
     """With one chunk for four chips, no other message is on the links that a skew over two hops takes."""
-    program = ALGORITHMS["cannon"].program(Matmul2dProblem(640, 512, 1, (4, 4), dataflow), Matmul2dConfig())  # type: ignore[arg-type]
+    program = PRODUCTS_2D["cannon"].program(Matmul2dProblem(640, 512, 1, (4, 4), dataflow), Matmul2dConfig())  # type: ignore[arg-type]
     assert end_ps(program, contention=True) >= end_ps(program, contention=False)
 
 
 def test_bytes_of_the_published_comparison() -> None:
     """GPT-3's (1024K, 12K, 48K) in bf16 on 1024 chips (MeshSlice, section 7): 1.6 GB against 336 MB a chip."""
     problem = Matmul2dProblem(1024 * K, 12 * K, 48 * K, (16, 16, 4), "os", "bfloat16")
-    moved = traffic(ALGORITHMS["25d"].program(problem, Matmul2dConfig()), 0)
+    moved = traffic(PRODUCTS_2D["25d"].program(problem, Matmul2dConfig()), 0)
     shards = sum(2 * rows * columns // 256 for rows, columns in ((1024 * K, 48 * K), (48 * K, 12 * K)))
     assert moved["tp.row"] + moved["tp.col"] == 4 * shards  # P / c moves of both: the skew and three shifts
     assert round((moved["tp.row"] + moved["tp.col"]) / 1e9, 2) == 1.63
 
     weights, out = 2 * 12 * K * 48 * K // 256, 2 * 1024 * K * 12 * K // 1024
-    entry = ALGORITHMS["meshslice_dp"]
+    entry = PRODUCTS_2D["meshslice_dp"]
     forward = traffic(
         entry.program(replace(problem, mesh_shape=(32, 8, 4), dataflow="ls"), Matmul2dConfig()), 0
     )
@@ -140,11 +141,11 @@ def test_bytes_of_the_published_comparison() -> None:
 
 
 def test_meshes_that_rotations_can_use() -> None:
-    assert ALGORITHMS["cannon"].mesh_shapes(16) == ((4, 4),)
-    assert ALGORITHMS["cannon"].mesh_shapes(8) == ()
-    assert ALGORITHMS["25d"].mesh_shapes(1024) == ((16, 16, 4),)
-    assert ALGORITHMS["25d"].mesh_shapes(16) == ()
-    assert (2, 1, 2) in ALGORITHMS["meshslice_dp"].mesh_shapes(4)
+    assert PRODUCTS_2D["cannon"].mesh_shapes(16) == ((4, 4),)
+    assert PRODUCTS_2D["cannon"].mesh_shapes(8) == ()
+    assert PRODUCTS_2D["25d"].mesh_shapes(1024) == ((16, 16, 4),)
+    assert PRODUCTS_2D["25d"].mesh_shapes(16) == ()
+    assert (2, 1, 2) in PRODUCTS_2D["meshslice_dp"].mesh_shapes(4)
 
 
 @pytest.mark.parametrize(
@@ -159,4 +160,4 @@ def test_meshes_that_rotations_can_use() -> None:
 )
 def test_other_meshes_are_user_errors(name: str, mesh: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        ALGORITHMS[name].program(Matmul2dProblem(8, 8, 8, mesh), Matmul2dConfig())
+        PRODUCTS_2D[name].program(Matmul2dProblem(8, 8, 8, mesh), Matmul2dConfig())

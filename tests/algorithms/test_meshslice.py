@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, TABLE, pass_problem, pass_rule
 from meshweave.algorithms.matmul2d.meshslice import Slices
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout import chunk_bounds
@@ -66,9 +67,9 @@ def test_slices_cover_every_shard_once(size: int, widths: list[int], block: int,
 def test_estimate_is_the_papers_closed_form() -> None:
     """prologue + (S - 1) x steady + epilogue (section 3.2.2), slicing copies aside."""
     problem = Matmul2dProblem(8192, 12288, 12288, (4, 4), "os", "bfloat16")
-    program = ALGORITHMS["meshslice"].program(problem, Matmul2dConfig((1,) * 8))
+    program = PRODUCTS_2D["meshslice"].program(problem, Matmul2dConfig((1,) * 8))
     machine = Machine.of(load_cluster("tpu-v4-pod:16"), program)
-    skeleton = ALGORITHMS["meshslice"].skeleton(problem, Matmul2dConfig((1,) * 8))
+    skeleton = PRODUCTS_2D["meshslice"].skeleton(problem, Matmul2dConfig((1,) * 8))
 
     def cost(work: Compute | Transfer) -> int:
         return 0 if isinstance(work, Compute) and not work.flops else price(work, machine).total_ps
@@ -123,7 +124,7 @@ def test_backward_products_follow_table_1() -> None:
 def test_slices_beyond_the_end_of_the_dim_are_left_out() -> None:
     """Three elements in slices of 2, 1 and 1: the last would be empty on every rank, and cost launches."""
     problem = Matmul2dProblem(3, 8, 8, (2, 4), "rs")
-    entry = ALGORITHMS["meshslice"]
+    entry = PRODUCTS_2D["meshslice"]
     wide, exact = (entry.program(problem, Matmul2dConfig(widths)) for widths in ((2, 1, 1), (2, 1)))
     assert wide == exact
     assert entry.skeleton(problem, Matmul2dConfig((2, 1, 1))) == entry.skeleton(

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.ring_costs import iteration_counts
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
@@ -20,7 +21,7 @@ from meshweave.simulate.reference import simulate
 
 def ring(parts: int, turns: int, dataflow: str = "os", name: str = "wang", size: int = 64) -> Program:
     problem = Matmul2dProblem(size, size, size, (1, parts), dataflow)  # type: ignore[arg-type]
-    return ALGORITHMS[name].program(problem, Matmul2dConfig((1,) * turns))
+    return PRODUCTS_2D[name].program(problem, Matmul2dConfig((1,) * turns))
 
 
 def moves(program: Program, lane: str) -> list[Permute]:
@@ -84,10 +85,10 @@ def test_the_other_collective_waits_for_products_of_both_directions(
 ) -> None:
     problem = Matmul2dProblem(1200, 1200, 1200, (5, 4), dataflow)  # type: ignore[arg-type]
     config = Matmul2dConfig((1,) * turns, overlap=overlap)  # type: ignore[arg-type]
-    program = ALGORITHMS["wang"].program(problem, config)
+    program = PRODUCTS_2D["wang"].program(problem, config)
     pod = load_cluster("tpu-v4-pod:20")
     machine = Machine.of(replace(pod, chip=replace(pod.chip, gemm_tile=None)), program)
-    skeleton = ALGORITHMS["wang"].skeleton(problem, config)
+    skeleton = PRODUCTS_2D["wang"].skeleton(problem, config)
     estimated = skeleton_ps(skeleton, lambda work: price(work, machine).total_ps)
     simulated = max(span.end_ps for span in simulate(program, machine, contention=False).spans)
     assert abs(estimated - simulated) <= 20

@@ -1,108 +1,146 @@
-"""Two algorithms of under 80 lines, added as CONTRIBUTING says: they show up everywhere, nothing else changed."""
+"""Algorithms of an installed package show up everywhere, nothing else changed: it is really installed, by pip."""
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import test_contract as relations
-
-from meshweave.algorithms import contract, matmul2d
-from meshweave.algorithms import table as tables
-from meshweave.algorithms.contract import Algorithm
-from meshweave.base.errors import UnsupportedError
-from meshweave.cli.app import run_app
 
 SEAM = Path(__file__).parent / "seam"
-PRODUCT, PIPELINE = "collective_a2a", "one_in_flight"
-POINTS = {PRODUCT: "collective_all_to_all:CollectiveAllToAll", PIPELINE: "one_in_flight:OneInFlight"}
+POINTS = {
+    "collective_a2a": "collective_all_to_all:ENTRY",
+    "one_in_flight": "one_in_flight:ENTRY",
+    "twin_product": "trial_families:PRODUCT",
+    "twin_fused": "trial_families:FUSED",
+    "twin_strategy": "trial_families:STRATEGY",
+}
+SCHEDULE, STRATEGY, PRODUCT = "one_in_flight", "twin_strategy", "twin_product"
 
 
-@pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Algorithm]]:
-    """Both trial algorithms as if a package with entry points had been installed."""
-    monkeypatch.syspath_prepend(str(SEAM))
-    instances = {}
-    for name, value in POINTS.items():
-        module, _, attribute = value.partition(":")
-        instances[name] = getattr(importlib.import_module(module), attribute)()
-        monkeypatch.setattr(sys.modules[module], "ENTRY", instances[name], raising=False)
-    points = [
-        EntryPoint(name, f"{value.partition(':')[0]}:ENTRY", contract.ENTRY_POINTS)
-        for name, value in POINTS.items()
-    ]
-    monkeypatch.setattr(contract, "entry_points", lambda group: points)
-    contract._installed.cache_clear()
-    for kind, entries in ((matmul2d.Matmul2d, matmul2d.ALGORITHMS), (Algorithm, tables.ALGORITHMS)):
-        for name, entry in contract.algorithm_table(kind).items():
-            monkeypatch.setitem(entries, name, entry)
-    yield instances
-    contract._installed.cache_clear()
+def wheel(folder: Path, points: dict[str, str], modules: list[Path]) -> Path:
+    """Write a wheel of modules that offers these algorithms."""
+    path, info = folder / "trials-1.0-py3-none-any.whl", "trials-1.0.dist-info"
+    lines = "\n".join(f"{name} = {value}" for name, value in points.items())
+    with zipfile.ZipFile(path, "w") as archive:
+        for module in modules:
+            archive.write(module, module.name)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: trials\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/entry_points.txt", f"[meshweave.algorithms]\n{lines}\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_files_are_short(name: str) -> None:
-    path = SEAM / f"{POINTS[name].partition(':')[0]}.py"
-    assert len(path.read_text().splitlines()) <= 80
-
-
-@pytest.mark.parametrize("name", POINTS)
-def test_contract_holds(name: str, installed: dict[str, Algorithm]) -> None:
-    entry = installed[name]
-    assert tables.algorithm(name) is entry
-    for problem in entry.examples():
-        assert tables.algorithms_for(problem)[name] is entry
-        relations.test_placements_are_those_of_the_buffers(entry, problem)
-        for config in entry.candidates(problem):
-            relations.test_program_is_sound_and_computes_the_reference_in_any_order(entry, problem, config)
-            relations.test_closed_forms_equal_what_the_program_does(entry, problem, config)
-            relations.test_estimate_is_the_uncontended_simulation(entry, problem, config)
-
-
-@pytest.mark.parametrize("name", POINTS)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["show", "NAME", "--json"],
-        ["verify", "NAME", "--json"],
-        ["simulate", "NAME", "--cluster", "dgx-h100:8", "--json"],
-        ["tune", "algorithm", "NAME", "--cluster", "dgx-h100:8", "--json"],
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_command_line_knows_them(capsys: pytest.CaptureFixture[str], name: str, command: list[str]) -> None:
-    assert run_app([name if word == "NAME" else word for word in command]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
-def test_plan_ranks_the_product(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    names = ["--algorithms", f"collective,{PRODUCT}"]
-    assert (
-        run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", "--out", str(plan), *names]) == 0
+def install(folder: Path, points: dict[str, str], modules: list[Path]) -> Path:
+    """Install a package into a folder by pip, and return the folder."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run(
+        [*pip, "--target", folder / "site", wheel(folder, points, modules)], check=True, timeout=60
     )
-    assert {candidate["algorithm"] for candidate in json.loads(plan.read_text())["candidates"]} == {
-        "collective",
-        PRODUCT,
-    }
-    capsys.readouterr()
-    assert run_app(["simulate", str(plan), "--layer", "ff1", "--algorithm", PRODUCT, "--json"]) == 0
-    assert PRODUCT in capsys.readouterr().out or "all-to-all" in capsys.readouterr().out
+    return folder / "site"
 
 
-def test_a_broken_entry_point_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("bad", "no_such_module:ENTRY", contract.ENTRY_POINTS)]
-    monkeypatch.setattr(contract, "entry_points", lambda group: points)
-    contract._installed.cache_clear()
-    with pytest.raises(UnsupportedError, match="entry point bad = no_such_module:ENTRY cannot be loaded"):
-        contract.algorithm_table(Algorithm)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield install(tmp_path_factory.mktemp("trials"), POINTS, sorted(SEAM.glob("*.py")))
 
 
-def test_a_name_can_be_taken_only_once(installed: dict[str, Algorithm]) -> None:
-    with pytest.raises(UnsupportedError, match="two algorithms are called 'one_in_flight'"):
-        contract.algorithm_table(Algorithm, installed[PIPELINE])
+def python(site: Path, *words: str, status: int = 0) -> str:
+    """Run Python with the package beside meshweave; return what it prints, or the error where it must fail."""
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran.stderr if status else ran.stdout
+
+
+@pytest.mark.parametrize("path", sorted(SEAM.glob("*.py")), ids=lambda path: path.name)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 82
+
+
+def test_the_module_of_a_family_can_be_imported_first(site: Path) -> None:
+    """The package imports meshweave's families, whichever of them is being imported when it is read."""
+    for first in ("matmul2d", "pipeline", "block", "fused", "table", "block.products"):
+        code = f"import meshweave.algorithms.{first}, meshweave as mw; print(*mw.ALGORITHMS)"
+        assert set(POINTS) <= set(python(site, "-c", code).split())
+    assert set(POINTS) <= set(
+        python(site, "-c", "import trial_families, meshweave as mw; print(*mw.ALGORITHMS)").split()
+    )
+
+
+def test_the_properties_of_the_table_hold(site: Path) -> None:
+    chosen = " or ".join(POINTS)
+    files = [str(Path(__file__).parent / name) for name in ("test_contract.py", "test_table.py")]
+    printed = python(
+        site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files, "-k", chosen
+    )
+    assert " passed" in printed
+    passed = int(printed.rpartition(" passed")[0].rpartition("\n")[2].split()[-1])
+    assert passed > 10 * len(POINTS)
+
+
+@pytest.mark.parametrize(
+    "verb", [["show"], ["verify"], ["simulate", "--cluster", "dgx-h100:8"]], ids=lambda verb: verb[0]
+)
+def test_command_line_knows_them(site: Path, verb: list[str]) -> None:
+    for name in (SCHEDULE, STRATEGY, PRODUCT):
+        assert json.loads(python(site, "-m", "meshweave", verb[0], name, *verb[1:], "--json"))
+
+
+PLANS = f"""
+import meshweave as mw
+options = mw.SpaceOptions()
+assert "{SCHEDULE}" in options.schedules and "{STRATEGY}" in options.strategies, options
+on = dict(model="llama-2-7b", cluster="dgx-h100:8", batch=16, seq=1024)
+twin = mw.plan(**on, tp=2, pp=2, strategy="{STRATEGY}", schedule=["1f1b", "{SCHEDULE}"], micro_batch=1)
+plain = mw.plan(**on, tp=2, pp=2, strategy="megatron", schedule="1f1b", micro_batch=1)
+assert twin.step.best.step_s == plain.step.best.step_s, (twin.step.best, plain.step.best)
+late = mw.plan(**on, tp=2, pp=2, schedule="{SCHEDULE}", micro_batch=1)
+assert late.step.best.degrees.schedule == "{SCHEDULE}" and late.step.best.step_s > plain.step.best.step_s
+from meshweave.tune.fused import fused_choices
+from meshweave.algorithms.table import algorithm
+problem = next(algorithm("twin_fused").examples())
+assert "twin_fused" in {{choice.algorithm for choice in fused_choices(problem, mw.load_cluster("dgx-h100:8"))}}
+"""
+
+
+def test_plans_choose_among_them(site: Path) -> None:
+    python(site, "-c", PLANS)
+
+
+def test_plan_ranks_the_product(site: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    words = ["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", "--out", str(plan)]
+    python(site, "-m", "meshweave", *words, "--algorithms", f"collective,{PRODUCT}")
+    candidates = json.loads(plan.read_text())["candidates"]
+    assert {candidate["algorithm"] for candidate in candidates} == {"collective", PRODUCT}
+    python(site, "-m", "meshweave", "simulate", str(plan), "--layer", "ff1", "--algorithm", PRODUCT, "--json")
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ({"bad": "no_such_module:ENTRY"}, "entry point bad = no_such_module:ENTRY cannot be loaded"),
+        ({"bad": "trial_families:TwinProduct"}, "is not an instance of Algorithm"),
+        (
+            {"a": "trial_families:PRODUCT", "b": "trial_families:PRODUCT"},
+            "two algorithms are called 'twin_product'",
+        ),
+    ],
+)
+def test_a_wrong_entry_point_is_one_line(tmp_path: Path, points: dict[str, str], said: str) -> None:
+    site = install(tmp_path, points, [SEAM / "trial_families.py"])
+    error = python(site, "-m", "meshweave", "show", "collective", status=2)
+    assert said in error and len(error.splitlines()) == 1

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.cost.price import price
@@ -26,7 +27,7 @@ from meshweave.lower import lower_chains
 from meshweave.simulate import simulate
 from sampling import examples, scaled
 
-SUMMA = ALGORITHMS["summa"]
+SUMMA = PRODUCTS_2D["summa"]
 
 
 def _buffered(num_chips: int) -> Cluster:
@@ -121,7 +122,7 @@ def test_synchronisations_grow_quadratically_with_the_mesh() -> None:
         sync_s = cluster.network.axis(0).comm("broadcast").sync_s
         for name, per_axis in (("summa", members * (members + packets - 2)), ("collective", members - 1)):
             chosen = config(members, packets) if name == "summa" else Matmul2dConfig()
-            found = estimate_skeleton(ALGORITHMS[name].skeleton(problem, chosen), machine)
+            found = estimate_skeleton(PRODUCTS_2D[name].skeleton(problem, chosen), machine)
             assert found.sync_s == pytest.approx(2 * per_axis * sync_s)
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -30,14 +31,14 @@ POD = replace(TPU, chip=replace(TPU.chip, gemm_tile=None))
 """Where a product that wraps around the end of a matrix takes as long in two pieces as in one."""
 TILED = replace(POD, chip=replace(POD.chip, gemm_tile=(24, 40, 16), memory_bytes_per_s=3e11, launch_s=1e-6))
 """Where small products are bound by memory, and tiles are seldom whole."""
-NAMES = sorted(ALGORITHMS)
+NAMES = sorted(PRODUCTS_2D)
 
 quick = examples(60, suppress_health_check=[HealthCheck.too_slow])
 
 
 MESHES = {
     name: [shape for n in range(1, 17) for shape in entry.mesh_shapes(n) if max(shape) <= 8]
-    for name, entry in ALGORITHMS.items()
+    for name, entry in PRODUCTS_2D.items()
 }
 
 
@@ -46,7 +47,7 @@ def cases(
     draw: st.DrawFn, dtypes: tuple[str, ...] = ("int64",), names: tuple[str, ...] = tuple(NAMES)
 ) -> tuple[str, Matmul2dProblem, Matmul2dConfig]:
     """An algorithm, a product of uneven sizes on one of its meshes, and slices of any widths."""
-    entry = ALGORITHMS[draw(st.sampled_from(names))]
+    entry = PRODUCTS_2D[draw(st.sampled_from(names))]
     size = st.integers(1, 40) | st.sampled_from([16, 32, 48, 64])
     problem = Matmul2dProblem(
         *draw(st.tuples(size, size, size)),
@@ -91,7 +92,7 @@ def test_runs_equal_the_dense_product(
 ) -> None:
     """At every level of lowering, in program order and in any other legal order, exactly."""
     name, problem, config = case
-    program = lowered(ALGORITHMS[name].program(problem, config), ways)
+    program = lowered(PRODUCTS_2D[name].program(problem, config), ways)
     inputs, expected = dense(problem, seed)
     for order in (None, seed):
         result = run_numpy(program, inputs, seed=order).outputs["C"]
@@ -102,7 +103,7 @@ def test_runs_equal_the_dense_product(
 @given(cases(), st.integers(0, 2))
 def test_validates_and_round_trips(case: tuple[str, Matmul2dProblem, Matmul2dConfig], ways: int) -> None:
     name, problem, config = case
-    program = lowered(ALGORITHMS[name].program(problem, config), ways)
+    program = lowered(PRODUCTS_2D[name].program(problem, config), ways)
     assert parse(to_text(program)) == program
     assert validate(program).skipped == ()
 
@@ -111,7 +112,7 @@ def test_validates_and_round_trips(case: tuple[str, Matmul2dProblem, Matmul2dCon
 @given(cases())
 def test_bytes_equal_the_closed_form(case: tuple[str, Matmul2dProblem, Matmul2dConfig]) -> None:
     name, problem, config = case
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     program = entry.program(problem, config)
     for rank in program.ranks:
         assert traffic(program, rank) == entry.traffic(problem, config, rank)
@@ -121,7 +122,7 @@ def times_ps(
     name: str, problem: Matmul2dProblem, config: Matmul2dConfig, cluster: Cluster = POD
 ) -> tuple[int, int, int]:
     """Skeleton and simulated time without contention, and the most ops that a rank has."""
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     program = entry.program(problem, config)
     machine = Machine.of(cluster, program)
     simulated = simulate(program, machine, contention=False)
@@ -142,7 +143,7 @@ def test_skeleton_time_equals_simulated_time(
     """To the picosecond, on a machine without contention; an upper bound where an entry says so."""
     name, small, config = case
     estimated, simulated, num_ops = times_ps(name, enlarged(small, scale), config)
-    if ALGORITHMS[name].estimate_accuracy == "exact":
+    if PRODUCTS_2D[name].estimate_accuracy == "exact":
         assert estimated == simulated
     else:
         assert estimated >= simulated - num_ops
@@ -152,7 +153,7 @@ def test_skeleton_time_equals_simulated_time(
 @given(
     cases(
         ("bfloat16", "float32"),
-        tuple(name for name in NAMES if ALGORITHMS[name].estimate_accuracy == "exact"),
+        tuple(name for name in NAMES if PRODUCTS_2D[name].estimate_accuracy == "exact"),
     ),
     st.integers(1, 30),
 )
@@ -173,7 +174,7 @@ def test_skeleton_time_equals_simulated_time_on_even_shards(
     name, small, config = case
     even = enlarged(small, scale * small.num_chips * config.slice_count * config.block)
     estimated, simulated, num_ops = times_ps(name, even, config)
-    assert abs(estimated - simulated) <= (0 if ALGORITHMS[name].estimate_accuracy == "exact" else num_ops)
+    assert abs(estimated - simulated) <= (0 if PRODUCTS_2D[name].estimate_accuracy == "exact" else num_ops)
 
 
 @quick
@@ -187,7 +188,7 @@ def test_simulation_with_contention_is_never_faster(
     name, small, config = case
     config = replace(config, slices=(1,) * config.slice_count)
     problem = enlarged(small, scale * small.num_chips * config.slice_count * config.block)
-    program = ALGORITHMS[name].program(problem, config)
+    program = PRODUCTS_2D[name].program(problem, config)
     machine = Machine.of(POD, program)
     free = simulate(program, machine, contention=False)
     several_hops = name in ("cannon", "25d") and max(problem.mesh_shape) > 3
@@ -197,7 +198,7 @@ def test_simulation_with_contention_is_never_faster(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sizes", mostly_slow([(33, 70, 61), (64, 64, 128)], 1), ids=["uneven", "even"])
 def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int]) -> None:
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     mesh_shape = max(MESHES[name], key=lambda shape: (min(shape), sum(shape)))
     for dataflow in entry.dataflows:
         problem = Matmul2dProblem(*sizes, mesh_shape, dataflow, "int64")
@@ -209,7 +210,7 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
 
 def test_too_many_slices_is_a_user_error() -> None:
     with pytest.raises(LayoutError, match="5 slices of a dim of 3 elements"):
-        ALGORITHMS["meshslice"].program(Matmul2dProblem(8, 8, 3, (2, 2)), Matmul2dConfig((1,) * 5))
+        PRODUCTS_2D["meshslice"].program(Matmul2dProblem(8, 8, 3, (2, 2)), Matmul2dConfig((1,) * 5))
 
 
 @pytest.mark.parametrize(

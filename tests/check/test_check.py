@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from meshweave import check
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import two_d_meshes
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.check.processes import ProgramRun
 from meshweave.check.reduced import reduce_layer
@@ -36,7 +37,7 @@ def plan() -> Plan:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_a_shard_of_the_reference_is_part_of_the_whole(dataflow: str) -> None:
     problem = Matmul2dProblem(24, 16, 32, (2, 2), dataflow)  # type: ignore[arg-type]
-    program = ALGORITHMS["collective"].program(problem, Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(problem, Matmul2dConfig())
     inputs = random_inputs(program, 3)
     whole = reference(program, inputs)["C"]
     layout = program.buffer_of["c"].layout
@@ -50,7 +51,7 @@ def test_a_shard_of_the_reference_is_part_of_the_whole(dataflow: str) -> None:
 def test_programs_are_verified_by_what_they_declare() -> None:
     """A reshard computes `Same`; a product without its gathers cannot be proved."""
     reshard = parse((GOLDEN / "broadcast_reshard.txt").read_text())
-    program = ALGORITHMS["collective"].program(Matmul2dProblem(16, 16, 16, (2, 2), "os"), Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(Matmul2dProblem(16, 16, 16, (2, 2), "os"), Matmul2dConfig())
     lines = to_text(program).splitlines()
     broken = parse("\n".join(line for line in lines if "all_gather(" not in line) + "\n")
     seen = []

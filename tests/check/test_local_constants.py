@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.check.local_constants import ConstantPrograms, fit_local_constants, part_of_product
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -29,7 +30,7 @@ def _problem(dataflow: str) -> Matmul2dProblem:
 def _programs(name: str, slices: int = 1, dataflow: str = "os") -> tuple[Program, ConstantPrograms]:
     problem, config = _problem(dataflow), Matmul2dConfig((1,) * slices)
     part = part_of_product(problem, config)
-    made = [lower_rings(ALGORITHMS[name].program(*one), 1) for one in ((problem, config), part)]
+    made = [lower_rings(PRODUCTS_2D[name].program(*one), 1) for one in ((problem, config), part)]
     return made[0], ConstantPrograms.of(made[1])
 
 

@@ -139,7 +139,7 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
         ([*SMALL, "--fix", "order=data"], "innermost first"),
         ([*SMALL, "--memory", "lots"], "no number of bytes"),
-        ([*SMALL, "--memory", "1MB"], "fits in 1 MB a chip: the smallest takes"),
+        ([*SMALL, "--memory", "1MB"], "fits in 950 kB a chip, 5 % kept free: the smallest takes"),
         ([*SMALL, "--algorithms", "meshslice"], "--products"),
         ([*SMALL, "--products", "--table"], "leave out --products"),
         (["llama-2-7b", "--cluster", "dgx-h100:8"], "--batch"),

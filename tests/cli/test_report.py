@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
@@ -133,7 +134,7 @@ def test_timelines_take_as_long_as_planned(plan: Plan) -> None:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_a_reduced_mesh_keeps_the_local_product(name: str, dataflow: str) -> None:
     problem = Matmul2dProblem(1024, 2048, 512, (8, 16), dataflow)  # type: ignore[arg-type]
-    small = same_local_product(problem, (2, 8), ALGORITHMS[name].operand_placements(problem))
+    small = same_local_product(problem, (2, 8), PRODUCTS_2D[name].operand_placements(problem))
     assert small.mesh_shape == (2, 8)
     assert small.flops // small.num_chips == problem.flops // problem.num_chips
     assert small.sliced_size == problem.sliced_size

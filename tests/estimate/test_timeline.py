@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
@@ -24,7 +25,7 @@ POD = load_cluster("tpu-v4-pod:16")
 AXES = ("row", "col", "depth")
 MESHES = {
     name: [shape for n in range(1, 17) for shape in entry.mesh_shapes(n)]
-    for name, entry in ALGORITHMS.items()
+    for name, entry in PRODUCTS_2D.items()
 }
 
 
@@ -32,12 +33,12 @@ def machine_of(shape: tuple[int, ...]) -> Machine:
     return mesh_machine(POD, shape, AXES[: len(shape)])
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(PRODUCTS_2D))
 @examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
     """To the picosecond, in every algorithm, for products of uneven sizes too."""
-    entry, size = ALGORITHMS[name], st.integers(1, 20_000)
+    entry, size = PRODUCTS_2D[name], st.integers(1, 20_000)
     problem = Matmul2dProblem(
         *data.draw(st.tuples(size, size, size)),
         data.draw(st.sampled_from(MESHES[name])),

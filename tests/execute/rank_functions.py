@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
@@ -148,7 +149,7 @@ def stopped_while_forming(context, payload):
     else:
         threading.Thread(target=stop_once_published, args=(context.store,)).start()
     problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
-    ours.prepare(ALGORITHMS["collective"].program(problem, Matmul2dConfig()))
+    ours.prepare(PRODUCTS_2D["collective"].program(problem, Matmul2dConfig()))
     context.store.set(f"formed/{context.rank}", "")
     context.store.wait(["formed/0", "formed/1"])
     if context.rank == 0:
@@ -175,7 +176,7 @@ def killed_while_others_form_a_group(context, payload):
         os.kill(os.getpid(), signal.SIGKILL)
     context.store.set(f"forming/{context.rank}", "")
     problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
-    ours.prepare(ALGORITHMS["collective"].program(problem, Matmul2dConfig()))
+    ours.prepare(PRODUCTS_2D["collective"].program(problem, Matmul2dConfig()))
 
 
 def stop_once_published(store):

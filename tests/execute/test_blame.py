@@ -37,6 +37,21 @@ class TestWatch:
         feed(watch, {1: Beat(7)}, {1: Beat(7)}, elapsed_s=3600.0)
         assert watch.silent == []
 
+    def test_a_rank_whose_process_has_ended_is_silent_at_once(self):
+        watch = self.watch(1, 2)
+        watch.feed(0.2, {1: Beat(7), 2: Beat(9, "done")}, ended=[1, 2])
+        assert watch.silent == [1] and watch.out_of_order == [1] and not watch.is_undecided
+
+    def test_a_launcher_stops_the_others_because_of_the_first(self):
+        watch, stopped = self.watch(1, 2, 3), Beat(9, "stopped", "SIGTERM")
+        feed(
+            watch,
+            {1: Beat(7), 2: stopped, 3: Beat(8)},
+            {1: Beat(8, "stopped"), 2: stopped, 3: Beat(9, "stopped")},
+        )
+        found = blame(0, watch, (), None, overdue=True)
+        assert found.missing == (2,) and not found.has_left
+
     def test_a_rank_that_never_came_is_silent(self):
         watch = self.watch(1)
         feed(watch, *[{}] * 6)

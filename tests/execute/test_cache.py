@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from sampling import examples
 
 pytest.importorskip("torch")
@@ -75,7 +76,7 @@ def test_a_working_set_that_does_not_fit_is_warned_about_once():
 def test_the_size_of_a_program_is_that_on_the_rank_where_it_is_largest():
     small, large = (
         program_bytes(
-            ALGORITHMS["collective"].program(
+            PRODUCTS_2D["collective"].program(
                 Matmul2dProblem(m=size, n=size, k=size, mesh_shape=(2, 2)), Matmul2dConfig()
             )
         )

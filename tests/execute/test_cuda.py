@@ -12,7 +12,8 @@ from backend_rank_functions import shards  # noqa: E402
 from cuda_rank_functions import floating  # noqa: E402
 from cuda_world import ENV, needs_cuda, places  # noqa: E402
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem  # noqa: E402
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem  # noqa: E402
+from meshweave.algorithms.table import PRODUCTS_2D  # noqa: E402
 from meshweave.execute.numpy import run_numpy  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
@@ -64,7 +65,7 @@ def test_lanes_are_streams_and_edges_hold() -> None:
 def test_products_of_one_rank_in_every_algorithm(dtype: str) -> None:
     needs_cuda()
     context = TorchContext(device="cuda")
-    for name, entry in ALGORITHMS.items():
+    for name, entry in PRODUCTS_2D.items():
         problem = Matmul2dProblem(96, 64, 80, (1, 1), "os", dtype, (0,))
         if entry.refusal(problem) is not None:
             continue

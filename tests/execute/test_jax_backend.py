@@ -13,7 +13,7 @@ from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax
 
 import meshweave as mw
 from meshweave.algorithms import block
-from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.execute.jax.compiled import EMISSIONS
 from sampling import mostly_slow
 
@@ -31,7 +31,7 @@ def program_of(name: str, problem: mw.Matmul2dProblem, rings: int = 0, slices: i
 def cases() -> Iterator[tuple[str, mw.Matmul2dProblem, int]]:
     """Yield 2D algorithms on the meshes that they know, dataflows, rings and dtypes in turn; sizes are uneven."""
     number = 0
-    for name, entry in sorted(ALGORITHMS.items(), key=lambda item: item[0] != "meshslice"):
+    for name, entry in sorted(PRODUCTS_2D.items(), key=lambda item: item[0] != "meshslice"):
         for shape in MESHES:
             for dataflow in ("os", "ls", "rs"):
                 for rings in (0, 1, 2):
@@ -106,7 +106,7 @@ def test_emissions_for_a_compiler_equal_the_dense_product(case: tuple[str, str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PRODUCTS_2D)
 def test_examples_of_every_algorithm(name: str) -> None:
     entry = mw.algorithm(name)
     for problem in entry.examples():

@@ -118,7 +118,7 @@ def test_a_silent_rank_at_the_deadline_is_lost(world):
     assert fail(ranks[0], "Timed out").missing == (1,)
     handles[1].free_to_answer.set()
     until = time.monotonic() + PATIENCE_S
-    while 1 not in ranks[1]._heart.news.lost:  # a rank that comes back learns what became of it
+    while 1 not in ranks[1].heart.news.lost:  # a rank that comes back learns what became of it
         assert time.monotonic() < until
         time.sleep(0.001)
     assert "gave rank 1 (this one) up" in str(fail(ranks[1]))
@@ -148,7 +148,7 @@ def test_a_store_is_hosted_by_whom_it_usually_is_until_that_rank_says_otherwise(
     assert fail(lone).missing == (1,)
     lone.close()
     ranks, handles = world(2, likely_store_rank=1)  # and rank 1 says that it hosts none
-    while ranks[0]._heart.news.store_rank is None:
+    while ranks[0].heart.news.store_rank is None:
         time.sleep(0.001)
     handles[0].plugged = False
     assert fail(ranks[0]).missing == ()
@@ -204,9 +204,9 @@ def test_a_store_host_leaves_last_but_not_after_ranks_that_never_leave(world):
 def test_a_rank_that_was_stopped_is_told_so_even_without_a_store(world):
     ranks, handles = world(2, store_rank=1)
     handles[0].plugged = False
-    while not ranks[0]._heart.store_gone:
+    while not ranks[0].heart.store_gone:
         time.sleep(0.001)
-    ranks[0]._heart.paused_s = 7.0  # as its thread finds out when it goes on
+    ranks[0].heart.paused_s = 7.0  # as its thread finds out when it goes on
     error = fail(ranks[0])
     assert error.missing == (0,)
     assert "the other ranks gave rank 0 (this one) up: it did not answer for 7 s" in str(error)
@@ -216,7 +216,7 @@ def test_a_store_host_that_was_stopped_blames_itself(world):
     ranks, handles = world(2, store_rank=0)
     handles[1].plugged = False  # it left, and could not say why
     with pytest.raises(RankLostError, match="this one") as caught, ranks[0].guard("the halo"):
-        ranks[0]._heart.last_pause = (time.monotonic(), 9.0)
+        ranks[0].heart.last_pause = (time.monotonic(), 9.0)
         raise RuntimeError(CLOSED)
     assert caught.value.missing == (0,)
 

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 
 from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem  # noqa: E402
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem  # noqa: E402
+from meshweave.algorithms.table import PRODUCTS_2D  # noqa: E402
 from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.numpy import run_numpy  # noqa: E402
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
@@ -292,7 +293,7 @@ def test_lanes_share_a_channel_only_where_they_never_meet_on_a_connection():
     assert assign_channels(wang) == {"row": 0, "col": 0}  # two axes of a mesh have one rank in common
     assert assign_channels(both_ways) == {"right": 0, "left": 1}  # one axis, in two directions
     assert assign_channels(golden("one_f_one_b")) == {"activations": 0, "gradients": 1}  # one pair of ranks
-    summa = ALGORITHMS["summa"].program(Matmul2dProblem(16, 16, 16, (4, 4)), Matmul2dConfig(packets=2))
+    summa = PRODUCTS_2D["summa"].program(Matmul2dProblem(16, 16, 16, (4, 4)), Matmul2dConfig(packets=2))
     found = assign_channels(lower_chains(summa))  # messages between neighbours of either axis
     assert found["row"] == found["col"] != found["row_odd"] == found["col_odd"]
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import Limit
 from meshweave.ir.analysis import native_proof, proof
@@ -49,7 +50,7 @@ def verdicts(program: Program, labels: bool = True) -> tuple[bool, bool]:
 
 
 def table_program(name: str) -> Program:
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     shape = next(shape for count in (4, 8) for shape in entry.mesh_shapes(count))
     return entry.program(Matmul2dProblem(13, 11, 10, shape, "os"), Matmul2dConfig((1, 2), 1, 2))
 
@@ -125,7 +126,7 @@ def test_what_is_not_declared_is_named_by_the_reference(
         validate(replace(program, body=(*program.body[:-1], change(last, last.body[0]))), labels=False)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(PRODUCTS_2D))
 def test_products_of_the_table_are_proved_in_the_core(name: str) -> None:
     program = table_program(name)
     for one in (program, lower_chains(lower_rings(program, 2))):
@@ -227,7 +228,7 @@ def test_flow_order_and_replicas_are_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [*map(golden, NAMES), *map(table_program, sorted(ALGORITHMS))], ids=lambda p: p.name
+    "program", [*map(golden, NAMES), *map(table_program, sorted(PRODUCTS_2D))], ids=lambda p: p.name
 )
 def test_shared_ops_are_those_that_each_rank_would_have(program: Program) -> None:
     program = program.expanded
@@ -240,7 +241,7 @@ def test_shared_ops_are_those_that_each_rank_would_have(program: Program) -> Non
 
 
 def test_ranks_of_a_template_share_their_ops() -> None:
-    entry = ALGORITHMS["meshslice"]
+    entry = PRODUCTS_2D["meshslice"]
     program = entry.program(Matmul2dProblem(16, 16, 16, (4, 4), "os"), Matmul2dConfig((1,) * 4, 1))
     forms = {program.resolved_ops.form(bound.op) for ops in program.ops_by_rank.values() for bound in ops}
     assert len(forms) < sum(map(len, program.ops_by_rank.values())) / 2

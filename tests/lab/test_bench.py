@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cli.app import run_app
 from meshweave.cli.bench_tables import NOT_COMPARABLE, gain_lines, picture, table
 from meshweave.cost.machine import mesh_machine
@@ -106,7 +107,7 @@ def test_measured_constants_make_coarser_slices(calibrated):
 def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
     lab = Lab.load(LAB).cluster()
     passes = ("forward", "backward_data", "backward_weight")
-    rounds = layer_rounds((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], lab, lab, list(ALGORITHMS))
+    rounds = layer_rounds((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], lab, lab, list(PRODUCTS_2D))
     assert [one.ratio for one in rounds] == [0.5, None] * 3
     assert [one.pass_name for one in rounds] == [name for name in passes for _ in range(2)]
     assert rounds[0].problem == Matmul2dProblem(96, 64, 128, (2, 2), dataflow)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -55,7 +56,7 @@ def test_summa_runs_step_by_step(data: st.DataObject) -> None:
     )
     turns = data.draw(st.integers(1, min(7, problem.sliced_size)))
     config = Matmul2dConfig((1,) * turns, packets=data.draw(st.integers(1, 5)))
-    program = ALGORITHMS["summa"].program(problem, config)
+    program = PRODUCTS_2D["summa"].program(problem, config)
     check(program, data.draw(st.integers(0, 99)), meaning=True)
 
 
@@ -172,7 +173,7 @@ def test_a_member_sends_and_receives_at_once() -> None:
 
 
 def test_only_wanted_collectives_are_lowered() -> None:
-    program = ALGORITHMS["summa"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
+    program = PRODUCTS_2D["summa"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     lowered = lower_chains(program, should_lower=lambda op: op.lane == "row")
     assert {op.lane for op in lowered.ops() if isinstance(op, Broadcast)} == {"col"}
     assert {op.lane for op in lowered.ops() if isinstance(op, Send)} == {"row"}

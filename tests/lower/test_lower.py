@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.table import algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D, algorithm
 from meshweave.base.errors import ProgramError
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.dataflow import analyse
@@ -126,7 +126,7 @@ def test_messages_that_cross_are_issued_in_one_order() -> None:
 )
 def test_rings_take_one_step_less_than_members(num_directions: int, lanes: set[str]) -> None:
     problem = Matmul2dProblem(48, 48, 48, (3, 4), "ls")
-    program = lower_rings(ALGORITHMS["collective"].program(problem, Matmul2dConfig()), num_directions)  # type: ignore[arg-type]
+    program = lower_rings(PRODUCTS_2D["collective"].program(problem, Matmul2dConfig()), num_directions)  # type: ignore[arg-type]
     steps = [op for op in program.ops() if isinstance(op, Permute)]
     assert not any(isinstance(op, (AllGather, ReduceScatter)) for op in program.ops())
     assert len(steps) == num_directions * (2 + 3)
@@ -136,7 +136,7 @@ def test_rings_take_one_step_less_than_members(num_directions: int, lanes: set[s
 
 @pytest.mark.parametrize("slices", [(1,) * 4, (1, 2, 3, 2)])
 def test_a_slice_goes_straight_to_its_place_in_what_is_gathered(slices: tuple[int, ...]) -> None:
-    program = ALGORITHMS["meshslice"].program(Matmul2dProblem(96, 96, 96, (2, 2)), Matmul2dConfig(slices))
+    program = PRODUCTS_2D["meshslice"].program(Matmul2dProblem(96, 96, 96, (2, 2)), Matmul2dConfig(slices))
     assert {"a_s", "b_s"} <= set(program.buffer_of)
     lowered = lower_rings(program)
     assert not {"a_s", "b_s"} & set(lowered.buffer_of)
@@ -148,7 +148,7 @@ def test_a_slice_goes_straight_to_its_place_in_what_is_gathered(slices: tuple[in
 
 
 def test_only_wanted_collectives_are_lowered() -> None:
-    program = ALGORITHMS["collective"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     lowered = lower_rings(program, should_lower=lambda op: op.lane == "row")
     assert [op.lane for op in lowered.ops() if isinstance(op, AllGather)] == ["col"]
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Chip, Cluster, HostsNetwork, NetworkAxis
 from meshweave.execute.numpy import run_numpy
@@ -25,7 +26,7 @@ CHIP = Chip("c", (("float32", 1e12),), 1e12, 1 << 34, 1e12)
 
 def product(mesh: tuple[int, int], dataflow: str) -> tuple[Program, dict[str, np.ndarray]]:
     problem = Matmul2dProblem(24, 24, 24, mesh, dataflow)  # type: ignore[arg-type]
-    program = ALGORITHMS["collective"].program(problem, Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(problem, Matmul2dConfig())
     rng = np.random.default_rng(5)
     names = {buffer.tensor for buffer in program.buffers if buffer.kind == "input"}
     return program, {

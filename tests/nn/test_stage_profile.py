@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from meshweave.base.errors import LayoutError  # noqa: E402
+from meshweave.base.errors import LayoutError, RankLostError  # noqa: E402
 from meshweave.nn.pipelining.profile import StageProfile, profile_stage  # noqa: E402
 from meshweave.nn.pipelining.saved_memory import SavedMemory  # noqa: E402
 from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape, TensorKind  # noqa: E402
@@ -92,3 +92,35 @@ def test_what_does_not_fit_is_one_line(inputs, targets, words) -> None:
         profile_stage(layers(), 1, inputs, [0], targets)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
+
+
+class _Lost(torch.autograd.Function):
+    """Finds in its backward that a rank is lost."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise RankLostError("rank 3 stopped answering", (3,))
+
+
+@pytest.mark.parametrize("whole", [{0}, set()])
+def test_an_error_of_a_backward_stays_what_it_was(whole: set[int]) -> None:
+    """torch's functions of stages wrap it."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Lost.apply(self.linear(x))
+
+    functions = StageFunctions(Stage(), StageShape(1, 4, (KIND,), (KIND,), (0,), (2,)), None, whole)
+    stash: dict[str, object] = {}
+    functions.forward(stash, torch.randn(4, 8, dtype=torch.float64), torch.zeros(1), 0)
+    with pytest.raises(RankLostError) as lost:
+        functions.input_grad(stash, torch.ones(4, 8, dtype=torch.float64), torch.zeros(1), 0)
+    assert lost.value.missing == (3,)

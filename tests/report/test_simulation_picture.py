@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.program.parse import parse
@@ -107,7 +108,7 @@ def test_a_rank_of_a_simulation() -> None:
     """Lanes of axes in the order of the axes; what a rank waits for a late partner is told apart."""
     problem = Matmul2dProblem(512, 512, 512, (2, 2), "os", "float32")
     for name in ("wang", "meshslice"):
-        made = ALGORITHMS[name].program(problem, Matmul2dConfig((1,) * 2))
+        made = PRODUCTS_2D[name].program(problem, Matmul2dConfig((1,) * 2))
         run = simulate(made, Machine.of(load_cluster("tpu-v4-pod:4"), made))
         timeline = rank_timeline(run, 3, name)
         assert [lane for lane, _ in timeline.lanes] == ["compute", "row", "col"]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import MESH
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import SwitchNetwork, load_cluster
@@ -36,7 +37,7 @@ SIZES = st.integers(1 << 18, 1 << 26)
 
 def timing(rule: Rule, problem: Matmul2dProblem = LS, name: str = "collective", slices: int = 1) -> Any:
     config = Matmul2dConfig((1,) * slices)
-    return Timer("estimate", rule).timing(problem, ALGORITHMS[name], config, POD)
+    return Timer("estimate", rule).timing(problem, PRODUCTS_2D[name], config, POD)
 
 
 def twice(program: Program) -> Program:
@@ -68,7 +69,7 @@ def test_one_part_is_what_two_independent_products_do_in_simulation() -> None:
 
     The gather of the second even begins beside the first product, for nothing here makes it wait.
     """
-    program = ALGORITHMS["collective"].program(LS, Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(LS, Matmul2dConfig())
     machine = Machine.of(POD, program)
     one_s, two_s = (simulate(p, machine).duration_s for p in (program, twice(program)))
     apart, together = timing("apart"), timing("together")
@@ -115,7 +116,7 @@ def test_products_wait_for_pooled_links() -> None:
 def test_a_switch_shares_its_ports_as_the_pool_does() -> None:
     """What the event simulator has: one port per chip, of twice an axis's rate, that both gathers go through."""
     problem = replace(LS, dataflow="os")
-    program = ALGORITHMS["collective"].program(problem, Matmul2dConfig())
+    program = PRODUCTS_2D["collective"].program(problem, Matmul2dConfig())
     axis = POD.network.axis(0, 2)
     doubled = tuple((kind, replace(c, bytes_per_s=2 * c.bytes_per_s)) for kind, c in axis.constants)
     port = replace(axis, link_bytes_per_s=2 * axis.comm("all_gather").bytes_per_s, constants=doubled)
@@ -141,7 +142,7 @@ def test_ring_directions_that_run_at_once_count_once(name: str, parts: int) -> N
     problem = Matmul2dProblem(parts * 1024, 8192, 8192, (1, parts), "os", "bfloat16")
     config, cluster = Matmul2dConfig((1, 1, 1)), load_cluster(f"tpu-v4-pod:{parts}")
     machine = mesh_machine(cluster, (1, parts), ("row", "col"), MESH)
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     per_direction = parts // 2
     for timer in (Timer("estimate"), Timer("simulate")):
         timed = timer.timing(problem, entry, config, cluster)
@@ -151,7 +152,7 @@ def test_ring_directions_that_run_at_once_count_once(name: str, parts: int) -> N
 
 
 def test_the_two_timers_agree_on_the_ends_of_a_product() -> None:
-    entry, config = ALGORITHMS["meshslice"], Matmul2dConfig((1,) * 4)
+    entry, config = PRODUCTS_2D["meshslice"], Matmul2dConfig((1,) * 4)
     estimated, simulated = (Timer(by).timing(LS, entry, config, POD) for by in ("estimate", "simulate"))  # type: ignore[arg-type]
     assert simulated.before_s == pytest.approx(estimated.before_s, rel=0.05)
     assert simulated.after_s == pytest.approx(estimated.after_s, rel=0.05)

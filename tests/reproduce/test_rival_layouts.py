@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.algorithms.matmul2d.common.passes import PASSES
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
@@ -20,7 +20,7 @@ P, ITEM = 4, 2
 
 def moved(name: str, tokens: int) -> list[int]:
     """Return the bytes that rank 0 moves in each product of a block."""
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     flows = layer_dataflows(entry, LAYERS, tokens)
     problems = block_products(LAYERS, flows, tokens, (1, P), "bfloat16")
     return [sum(entry.traffic(p, next(entry.candidates(p)), 0).values()) for p in problems]
@@ -47,7 +47,7 @@ def test_what_travels_has_the_size_of_weights_or_activations(name: str, tokens: 
 def test_which_operand_is_gathered_and_which_is_scattered(name: str) -> None:
     """Megatron's layers: column (gather X, scatter X', gather X), row (scatter Y, gather Y', gather Y'); FSDP
     gathers W twice and scatters its gradient."""
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     problems = block_products(LAYERS, layer_dataflows(entry, LAYERS, 2048), 2048, (1, P), "bfloat16")
     scattered = [entry.moves[p.dataflow] == "c" for p in problems]  # type: ignore[attr-defined]
     column, row, fsdp = [False, True, False], [True, False, False], [False, False, True]

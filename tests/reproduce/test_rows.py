@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import RingNetwork, load_cluster
 from meshweave.reproduce.meshslice import rows as paper
@@ -141,11 +142,11 @@ def test_meshslice_is_never_slower_than_collective(count: int) -> None:
     pods = {n: load_cluster(f"tpu-v4-pod:{n}") for n in (4, 16, 64, 256)}
     for _ in range(count):
         chips = rng.choice(list(pods))
-        shape = rng.choice(ALGORITHMS["meshslice"].mesh_shapes(chips))
+        shape = rng.choice(PRODUCTS_2D["meshslice"].mesh_shapes(chips))
         sizes = [8 * rng.randint(1, 6000) if rng.random() < 0.5 else rng.randint(8, 60000) for _ in range(3)]
         problem = Matmul2dProblem(sizes[0], sizes[1], sizes[2], shape, rng.choice(DATAFLOWS), "bfloat16")
         at = mesh_machine(pods[chips], shape, ("row", "col"), "tp")
         times = [
-            tune_product(ALGORITHMS[n], problem, at).estimate.total_s for n in ("meshslice", "collective")
+            tune_product(PRODUCTS_2D[n], problem, at).estimate.total_s for n in ("meshslice", "collective")
         ]
         assert times[0] <= times[1], problem

@@ -20,7 +20,8 @@ import numpy as np
 from gpu_programs import fused, sequential, small_gpu
 from random_programs import random_machine, random_program
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.estimate.chains import skeleton_code, skeleton_ps
 from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
 from meshweave.ir.program.parse import parse
@@ -102,7 +103,7 @@ def skeleton_base(number: int) -> Any:
         *(draw.randint(8, 40) for _ in "mnk"), draw.choice([(2, 3), (4, 2), (1, 3)]), draw.choice(DATAFLOWS)
     )
     config = Matmul2dConfig((1,) * draw.randint(1, 6), packets=draw.choice([1, 3]))
-    skeleton = ALGORITHMS["summa"].skeleton(problem, config)
+    skeleton = PRODUCTS_2D["summa"].skeleton(problem, config)
     if draw.random() < 0.5:
         parts = (Part("0", skeleton), Part("1", skeleton, (("compute", ("0",)),)))
         skeleton = Skeleton((Phase(1, parts),))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Var, select
@@ -111,7 +112,7 @@ def test_ranks_of_uneven_rings_are_classes_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["wang", "tp1d"])
 def test_some_ranks_of_products_with_rings_run_alike(name: str) -> None:
-    entry = ALGORITHMS[name]
+    entry = PRODUCTS_2D[name]
     shape = (1, 4) if name == "tp1d" else (4, 4)
     problem = Matmul2dProblem(64, 64, 64, shape, "os")
     program = entry.program(problem, Matmul2dConfig((1, 1)))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import (
     Chip,
@@ -197,14 +198,14 @@ def test_every_golden_program_has_a_path_without_gaps(path: Path) -> None:
     path_of(made, load_cluster("local-cpu:64"))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PRODUCTS_2D)
 def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
     """Random sizes, mostly uneven, on pods with two-way rings; lowered to rings as well.
 
     By default of few slices: hundreds of them take seconds, and repeat the same steps.
     """
     most = scaled(40)
-    rng, entry = random.Random(name), ALGORITHMS[name]
+    rng, entry = random.Random(name), PRODUCTS_2D[name]
     shapes = [shape for chips in (4, 8, 16) for shape in entry.mesh_shapes(chips)]
     for _ in range(scaled(4)):
         shape = rng.choice(shapes)
@@ -222,7 +223,7 @@ def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
 def test_a_logical_mesh_is_slowed_by_its_longer_ways() -> None:
     """A 2x8 mesh on a torus of 4x4: its rings of 8 take links of both axes."""
     problem = Matmul2dProblem(4096, 4096, 4096, (2, 8), "os", "bfloat16")
-    entry = ALGORITHMS["collective"]
+    entry = PRODUCTS_2D["collective"]
     made = entry.program(problem, next(entry.candidates(problem)))
     cluster = load_cluster("tpu-v4-4x4")
     assert path_of(made, cluster, logical=True).duration_ps > 0

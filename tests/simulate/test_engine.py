@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -94,13 +95,13 @@ def test_many_random_programs_take_as_long_as_in_the_reference(seed: int, num_st
 
 MESHES = {
     name: [shape for n in range(1, 13) for shape in entry.mesh_shapes(n) if max(shape) <= 6]
-    for name, entry in ALGORITHMS.items()
+    for name, entry in PRODUCTS_2D.items()
 }
 
 
 def algorithm(draw: random.Random) -> Program:
     """An entry of the table on one of its meshes, as it is or lowered."""
-    entry = ALGORITHMS[draw.choice(sorted(ALGORITHMS))]
+    entry = PRODUCTS_2D[draw.choice(sorted(PRODUCTS_2D))]
     sizes = [draw.choice([draw.randint(1, 40), 48, 1000 + draw.randint(0, 40)]) for _ in range(3)]
     shape = draw.choice(MESHES[entry.name])
     dtype = draw.choice(["float32", "bfloat16"])

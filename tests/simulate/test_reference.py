@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -190,7 +191,7 @@ def test_a_permute_lasts_until_its_own_part_has_come_where_the_buffer_takes_what
 
 def test_equal_inputs_give_equal_traces_of_a_product() -> None:
     problem = Matmul2dProblem(512, 384, 640, (2, 4), "rs", "bfloat16")
-    made = lower_rings(ALGORITHMS["meshslice"].program(problem, Matmul2dConfig((1, 2, 1))), 2)
+    made = lower_rings(PRODUCTS_2D["meshslice"].program(problem, Matmul2dConfig((1, 2, 1))), 2)
     machine = Machine.of(load_cluster("tpu-v4-pod:8"), made)
     first = simulate(made, machine)
     assert simulate(made, machine).to_json() == first.to_json()

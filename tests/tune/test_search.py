@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
@@ -83,7 +84,7 @@ def assert_same(candidate: Candidate, rows: list[Row]) -> None:
     st.sampled_from(CLUSTERS),
     st.integers(1, 8),
     st.sampled_from([64, 100, 2048]),
-    st.sets(st.sampled_from(sorted(ALGORITHMS)), min_size=1, max_size=3),
+    st.sets(st.sampled_from(sorted(PRODUCTS_2D)), min_size=1, max_size=3),
 )
 def test_search_finds_what_trying_everything_finds(
     model: Transformer, cluster_name: str, batch: int, sequence: int, names: set[str]
@@ -91,7 +92,7 @@ def test_search_finds_what_trying_everything_finds(
     cluster = load_cluster(cluster_name)
     workload = Workload(batch, sequence, cluster.chip.peak_flops_per_s[0][0])
     asked = tuple(sorted(names))
-    if not any(MeshSearchSpace(cluster).shapes(ALGORITHMS[name]) for name in asked):
+    if not any(MeshSearchSpace(cluster).shapes(PRODUCTS_2D[name]) for name in asked):
         with pytest.raises(UnsupportedError, match="no mesh shape"):
             plan_model(model, cluster, workload, asked)
         return
@@ -101,7 +102,7 @@ def test_search_finds_what_trying_everything_finds(
         if name in UNROLLED:
             entry = unrolled_entry(name, counts)
         else:
-            entry = ALGORITHMS[name]
+            entry = PRODUCTS_2D[name]
         if not MeshSearchSpace(cluster).shapes(entry):
             assert name in plan.note
             continue
@@ -114,7 +115,7 @@ def test_search_finds_what_trying_everything_finds(
 @st.composite
 def offers(draw: st.DrawFn) -> tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster]:
     """An algorithm, a product on one of its meshes, one of the configurations that it offers, and a cluster."""
-    entry = ALGORITHMS[draw(st.sampled_from(sorted(ALGORITHMS)))]
+    entry = PRODUCTS_2D[draw(st.sampled_from(sorted(PRODUCTS_2D)))]
     chips = draw(st.sampled_from([4, 8, 16]))
     shapes = [shape for shape in entry.mesh_shapes(chips) if max(shape) <= 8]
     if not shapes:
@@ -223,7 +224,7 @@ class OutputStationaryOnly(MeshSlice):
 
 def test_one_product_can_be_tuned_by_itself() -> None:
     cluster = load_cluster("tpu-v4-pod:16")
-    entry = ALGORITHMS["meshslice"]
+    entry = PRODUCTS_2D["meshslice"]
     problem = Matmul2dProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
     machine = mesh_machine(cluster, (4, 4), AXES[:2], MESH)
     tuned = tune_product(entry, problem, machine)

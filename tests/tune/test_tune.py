@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -44,7 +45,7 @@ def test_few_tokens_keep_the_weights_in_place() -> None:
 def test_search_finds_the_best_configuration_there_is() -> None:
     problem = Matmul2dProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
     machine = mesh_machine(POD, (4, 4), AXES[:2], MESH)
-    entry = ALGORITHMS["meshslice"]
+    entry = PRODUCTS_2D["meshslice"]
     best = tune_product(entry, problem, machine)
     times = {
         config: estimate_skeleton(entry.skeleton(problem, config), machine).total_s

@@ -25,14 +25,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
@@ -158,48 +155,3 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
                 dtype = "float32" if tensor.dtype in ("bfloat16", "float16") else tensor.dtype
                 inputs[tensor.name] = draw.integers(-4, 5, tensor.shape).astype(dtype)
         return inputs
-
-
-AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm[Any, Any])
-
-ENTRY_POINTS = "meshweave.algorithms"
-"""The group of entry points under which an installed package offers algorithms of its own."""
-
-
-def algorithm_table(kind: type[AlgorithmT], *entries: AlgorithmT) -> dict[str, AlgorithmT]:
-    """Return entries by name: those given, then those of type `kind` that installed packages offer.
-
-    Raises:
-        UnsupportedError: two entries have the same name, or an entry point cannot be loaded.
-    """
-    by_name: dict[str, AlgorithmT] = {}
-    for entry in (*entries, *(entry for entry in _installed() if isinstance(entry, kind))):
-        if entry.name in by_name:
-            raise UnsupportedError(
-                f"two algorithms are called '{entry.name}'; one of them needs another name"
-            )
-        by_name[entry.name] = entry
-    return by_name
-
-
-def lookup(name: str, entries: Mapping[str, AlgorithmT]) -> AlgorithmT:
-    """Return the entry called `name`. Raises UnsupportedError naming the nearest one."""
-    if name not in entries:
-        raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, entries)}")
-    return entries[name]
-
-
-@cache
-def _installed() -> tuple[Algorithm[Any, Any], ...]:
-    """Return the algorithms of other installed packages."""
-    loaded = []
-    for point in entry_points(group=ENTRY_POINTS):
-        label = f"{point.name} = {point.value}"
-        try:
-            value = point.load()
-        except Exception as error:
-            raise UnsupportedError(f"entry point {label} cannot be loaded: {error}") from error
-        if not isinstance(value, Algorithm):
-            raise UnsupportedError(f"entry point {label} is not an instance of Algorithm")
-        loaded.append(value)
-    return tuple(loaded)

@@ -46,6 +46,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         *([f"accumulate_share = {_number(chip.accumulate_share)}"] if chip.accumulate_share else []),
         *([f"pack_launch_s = {_number(chip.pack_launch_s)}"] if chip.pack_launch_s else []),
         *([f"pack_bytes_per_s = {_number(chip.pack_bytes_per_s)}"] if chip.pack_bytes_per_s else []),
+        *([f"runtime = {_text(chip.runtime)}"] if chip.runtime != "cuda" else []),
         "",
         *_network(cluster.network),
     ]

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.shapes import nearest_mesh_shape
 from meshweave.ir.program import Program
@@ -91,7 +92,7 @@ def reduce_products(
             dims grow, up to `max_dim`, until the slices fit. "drop slices": the last slices are left out.
     """
     for planned in products:
-        config, entry = planned.pass_plan.config, algorithm(planned.candidate.entry_name)
+        config, entry = planned.pass_plan.config, PRODUCTS_2D.named(planned.candidate.entry_name)
         shapes = entry.mesh_shapes(num_ranks)
         if not shapes:
             yield ReducedProduct(planned, config, skipped=f"{entry.name} has no mesh of {num_ranks} ranks")

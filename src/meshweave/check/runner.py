@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshweave.algorithms.matmul2d import algorithm
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
 from meshweave.check.local_constants import (
@@ -108,7 +108,7 @@ class PreparedProduct:
         problem = self.product.problem
         assert problem is not None
         try:
-            entry = algorithm(self.product.planned.candidate.entry_name)
+            entry = PRODUCTS_2D.named(self.product.planned.candidate.entry_name)
             program = entry.program(*part_of_product(problem, self.product.config))
         except LayoutError:
             return None
@@ -197,7 +197,9 @@ def _algorithms(
     plan: Plan, algorithms: Sequence[str] | str, num_ranks: int
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return the names of the algorithms to run, and of "all" those that cannot."""
-    usable = {c.algorithm: bool(algorithm(c.entry_name).mesh_shapes(num_ranks)) for c in plan.candidates}
+    usable = {
+        c.algorithm: bool(PRODUCTS_2D.named(c.entry_name).mesh_shapes(num_ranks)) for c in plan.candidates
+    }
     with_mesh = [name for name, has_mesh in usable.items() if has_mesh]
     if algorithms == "all":
         return with_mesh, tuple(name for name, has_mesh in usable.items() if not has_mesh)

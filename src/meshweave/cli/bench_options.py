@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
+from meshweave.algorithms.matmul2d import DATAFLOWS, Dataflow
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
 from meshweave.cli.options import JSON_HELP, check_writable, read_algorithms, read_mesh, read_slices
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -184,7 +185,7 @@ def load_lab_and_full_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]
 
 def read_algorithms_2d(text: str) -> list[str]:
     """Return the names of 2D algorithms in `text`, a comma-separated list or "all"."""
-    return [name for name in read_algorithms(text) if name in ALGORITHMS]
+    return [name for name in read_algorithms(text) if name in PRODUCTS_2D]
 
 
 def read_extra_slices(slices: str, widths: str) -> list[tuple[int, ...]]:

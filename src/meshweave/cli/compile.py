@@ -79,12 +79,13 @@ def compile_plan(
 
 
 def _program(planned: PlannedProduct, dtype: str) -> Program:
-    from meshweave.algorithms.matmul2d import Matmul2dProblem, algorithm
+    from meshweave.algorithms.matmul2d import Matmul2dProblem
+    from meshweave.algorithms.table import PRODUCTS_2D
 
     passed, candidate = planned.pass_plan, planned.candidate
     shape = tuple(candidate.mesh_shape)
     problem = Matmul2dProblem(passed.m, passed.n, passed.k, shape, passed.dataflow, dtype)
-    return algorithm(candidate.entry_name).program(problem, passed.config)
+    return PRODUCTS_2D.named(candidate.entry_name).program(problem, passed.config)
 
 
 def _target(topology: str) -> TpuTarget:

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import (
     DescriptionError,
     LayoutError,
@@ -71,10 +71,10 @@ def read_slices(text: str) -> tuple[int, ...]:
 def read_algorithms(text: str) -> tuple[str, ...]:
     """Return the algorithms that "all" or a comma-separated list names. Raises UnsupportedError."""
     if text == "all":
-        return tuple(ALGORITHMS)
+        return tuple(PRODUCTS_2D)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
-        raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
+        raise UnsupportedError(f"no algorithm named; there are {', '.join(PRODUCTS_2D)}")
     return planned_names(names)
 
 

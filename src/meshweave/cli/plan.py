@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.errors import DescriptionError
+from meshweave.base.errors import DescriptionError, printable
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_bytes
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
@@ -39,7 +40,10 @@ FixOption = Annotated[
     ),
 ]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Bytes that a chip may hold, such as 76GB. Default: what it has.")
+    str | None, typer.Option(help="Memory of a chip, such as 76GB. Default: what its description says.")
+]
+ReserveOption = Annotated[
+    str, typer.Option(help="What stays free of a chip's memory: a share such as 5%, or bytes such as 4GB.")
 ]
 StackOption = Annotated[
     str,
@@ -55,6 +59,7 @@ OverlapOption = Annotated[
         "beside it; sites, for its own product alone, as in a model of mw.parallelize."
     ),
 ]
+_RESERVE = "5%"
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
@@ -73,6 +78,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
     fix: FixOption = "",
     memory: MemoryOption = None,
+    reserve: ReserveOption = _RESERVE,
     table: Annotated[
         bool, typer.Option("--table", help="Print the ranking, and time against memory.")
     ] = False,
@@ -112,7 +118,7 @@ def plan(
 
         _refuse_with_products(
             ("fix", fix), ("memory", memory), ("table", table), ("sensitivity", sensitivity), ("price", price),
-            ("stack", stack != "none"), ("overlap", overlap != "layers"),
+            ("stack", stack != "none"), ("overlap", overlap != "layers"), ("reserve", reserve != _RESERVE),
         )  # fmt: skip
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
@@ -124,7 +130,7 @@ def plan(
 
     problem = StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack))
     _plan_step(
-        replace(problem, overlap=overlap),  # type: ignore[arg-type]
+        replace(problem, overlap=overlap, reserve=read_reserve(reserve)),  # type: ignore[arg-type]
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),
@@ -200,6 +206,18 @@ def _reasons(steps: StepsRecord) -> tuple[str, str]:
 
     other = steps.runner_up
     return "" if other is None else difference_text(steps.best, other), advice(steps)
+
+
+def read_reserve(text: str) -> float:
+    """Return the share that "5%" stands for, or the bytes that "4GB" does. Raises MeshweaveError."""
+    share = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?) ?%|(0\.[0-9]{1,9})", text.strip())
+    if share is None and "%" not in text:
+        return float(read_bytes("--reserve", text))
+    if share is None or (share[1] and float(share[1]) >= 100):
+        raise DescriptionError(
+            f"--reserve '{printable(text)}' is no share below 100%, such as 5%, and no bytes, such as 4GB"
+        )
+    return float(share[1]) / 100 if share[1] else float(share[2])
 
 
 def read_fixed(text: str) -> dict[str, list[object]]:

@@ -70,6 +70,8 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
         f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
         f"tokens, {plan.dtype}"
     )
+    if plan.unmeasured:
+        console.print(plan.unmeasured)
     table = Table(
         title="one block, all products", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

@@ -10,7 +10,7 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_table
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
-from meshweave.tune.step_search.reasons import advice, choice_text, counted, difference_text
+from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
 
 _EXPOSED = ("tensor", "context", "transfers", "data")
 
@@ -22,13 +22,19 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
         f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
     )
+    if plan.unmeasured:
+        typer.echo(plan.unmeasured)
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
     typer.echo(f"           {_numbers(steps.best, steps, price)}")
+    if reason := steps.reason_above(steps.best.mfu):
+        typer.echo(f"           {reason}")
     if steps.runner_up is None:
         typer.echo("runner-up  there is no other that fits")
     else:
         typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
         typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
+    if text := defaults_text(steps):
+        typer.echo(f"defaults   {text}")
     typer.echo(f"next       {advice(steps)}")
     typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:
@@ -46,9 +52,9 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
 
 def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
     text = (
-        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU, "
+        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU ({steps.pairs} pairs), "
         f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
-        f"{format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
+        f"{format_bytes(record.memory_bytes)} of {steps.limit_text}"
     )
     return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
 
@@ -96,7 +102,19 @@ def _print_ranking(steps: StepsRecord, price: float | None) -> None:
         "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; "
         "bubble: waiting for other pipeline ranks."
     )
+    typer.echo(_pairs_text(steps))
+    if reason := steps.reason_above(*(record.hfu for record in steps.ranked)):
+        typer.echo(f"{reason}.")
     typer.echo(_searched(steps))
+
+
+def _pairs_text(steps: StepsRecord) -> str:
+    if steps.pairs == "all" or steps.best.mfu_all_pairs is None:
+        return "MFU and HFU count all pairs of tokens, also those that a causal mask hides and kernels skip."
+    return (
+        "MFU and HFU count the pairs of tokens that a causal mask leaves. With all pairs, as PaLM counts, the "
+        f"best has {100 * steps.best.mfu_all_pairs:.1f} % MFU; kernels skip masked pairs, so it may exceed 100 %."
+    )
 
 
 def _share(record: StepRecord, name: str) -> str:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
 from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
@@ -144,7 +145,7 @@ def _to_json(program: Program, verdict: str, ranks: Sequence[int]) -> dict[str, 
 
 
 def _is_product(what: str) -> bool:
-    return not is_file(what) and what in ALGORITHMS
+    return not is_file(what) and what in PRODUCTS_2D
 
 
 def _product(
@@ -155,4 +156,4 @@ def _product(
         if not 1 <= size <= MAX_SIZE:
             raise LayoutError(f"{option} is {format_value(size)}; give 1 to {MAX_SIZE}")
     product = Matmul2dProblem(*sizes, read_mesh(mesh), dataflow, dtype)  # type: ignore[arg-type]
-    return ALGORITHMS[what].program(product, Matmul2dConfig(read_slices(slices), block))
+    return PRODUCTS_2D[what].program(product, Matmul2dConfig(read_slices(slices), block))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
 from meshweave.algorithms.matmul2d.common.problem import two_d_placements
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
@@ -36,10 +37,10 @@ def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig,
     """Return the program that `matmul2d` runs: slices cut down to the dim's size, rings lowered."""
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])
-    entry = algorithm(name)
+    entry = PRODUCTS_2D.named(name)
     if entry.operand_placements(problem) != two_d_placements(problem):
         known = [
-            n for n, e in ALGORITHMS.items() if e.operand_placements(problem) == two_d_placements(problem)
+            n for n, e in PRODUCTS_2D.items() if e.operand_placements(problem) == two_d_placements(problem)
         ]
         raise LayoutError(
             f"{name} shards otherwise than [Shard(0), Shard(1)]; take one of {', '.join(known)}"

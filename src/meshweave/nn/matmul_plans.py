@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshweave.algorithms.fused import ENTRIES as FUSED_ENTRIES
 from meshweave.algorithms.fused import Tiles, ring_problems
+from meshweave.algorithms.table import FUSED_PRODUCTS
 from meshweave.algorithms.universal import Operand, UniversalProblem, universal_program
 from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
 from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
@@ -293,7 +293,9 @@ def _fused(
     if options.overlap == "fused":
         rings = ring_problems(problem)
         names = [
-            entry.name for entry in FUSED_ENTRIES if rings and not any(entry.refusal(ring) for ring in rings)
+            name
+            for name, entry in FUSED_PRODUCTS.items()
+            if rings and not any(entry.refusal(ring) for ring in rings)
         ]
         if not names and not options.is_lenient:
             raise LayoutError(

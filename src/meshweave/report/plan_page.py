@@ -30,7 +30,7 @@ def plan_page(explanation: PlanExplanation, memory: ChipMemory | None = None) ->
             f"<h1>{escape(title)}</h1>",
             f'<p class="quiet">Batch {plan.batch} x {plan.sequence} tokens, {escape(plan.dtype)}. A plan by '
             "meshweave for the fully connected layers of one transformer block, forward and both backward "
-            "products.</p>",
+            f"products. {escape(plan.unmeasured)}</p>",
             _lead(explanation),
             _algorithms(explanation),
             _layers(explanation),

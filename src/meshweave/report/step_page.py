@@ -41,6 +41,8 @@ _MEMORY = {
     "activations": "#d9822b",
     "buffers": "#b8860b",
     "fragmentation": "#9aa5b1",
+    "context": "#6b7b8c",
+    "communication": "#8064a2",
 }
 
 
@@ -68,7 +70,7 @@ def step_page(
         [
             f"<h1>{escape(title)}</h1>",
             f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}. '
-            "A plan of a training step by meshweave.</p>",
+            f"A plan of a training step by meshweave.{escape(_sentence(plan.unmeasured))}</p>",
             _lead(steps, choice_text, difference, advice),
             _versus(steps, choice_text),
             _section("Timeline", "timelines", _TIMELINE_HELP) if timelines else "",
@@ -99,6 +101,13 @@ _FRONT_HELP = (
 )
 
 
+_PAIRS = {"causal": "with the pairs of tokens that a causal mask leaves", "all": "with all pairs of tokens"}
+
+
+def _sentence(text: str) -> str:
+    return f" {text}." if text else ""
+
+
 def _section(title: str, name: str, text: str) -> str:
     return f'<h2>{title}</h2><p class="quiet">{text}</p><div id="{name}"></div>'
 
@@ -109,19 +118,21 @@ def _lead(
     best, other = steps.best, steps.runner_up
     tiles = (
         (format_s(best.step_s), "a step"),
-        (f"{100 * best.mfu:.1f} %", "model FLOPs utilization"),
+        (f"{100 * best.mfu:.1f} %", f"model FLOPs utilization, {_PAIRS[steps.pairs]}"),
         (f"{best.tokens_per_s_per_chip:.0f}", "tokens/s per chip"),
-        (format_bytes(best.memory_bytes), f"of {format_bytes(steps.memory_limit_bytes)} on the fullest chip"),
+        (format_bytes(best.memory_bytes), f"of {steps.limit_text}, on the fullest chip"),
     )
     runner_up = "there is no other that fits"
     if other is not None:
         runner_up = f"{escape(choice_text(other.degrees))}<span class=quiet>{escape(difference)}</span>"
     stopped = "" if steps.is_complete else " The search was stopped: these are the best so far."
-    answers = (
+    answers: tuple[tuple[str, str], ...] = (
         ("best", f"<b>{escape(choice_text(best.degrees))}</b>"),
         ("runner-up", runner_up),
         ("next", f"{escape(advice)}.{stopped}"),
     )
+    if reason := steps.reason_above(*(record.hfu for record in steps.ranked)):
+        answers = (*answers, ("MFU, HFU", f"{escape(reason)}."))
     tiled = "".join(f"<div><b>{value}</b><span>{text}</span></div>" for value, text in tiles)
     answered = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in answers)
     return f'<div class="tiles">{tiled}</div><dl class="answer">{answered}</dl>'
@@ -239,7 +250,9 @@ def _percent(record: StepRecord, part: str) -> tuple[str, float]:
 
 
 def _memory(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> str:
-    whole = float(max(steps.memory_limit_bytes, *(record.memory_bytes for record in steps.ranked)))
+    whole = float(
+        max(steps.memory_limit_bytes + steps.reserve_bytes, *(record.memory_bytes for record in steps.ranked))
+    )
     rows = []
     for record in steps.ranked:
         text = choice_text(record.degrees)

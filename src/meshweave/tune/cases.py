@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from meshweave.algorithms.matmul2d import Matmul2d, algorithm
+from meshweave.algorithms.matmul2d import Matmul2d
 from meshweave.algorithms.matmul2d.common.passes import PassName, pass_problem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
 from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
@@ -255,7 +256,7 @@ def plan_cases(
 
 
 def _has_mesh(candidate: Candidate, shape: tuple[int, ...]) -> bool:
-    return shape in algorithm(candidate.entry_name).mesh_shapes(math.prod(shape))
+    return shape in PRODUCTS_2D.named(candidate.entry_name).mesh_shapes(math.prod(shape))
 
 
 def _candidate_cases(
@@ -269,7 +270,7 @@ def _candidate_cases(
 ) -> Iterator[SimulationCase]:
     """Yield the products of one algorithm; on another mesh than the planned one, with slices tuned for it."""
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH, logical)
-    entry, mesh = algorithm(candidate.entry_name), "x".join(map(str, shape))
+    entry, mesh = PRODUCTS_2D.named(candidate.entry_name), "x".join(map(str, shape))
     for product in select_products(plan, algorithms=[candidate.algorithm], layers=[layer], passes=passes):
         planned, pass_plan = product.layer, product.pass_plan
         sizes = planned.tokens, planned.in_features, planned.out_features

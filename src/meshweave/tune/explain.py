@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Placements
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine, mesh_machine
@@ -94,7 +95,7 @@ def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> P
         plan=plan,
         cluster=cluster,
         titles={candidate.algorithm: title_of(candidate) for candidate in plan.candidates},
-        sources={ALGORITHMS[c.entry_name].title: ALGORITHMS[c.entry_name].source for c in plan.candidates},
+        sources={PRODUCTS_2D[c.entry_name].title: PRODUCTS_2D[c.entry_name].source for c in plan.candidates},
         mesh_curves=mesh_curves,
         sliced=sliced,
         slice_curves={} if sliced is None else slice_curve(plan, sliced, cluster),
@@ -118,13 +119,13 @@ def _sliced_candidate(plan: Plan) -> Candidate | None:
 
 def title_of(candidate: Candidate) -> str:
     """Return what tables and pictures call a candidate: "Wang", or "Wang[S=meshslice]" for a follower."""
-    return ALGORITHMS[candidate.entry_name].title + candidate.algorithm.removeprefix(candidate.entry_name)
+    return PRODUCTS_2D[candidate.entry_name].title + candidate.algorithm.removeprefix(candidate.entry_name)
 
 
 def entry_of(candidate: Candidate) -> Matmul2d:
     """Return the algorithm of a candidate; one that follows another's slice counts offers those of the plan."""
     if candidate.algorithm not in UNROLLED:
-        return ALGORITHMS[candidate.entry_name]
+        return PRODUCTS_2D[candidate.entry_name]
     items = [item for layer in candidate.layers for item in layer.passes]
     return unrolled_entry(
         candidate.algorithm, {(i.m, i.n, i.k, i.dataflow): i.config.slice_count for i in items}
@@ -134,7 +135,7 @@ def entry_of(candidate: Candidate) -> Matmul2d:
 def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]:
     """Return every mesh shape of the whole cluster that an algorithm can use, flat ones included."""
     network, out = cluster.network, []
-    for shape in ALGORITHMS[candidate.entry_name].mesh_shapes(cluster.num_chips):
+    for shape in PRODUCTS_2D[candidate.entry_name].mesh_shapes(cluster.num_chips):
         try:
             formed = network.mesh_shapes(len(shape))
         except LayoutError:
@@ -167,7 +168,7 @@ def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -
 
 def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str, dict[str, SliceCurve]]:
     """Return by layer and pass the time over slice counts, on the mesh of a candidate."""
-    entry, shape = ALGORITHMS[candidate.entry_name], candidate.mesh_shape
+    entry, shape = PRODUCTS_2D[candidate.entry_name], candidate.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
     out: dict[str, dict[str, SliceCurve]] = {}
     for layer in candidate.layers:
@@ -222,7 +223,7 @@ def timelines(
 def _timeline(
     plan: Plan, cluster: Cluster, candidate: Candidate, layer: LayerPlan, item: PassPlan
 ) -> ProductTimeline | None:
-    entry = ALGORITHMS[candidate.entry_name]
+    entry = PRODUCTS_2D[candidate.entry_name]
     problem = _problem(plan, item, candidate.mesh_shape)
     try:
         if problem.num_chips > MAX_RANKS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.fused import ENTRIES, Tiles, ring_problems
+from meshweave.algorithms.fused import Tiles, ring_problems
+from meshweave.algorithms.table import FUSED_PRODUCTS
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
@@ -53,19 +54,19 @@ def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[Fused
     if not rings:
         return
     part = -(-rings[0].m // len(rings[0].ranks))
-    for entry in ENTRIES:
+    for entry in FUSED_PRODUCTS.values():
         if any(entry.refusal(ring) is not None for ring in rings):
             continue
         if not isinstance(next(entry.candidates(rings[0])), Tiles):
             config = next(entry.candidates(rings[0]))
-            program = side_by_side([lower_rings(entry.program(ring, config)) for ring in rings])  # type: ignore[arg-type]
+            program = side_by_side([lower_rings(entry.program(ring, config)) for ring in rings])
             yield FusedChoice(entry.name, None, program, simulated_s(program, cluster))
             continue
         num_parts = sum(len(ring.ranks) ** 2 for ring in rings)
         counts = [count for count in TILE_COUNTS if num_parts * count <= MAX_TILES or count == 1]
         for rows in dict.fromkeys(-(-part // count) for count in counts):
             tiles = Tiles(rows, problem.n, "rows")
-            written = (write_out_tiles(entry.program(ring, tiles)) for ring in rings)  # type: ignore[arg-type]
+            written = (write_out_tiles(entry.program(ring, tiles)) for ring in rings)
             program = side_by_side([lower_rings(lower_one_sided(one)) for one in written])
             yield FusedChoice(entry.name, tiles, program, simulated_s(program, cluster))
 

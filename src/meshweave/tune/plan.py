@@ -110,6 +110,7 @@ class Plan(Record):
         candidates: of a plan of products, all algorithms at their best, the fastest first.
         steps: of a plan of a step, the ranked configurations.
         note: what the estimated times leave out.
+        unmeasured: at which rate products are priced that nobody measured; "" where somebody did.
     """
 
     format: Literal["meshweave-plan-1", "meshweave-plan-2"] = "meshweave-plan-2"
@@ -123,6 +124,7 @@ class Plan(Record):
     candidates: tuple[Candidate, ...] = ()
     steps: StepsRecord | None = None
     note: str = ""
+    unmeasured: str = ""
 
     @property
     def best(self) -> Candidate:

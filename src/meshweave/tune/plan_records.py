@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.base.units import format_bytes
+from meshweave.describe.model.memory import Pairs
 
 # Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
 Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
@@ -54,7 +56,9 @@ class StepRecord(Record):
         memory_bytes: bytes of the fullest chip.
         memory_parts: those bytes by kind.
         tokens_per_s_per_chip: tokens of the batch over seconds and chips.
-        mfu, hfu: FLOPs of the model, and those with recomputation, over the peak.
+        mfu, hfu: FLOPs of the model, and those with recomputation, over the peak; `StepsRecord.pairs` says which
+            pairs of tokens count.
+        mfu_all_pairs: `mfu` with all pairs of tokens; None in files of before it was written.
     """
 
     degrees: DegreesRecord
@@ -65,6 +69,7 @@ class StepRecord(Record):
     tokens_per_s_per_chip: Share
     mfu: Share
     hfu: Share
+    mfu_all_pairs: Share | None = None
 
     def usd_per_million_tokens(self, usd_per_chip_hour: float) -> float:
         """Return what a million tokens cost at a price of an hour of one chip."""
@@ -92,6 +97,7 @@ class StepsRecord(Record):
 
     Attributes:
         memory_limit_bytes: the most bytes that a chip may hold.
+        reserve_bytes: what stays free of its memory besides.
         ranked: the best configuration of each set of degrees and strategy, the fastest first.
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
@@ -100,9 +106,15 @@ class StepsRecord(Record):
         is_complete: whether the search ran to its end.
         num_exact: the first rows that no configuration of the space is faster than; the others are the best of
             those that were priced.
+        pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
+        ceiling: the most of its peak that products of a chip have shown; None in files of before.
+        defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
+            cannot be laid out.
+        above_ceiling: why utilizations in the ranking are above that; "" where none is.
     """
 
     memory_limit_bytes: Bytes
+    reserve_bytes: Bytes = 0
     ranked: tuple[StepRecord, ...] = Field(min_length=1, description="a list of at least one configuration")
     front: tuple[StepRecord, ...] = ()
     searched: dict[str, int] = Field(default_factory=dict)
@@ -110,6 +122,20 @@ class StepsRecord(Record):
     is_complete: bool = True
     num_exact: int = Field(default=0, ge=0)
     sensitivity: tuple[SensitivityRecord, ...] = ()
+    pairs: Pairs = "all"
+    ceiling: Share | None = None
+    above_ceiling: str = ""
+    defaults: StepRecord | None = None
+
+    def reason_above(self, *utilizations: float) -> str:
+        """Return why the highest of some utilizations is above the ceiling; "" where it is not."""
+        return "" if self.ceiling is None or max(utilizations) <= self.ceiling else self.above_ceiling
+
+    @property
+    def limit_text(self) -> str:
+        """Return the memory of a chip, and what of it stays free, in words."""
+        whole = format_bytes(self.memory_limit_bytes + self.reserve_bytes)
+        return f"{whole}, {format_bytes(self.reserve_bytes)} kept free" if self.reserve_bytes else whole
 
     @property
     def best(self) -> StepRecord:

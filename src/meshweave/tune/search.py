@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.dataflow import LayerDataflow, block_products, layer_dataflows
@@ -64,33 +66,34 @@ def plan_model(
     model: Transformer,
     cluster: Cluster,
     workload: Workload,
-    algorithms: Sequence[str] = tuple(ALGORITHMS),
+    algorithms: Sequence[str] | None = None,
     progress: Progress = lambda done, total: None,
     counts: SearchCounts | None = None,
 ) -> Plan:
     """Tune every algorithm for the fully connected layers of one block, forward and both backward products.
 
     Args:
-        algorithms: entries of the table. `wang[S=meshslice]` and `summa[S=meshslice]` run at the slice counts that
-            MeshSlice takes for the same product, and are added where both are named. An algorithm that has no mesh
-            shape on this cluster or lacks a dataflow of these layers is left out; the plan's `note` says so.
+        algorithms: names of 2D products; None takes all. `wang[S=meshslice]` and `summa[S=meshslice]` run at the
+            slice counts that MeshSlice takes for the same product, and are added where both are named. An
+            algorithm that has no mesh shape on this cluster or lacks a dataflow of these layers is left out; the
+            plan's `note` says so.
         progress: called with (done, total) after each mesh shape of each algorithm.
         counts: is filled with what the search looks at.
 
     Raises:
         UnsupportedError: a name is unknown, or no algorithm has a mesh shape.
     """
-    names = planned_names(algorithms)
+    names = planned_names(tuple(PRODUCTS_2D) if algorithms is None else algorithms)
     space = MeshSearchSpace(cluster)
     search = _ModelSearch(model.fc_layers(), workload, space, counts or SearchCounts())
-    shapes = {name: search.shapes(ALGORITHMS[UNROLLED.get(name, name)]) for name in names}
+    shapes = {name: search.shapes(PRODUCTS_2D[UNROLLED.get(name, name)]) for name in names}
     missing = [name for name in names if not shapes[name]]
     if len(missing) == len(names):
         raise UnsupportedError(
             f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {', '.join(names)}"
         )
     if REFERENCE_ALGORITHM not in names and any(name in UNROLLED for name in names):
-        shapes[REFERENCE_ALGORITHM] = search.shapes(ALGORITHMS[REFERENCE_ALGORITHM])
+        shapes[REFERENCE_ALGORITHM] = search.shapes(PRODUCTS_2D[REFERENCE_ALGORITHM])
     return Plan(
         model=model.name,
         cluster=cluster.name,
@@ -100,6 +103,7 @@ def plan_model(
         dtype=workload.dtype,
         candidates=tuple(_candidates(search, names, shapes, progress)),
         note=_note(missing, cluster.num_chips),
+        unmeasured=unmeasured_kernels(cluster.chip, workload.dtype),
     )
 
 
@@ -127,7 +131,7 @@ def _candidates(
     for name in sorted(shapes, key=lambda name: name in UNROLLED):
         if not shapes[name]:
             continue
-        entry = unrolled_entry(name, slice_counts) if name in UNROLLED else ALGORITHMS[name]
+        entry = unrolled_entry(name, slice_counts) if name in UNROLLED else PRODUCTS_2D[name]
         problems = partial(search.problems, entry)
         meshes = best_meshes(entry, search.space, shapes[name], problems, search.counts, advance)
         tuned = _tune_products(search, meshes[0][1])

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError, did_you_mean
 
 REFERENCE_ALGORITHM = "meshslice"
-UNROLLED: dict[str, str] = {
-    f"{base}[S={REFERENCE_ALGORITHM}]": base
-    for base in ("wang", "summa")
-    if base in ALGORITHMS and REFERENCE_ALGORITHM in ALGORITHMS
-}
+UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in ("wang", "summa")}
 """Name in a plan, and the entry of the table that it runs."""
 
 ProductSizes = tuple[int, int, int, str]
@@ -37,11 +34,11 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
         UnsupportedError: a name is unknown, or there is none.
     """
     for name in requested:
-        if name not in ALGORITHMS and name not in UNROLLED:
-            known = (*ALGORITHMS, *UNROLLED)
+        if name not in PRODUCTS_2D and name not in UNROLLED:
+            known = (*PRODUCTS_2D, *UNROLLED)
             raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
     if not requested:
-        raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
+        raise UnsupportedError(f"no algorithm named; there are {', '.join(PRODUCTS_2D)}")
     implied = [
         name for name, base in UNROLLED.items() if base in requested and REFERENCE_ALGORITHM in requested
     ]
@@ -54,7 +51,7 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both cut
     the same dim of the same product.
     """
-    base = ALGORITHMS[UNROLLED[name]]
+    base = PRODUCTS_2D[UNROLLED[name]]
 
     def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
         slices = (1,) * counts[sizes_of(problem)]

@@ -68,3 +68,6 @@ def _extent(problem: Matmul2dProblem, dim: int) -> object:
     axis, size = ("row", "col")[dim], (problem.m, problem.n)[dim]
     part, here = -(-size // problem.axis_size(axis)), Var(f"tp.{axis}")
     return minimum(size, part * here + part) - minimum(size, part * here)
+
+
+ENTRY = CollectiveAllToAll()

@@ -29,3 +29,6 @@ class OneInFlight(PipelineAlgorithm):
                 order += [Action(ActionKind.BACKWARD, stage, m) for stage in reversed(stages)]
             orders.append(tuple(order))
         return Schedule(problem.stage_ranks, problem.micro_batches, tuple(orders))
+
+
+ENTRY = OneInFlight()

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.pipeline.slotted import ends_in_slots
 from meshweave.tune.step.pipeline import (
     least_makespan_ps,
     num_stashes,
     ranks_of_stages,
-    time_in_slots,
     time_pipeline,
 )
 from sampling import examples
@@ -52,7 +52,7 @@ def test_slots_are_1f1b(ranks: int, micro_batches: int, data: st.DataObject) -> 
     times = draw_times(data, ranks)
     schedule = schedule_by_name("1f1b", ScheduleRequest(ranks, micro_batches, 1), times)
     timed = time_schedule(schedule, times)
-    assert time_in_slots(micro_batches, times).ends_ps == tuple(max(ends) for ends in timed.ends)
+    assert ends_in_slots(micro_batches, times) == tuple(max(ends) for ends in timed.ends)
     assert least_makespan_ps("1f1b", ranks, 1, micro_batches, times) <= timed.duration
 
 

@@ -30,13 +30,14 @@ GATED = mw.Transformer("gated", 3, 1024, 8, 2, 128, 2816, 32000, True, "a test",
 
 
 def hosts(num_hosts: int, chips_per_host: int) -> Cluster:
-    """Return H100 hosts of any size."""
+    """Return H100 hosts of any size, whose memory has tensors alone."""
     cluster = mw.load_cluster("dgx-h100:16")
     network = cluster.network
     assert isinstance(network, HostsNetwork)
     shape = {"num_hosts": num_hosts, "chips_per_host": chips_per_host, "nics_per_host": 2}
     fields = {name: getattr(network, name) for name in ("intra", "nic")}
-    return Cluster(f"{num_hosts}x{chips_per_host}", cluster.chip, HostsNetwork(**shape, **fields), "a test")
+    chip = replace(cluster.chip, runtime="none")
+    return Cluster(f"{num_hosts}x{chips_per_host}", chip, HostsNetwork(**shape, **fields), "a test")
 
 
 def searched(problem: StepProblem, options: SpaceOptions, memory_bytes: int) -> StepRanking:
@@ -221,7 +222,9 @@ def test_a_slow_tree_has_a_plan() -> None:
 
 
 def test_what_does_not_fit_says_what_is_least() -> None:
-    with pytest.raises(UnsupportedError, match=r"fits in 1 MB a chip: the smallest takes [0-9.]+ MB \(dp"):
+    with pytest.raises(
+        UnsupportedError, match=r"fits in 950 kB a chip, 5 % kept free: the smallest takes [0-9.]+ MB \(dp"
+    ):
         mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, memory_bytes=10**6)
 
 

@@ -22,9 +22,9 @@ from meshweave.algorithms.block.two_d import (
 )
 
 ENTRIES: tuple[BlockAlgorithm, ...] = (
-    Atp(),
-    Megatron(),
     MegatronSequence(),
+    Megatron(),
+    Atp(),
     Collective2d(),
     MeshSliceBlock(),
     WangBlock(),

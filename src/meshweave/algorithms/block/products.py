@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
@@ -18,7 +19,7 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: in
 
     Of its packet counts it has the largest up to `packets`.
     """
-    configs = list(algorithm(name).candidates(problem))
+    configs = list(PRODUCTS_2D.named(name).candidates(problem))
     fitting = max(config.packets for config in configs if config.packets <= packets)
     configs = [config for config in configs if config.packets == fitting]
     few = [config for config in configs if config.slice_count <= slices]
@@ -30,10 +31,10 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: in
 @lru_cache(_KEPT)
 def product_program(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Program:
     """Return the program of a product. Equal arguments give the same object, which is then proved once."""
-    return algorithm(name).program(problem, product_config(name, problem, slices, packets))
+    return PRODUCTS_2D.named(name).program(problem, product_config(name, problem, slices, packets))
 
 
 @lru_cache(_KEPT)
 def product_skeleton(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Skeleton:
     """Return the tasks of a product."""
-    return algorithm(name).skeleton(problem, product_config(name, problem, slices, packets))
+    return PRODUCTS_2D.named(name).skeleton(problem, product_config(name, problem, slices, packets))

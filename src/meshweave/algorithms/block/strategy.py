@@ -34,11 +34,21 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     Attributes:
         roles: what each mesh axis does, in the order of the mesh.
+        is_searched: whether a plan tries the strategy where none is named.
+        max_equal_slices: into how many equal slices a product may be cut, at most; 1 for products that are whole,
+            None where parts of any size are multiplied.
     """
 
     problem_type = BlockProblem
     estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
     roles: ClassVar[tuple[AxisRole, ...]]
+    is_searched: ClassVar[bool] = True
+    max_equal_slices: ClassVar[int | None] = 1
+
+    @property
+    def is_one_dimensional(self) -> bool:
+        """Return whether the strategy has one mesh axis: the second splits nothing."""
+        return len(self.roles) == 2 and self.roles[1] is IDLE
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""

@@ -41,6 +41,7 @@ class IncludedProducts(BlockAlgorithm):
     roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    max_equal_slices: ClassVar[int | None] = None
     packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
@@ -69,6 +70,7 @@ class MeshSliceBlock(IncludedProducts):
     title = "MeshSlice block"
     source = "MeshSlice, section 3"
     product_2d = "meshslice"
+    max_equal_slices = max(IncludedProducts.slices)
 
 
 class WangBlock(IncludedProducts):
@@ -77,6 +79,7 @@ class WangBlock(IncludedProducts):
     name = "wang_block"
     title = "Wang block"
     source = "Wang et al., ASPLOS '23"
+    is_searched = False  # estimates of its products and SUMMA's take as long as those of all other strategies
     product_2d = "wang"
     slices = (1, 4)
 
@@ -87,6 +90,7 @@ class SummaBlock(IncludedProducts):
     name = "summa_block"
     title = "SUMMA block (2D tensor parallelism)"
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
+    is_searched = False  # as Wang's
     product_2d = "summa"
     slices = (1, 4)
     packets = (1, 4, 16)

@@ -1,8 +1,7 @@
-"""Distributed products on 2D and 3D meshes: one algorithm a file, all of them in `MATMUL2D`."""
+"""Distributed products on 2D and 3D meshes: one algorithm a file, all of them in `ENTRIES`."""
 
 from __future__ import annotations
 
-from meshweave.algorithms.contract import algorithm_table, lookup
 from meshweave.algorithms.matmul2d.cannon import CANNON
 from meshweave.algorithms.matmul2d.collective import COLLECTIVE
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
@@ -29,22 +28,11 @@ ENTRIES: tuple[Matmul2d, ...] = (
 )
 """Listing an entry here gives it its tests and a place in every plan."""
 
-ALGORITHMS: dict[str, Matmul2d] = algorithm_table(Matmul2d, *ENTRIES)  # type: ignore[type-abstract]
-"""2D products by name, those of installed packages included."""
-
-
-def algorithm(name: str) -> Matmul2d:
-    """Return the entry called `name`. Raises UnsupportedError naming the nearest one."""
-    return lookup(name, ALGORITHMS)
-
-
 __all__ = [
-    "ALGORITHMS",
     "DATAFLOWS",
     "ENTRIES",
     "Dataflow",
     "Matmul2d",
     "Matmul2dConfig",
     "Matmul2dProblem",
-    "algorithm",
 ]

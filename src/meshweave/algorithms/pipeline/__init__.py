@@ -7,7 +7,7 @@ from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineC
 from meshweave.algorithms.pipeline.delayed import DelayedWeights
 from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward
 from meshweave.algorithms.pipeline.gpipe import GPipe
-from meshweave.algorithms.pipeline.interleaved import InterleavedOneForwardOneBackward
+from meshweave.algorithms.pipeline.interleaved import INTERLEAVED_1F1B
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
 from meshweave.algorithms.pipeline.program import pipeline_program
@@ -17,7 +17,7 @@ from meshweave.algorithms.pipeline.zero_bubble import ZERO_BUBBLE
 ENTRIES: tuple[PipelineAlgorithm, ...] = (
     OneForwardOneBackward(),
     GPipe(),
-    InterleavedOneForwardOneBackward(),
+    INTERLEAVED_1F1B,
     EagerOneForwardOneBackward(),
     DelayedWeights(),
     *ZERO_BUBBLE,
@@ -25,13 +25,13 @@ ENTRIES: tuple[PipelineAlgorithm, ...] = (
 
 __all__ = [
     "ENTRIES",
+    "INTERLEAVED_1F1B",
     "Action",
     "ActionKind",
     "DelayedWeights",
     "EagerOneForwardOneBackward",
     "Edge",
     "GPipe",
-    "InterleavedOneForwardOneBackward",
     "OneForwardOneBackward",
     "PartCost",
     "PipelineAlgorithm",

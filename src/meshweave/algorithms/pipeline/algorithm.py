@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays
-from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.examples import example_problems
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.algorithms.pipeline.actions import Schedule, folded, looped
+from meshweave.algorithms.pipeline.examples import chain_of_ranks, example_problems
 from meshweave.algorithms.pipeline.functions import reference, stage_functions
+from meshweave.algorithms.pipeline.least_makespan import whole_ticks
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.tensors import tensor_layouts
@@ -64,13 +66,62 @@ def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopolog
 
 
 class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
-    """A schedule of the stages of a pipeline: subclasses write `schedule`, and may refuse problems."""
+    """A schedule of the stages of a pipeline: subclasses write `schedule`, and may refuse problems.
+
+    A planner of training steps asks further methods, which follow from the schedule unless a closed form is known.
+
+    Attributes:
+        is_searched: whether a plan tries the schedule where none is named.
+        stages_per_rank: how many stages a rank has in plans that name no number.
+        uses_times: whether the order of actions depends on what the stages take.
+        repeats: whether each further round of as many micro-batches as ranks takes as long as the one before.
+        waits_at_ends: whether the last rank waits for a whole micro-batch of the stages before it.
+        forwards_first: whether the last stage has all its results before it needs one. Else it needs each at once.
+    """
 
     problem_type = PipelineProblem
+    is_searched: ClassVar[bool] = True
+    stages_per_rank: ClassVar[tuple[int, ...]] = (1, 2)
+    uses_times: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
+    waits_at_ends: ClassVar[bool] = False
+    forwards_first: ClassVar[bool] = False
 
     @abstractmethod
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return the compute actions of each pipeline rank. `stage_ranks` are those of the problem."""
+
+    def for_stages(self, per_rank: int) -> PipelineAlgorithm:
+        """Return the schedule that this one is called with so many stages on each rank."""
+        return self
+
+    def place_stages(self, num_ranks: int, per_rank: int) -> tuple[int, ...] | None:
+        """Return for each stage the rank that has it, or None where there is no such placement.
+
+        Of stages dealt out in turn and, where there are two a rank, stages down the ranks and back up, it is the
+        first that the schedule does not refuse, with micro-batches enough.
+        """
+        placements = [looped(num_ranks, per_rank), *([folded(num_ranks)] if per_rank == 2 else [])]
+        many = 4 * num_ranks * per_rank
+        fitting = (each for each in placements if self.refusal(chain_of_ranks(each, many)) is None)
+        return next(fitting, None)
+
+    def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
+        """Return whether a plan may have the schedule with these numbers; the stages can be placed."""
+        placement = self.place_stages(num_ranks, per_rank)
+        return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None
+
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
+        """Return for each rank the most stashes that it keeps; None: as the schedule itself tells."""
+        return None
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return a lower bound of the schedule's time in the ticks of `times`: here the mean work of a rank."""
+        return micro_batches * sum(whole_ticks(times)) // num_ranks
+
+    def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
+        """Return when the ranks are done, in ticks, by a recurrence that is faster than a graph; None without."""
+        return None
 
     def examples(self) -> Iterator[PipelineProblem]:
         """Yield the small problems that the schedule solves."""

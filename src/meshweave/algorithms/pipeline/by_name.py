@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.algorithms.pipeline import ENTRIES
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded, looped
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zero_bubble import ZeroBubbleAuto
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.describe.layout.mesh import Mesh
-
-_BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class ScheduleRequest:
 
 def schedule_names() -> tuple[str, ...]:
     """Return the names that `schedule_by_name` knows."""
-    return tuple(_BY_NAME)
+    return tuple(SCHEDULES)
 
 
 def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) -> Schedule:
@@ -49,11 +47,11 @@ def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) ->
         UnsupportedError: there is no such schedule.
         LayoutError: the schedule does not take these numbers of stages or micro-batches.
     """
-    entry = _BY_NAME.get(name)
+    entry = SCHEDULES.get(name)
     if entry is None:
         raise UnsupportedError(
-            f"there is no schedule '{printable(name)}'{did_you_mean(name, _BY_NAME)}; there are "
-            f"{', '.join(_BY_NAME)}; a file is named with its .csv"
+            f"there is no schedule '{printable(name)}'{did_you_mean(name, SCHEDULES)}; there are "
+            f"{', '.join(SCHEDULES)}; a file is named with its .csv"
         )
     reason = ""
     for placement in _placements(request):

@@ -32,6 +32,8 @@ class DelayedWeights(PipelineAlgorithm):
     name = "eager-1f1b-delayed"
     title = "Eager-1F1B, delayed weight gradients"
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
+    is_searched = False  # its gain is that of slow boundaries between meshes, which have plans of their own
+    stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if a pipeline rank holds several stages."""

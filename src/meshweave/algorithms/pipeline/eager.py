@@ -19,6 +19,8 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
     name = "eager-1f1b"
     title = "Eager-1F1B"
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
+    is_searched = False  # its gain is that of slow boundaries between meshes, which have plans of their own
+    stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if a pipeline rank holds several stages."""

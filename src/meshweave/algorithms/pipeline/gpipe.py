@@ -5,8 +5,10 @@ A stage keeps the stashes of all M micro-batches. The bubble is (P - 1) / (M + P
 
 from __future__ import annotations
 
+from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.least_makespan import least_of_looped
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
@@ -16,6 +18,9 @@ class GPipe(PipelineAlgorithm):
     name = "gpipe"
     title = "GPipe"
     source = "Huang et al., GPipe, NeurIPS '19"
+    is_searched = False  # never faster than 1F1B, and keeps more
+    stages_per_rank = (1,)
+    repeats = waits_at_ends = forwards_first = True
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return all forwards, then all backwards, on each rank."""
@@ -29,3 +34,15 @@ class GPipe(PipelineAlgorithm):
             ]
             orders.append(tuple(order))
         return Schedule(problem.stage_ranks, count, tuple(orders))
+
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
+        """Return all micro-batches, of each stage of a rank."""
+        return (micro_batches * per_rank,) * num_ranks
+
+    def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
+        """Return True: any number of micro-batches will do."""
+        return True
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return what the busiest rank takes, between its ends."""
+        return least_of_looped(num_ranks, micro_batches, times)

@@ -8,8 +8,10 @@ micro-batches, which torch refuses, the first rounds have one more.
 
 from __future__ import annotations
 
+from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule, looped
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.least_makespan import least_of_looped
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
@@ -19,6 +21,9 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
     name = "interleaved-1f1b"
     title = "Interleaved 1F1B"
     source = "Narayanan et al., Megatron-LM, SC '21"
+    is_searched = False  # 1F1B with several stages a rank is this one
+    stages_per_rank = (2, 3, 4, 6, 8, 12)
+    repeats = waits_at_ends = True
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if stages are not dealt out to ranks in turn."""
@@ -33,6 +38,23 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         rounds = round_sizes(count, ranks)
         orders = tuple(_order(rank, problem.stages_of(rank), ranks, rounds) for rank in range(ranks))
         return Schedule(problem.stage_ranks, count, orders)
+
+    def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
+        """Return whether micro-batches are whole rounds, as Megatron-LM wants them (section 2.2)."""
+        return micro_batches % num_ranks == 0
+
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
+        """Return the forwards of the warm-up and one more for each rank, or those of all micro-batches."""
+        ahead = (per_rank - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
+        most = micro_batches * per_rank
+        return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return what the busiest rank takes, between its ends."""
+        return least_of_looped(num_ranks, micro_batches, times)
+
+
+INTERLEAVED_1F1B = InterleavedOneForwardOneBackward()
 
 
 def round_sizes(micro_batches: int, ranks: int) -> list[int]:

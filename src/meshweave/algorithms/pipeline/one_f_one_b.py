@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.interleaved import INTERLEAVED_1F1B
+from meshweave.algorithms.pipeline.least_makespan import longest_of_1f1b
 from meshweave.algorithms.pipeline.problem import PipelineProblem
+from meshweave.algorithms.pipeline.slotted import ends_in_slots
 
 
 class OneForwardOneBackward(PipelineAlgorithm):
@@ -19,6 +23,8 @@ class OneForwardOneBackward(PipelineAlgorithm):
     name = "1f1b"
     title = "1F1B"
     source = "Narayanan et al., PipeDream, SOSP '19"
+    stages_per_rank = (1, *INTERLEAVED_1F1B.stages_per_rank)
+    repeats = waits_at_ends = True
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if a pipeline rank holds several stages."""
@@ -27,6 +33,30 @@ class OneForwardOneBackward(PipelineAlgorithm):
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         """Return P - i forwards on stage i, then backwards and forwards in turn."""
         return alternating(problem, lambda stage: problem.num_stages - stage)
+
+    def for_stages(self, per_rank: int) -> PipelineAlgorithm:
+        """Return interleaved 1F1B for several stages a rank."""
+        return INTERLEAVED_1F1B if per_rank > 1 else self
+
+    def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
+        """Return True: any number of micro-batches will do."""
+        return True
+
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
+        """Return P - i for rank i, or all micro-batches."""
+        return tuple(min(micro_batches, num_ranks - rank) for rank in range(num_ranks))
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return the longest of some paths through the actions (`least_makespan`)."""
+        return longest_of_1f1b(micro_batches, times)
+
+    def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
+        """Return when many ranks are done, slot by slot."""
+        return ends_in_slots(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
+
+
+_MANY_RANKS = 16
+"""So many ranks are timed faster slot by slot than by their graph."""
 
 
 def several_stages(problem: PipelineProblem) -> str | None:

@@ -10,6 +10,7 @@ from meshweave.algorithms.pipeline.actions import Schedule, folded
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
+from meshweave.algorithms.pipeline.least_makespan import least_of_split
 from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
 from meshweave.algorithms.pipeline.program import stage_durations
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
@@ -50,6 +51,7 @@ class ZeroBubbleH1(_ZeroBubble):
     name = "zb-h1"
     title = "ZB-H1"
     source = _SOURCE
+    stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, or None."""
@@ -59,6 +61,14 @@ class ZeroBubbleH1(_ZeroBubble):
         """Return ZB-H1: weight gradients in the bubbles of 1F1B, with its stashes."""
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
+        """Return those of the first rank of 1F1B for every rank, where there are micro-batches enough."""
+        return (num_ranks,) * num_ranks if micro_batches >= num_ranks else None
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return the longest of some paths through the actions (`least_makespan`)."""
+        return least_of_split(False, num_ranks, micro_batches, times)
+
 
 class ZeroBubbleV(_ZeroBubble):
     """Two stages a rank in a V; no bubble where forward, input and weight gradient take the same time."""
@@ -66,6 +76,7 @@ class ZeroBubbleV(_ZeroBubble):
     name = "zbv"
     title = "ZB-V"
     source = _SOURCE
+    stages_per_rank = (2,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, or None."""
@@ -75,6 +86,14 @@ class ZeroBubbleV(_ZeroBubble):
         """Return ZB-V, for two stages a rank that go down the ranks and back up."""
         return zbv(problem.num_ranks, problem.micro_batches)
 
+    def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
+        """Return two for each rank of the pipeline, where there are micro-batches enough."""
+        return (2 * num_ranks,) * num_ranks if micro_batches >= 2 * num_ranks else None
+
+    def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+        """Return the longest of some paths through the actions (`least_makespan`)."""
+        return least_of_split(True, num_ranks, micro_batches, times)
+
 
 class DualPipeV(_ZeroBubble):
     """Two stages a rank in a V, forwards and backwards beside each other."""
@@ -82,6 +101,8 @@ class DualPipeV(_ZeroBubble):
     name = "dualpipev"
     title = "DualPipeV"
     source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
+    is_searched = False  # in dense layers it hides no more than ZB-V
+    stages_per_rank = (2,)
 
     def examples(self) -> Iterator[PipelineProblem]:
         """Yield two ranks, and one that has both stages."""
@@ -107,6 +128,9 @@ class ZeroBubbleAuto(_ZeroBubble):
     """
 
     source = _SOURCE
+    is_searched = False  # made anew for each choice
+    stages_per_rank = (1,)
+    uses_times = True
     factor: ClassVar[int]
     """The memory of a rank, in stashes over ranks."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.links import require_at_least
+from meshweave.describe.machine.runtime import RUNTIMES, Runtime
 
 WORK_KINDS = (
     "attention",
@@ -27,7 +29,8 @@ class Chip:
 
     Attributes:
         peak_flops_per_s: (dtype, FLOP/s) pairs.
-        effective_flops_per_s: the FLOP/s that large GEMMs reach, in every dtype that `dtype_flops_per_s` lacks.
+        effective_flops_per_s: the FLOP/s that large GEMMs reach, in every dtype that `dtype_flops_per_s` lacks; in
+            a dtype that is slower than another, no more than its peak.
         memory_bytes, memory_bytes_per_s: size and bandwidth of the chip's main memory.
         launch_s: seconds to start one kernel.
         gemm_tile: (m, n, k) in elements, the tiles in which a GEMM streams through on-chip memory; None if
@@ -42,6 +45,7 @@ class Chip:
             memory; empty where rates say all.
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
+        runtime: the software that drives it, a name of `describe.machine.runtime`.
 
     Raises:
         DescriptionError: a value is out of range.
@@ -62,6 +66,7 @@ class Chip:
     pack_launch_s: float = 0.0
     pack_bytes_per_s: float = 0.0
     gpu: str = ""
+    runtime: str = "cuda"
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -82,6 +87,11 @@ class Chip:
         require_at_least(
             f"chip {self.name}", 0, pack_launch_s=self.pack_launch_s, pack_bytes_per_s=self.pack_bytes_per_s
         )
+        if self.runtime not in RUNTIMES:
+            raise DescriptionError(
+                f"chip {self.name}: there is no runtime '{self.runtime}'{did_you_mean(self.runtime, RUNTIMES)}; "
+                f"there are {', '.join(RUNTIMES)}"
+            )
         if self.accumulate_share > 1:
             raise DescriptionError(
                 f"chip {self.name}: accumulate_share is {self.accumulate_share}; give a share from 0 to 1"
@@ -94,6 +104,11 @@ class Chip:
             raise DescriptionError(
                 f"chip {self.name}: gemm_tile and kernels both say what products load; give one of them"
             )
+
+    @property
+    def driver(self) -> Runtime:
+        """Return what its runtime takes of its memory."""
+        return RUNTIMES[self.runtime]
 
     def peak(self, dtype: str) -> float:
         """Return the peak FLOP/s in `dtype`. Raises DescriptionError if the chip's table has none."""
@@ -114,10 +129,15 @@ class Chip:
         for known, rate in self.dtype_flops_per_s:
             if known == dtype:
                 return rate
-        return self.effective_flops_per_s
+        peaks = dict(
+            self.peak_flops_per_s
+        )  # the rate is that of the fastest dtype: no other reaches more than its peak
+        is_slower = peaks.get(dtype, math.inf) < max(peaks.values())
+        return min(self.effective_flops_per_s, peaks[dtype]) if is_slower else self.effective_flops_per_s
 
     def with_flops_per_s(self, rate: float) -> Chip:
         """Return the chip with one FLOP rate for all dtypes, all kinds of work and all shapes."""
+        by_dtype = tuple((dtype, rate) for dtype, _ in self.peak_flops_per_s)
         return replace(
-            self, effective_flops_per_s=rate, dtype_flops_per_s=(), call_flops_per_s=(), kernels=None
+            self, effective_flops_per_s=rate, dtype_flops_per_s=by_dtype, call_flops_per_s=(), kernels=None
         )

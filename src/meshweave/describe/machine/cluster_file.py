@@ -52,8 +52,8 @@ class ChipFile(FileModel):
     )
     effective_flops_per_s: Rate | None = Field(
         None,
-        description="FLOP/s that large GeMMs reach in dtypes without a rate of their own (left out: the peak of "
-        "each dtype, and the highest), a number of at least 1",
+        description="FLOP/s that large GeMMs reach in dtypes without a rate of their own, at most the peak of a "
+        "slower dtype (left out: the peak of each dtype, and the highest), a number of at least 1",
     )
     dtype_flops_per_s: dict[str, Rate] = Field(
         default_factory=dict,
@@ -103,6 +103,12 @@ class ChipFile(FileModel):
         "of the catalog or a file, found from this one's folder (left out: the rates above alone)",
     )
 
+    runtime: Literal["cuda", "tpu", "none"] = Field(
+        "cuda",
+        description="the software whose context and communication buffers take memory besides tensors: one of "
+        '"cuda", "tpu" and "none" (a CPU)',
+    )
+
     def chip(self, source: str, folder: Path | None = None) -> Chip:
         """Return the chip that this table describes; `source` stands in if the table names none.
 
@@ -127,6 +133,7 @@ class ChipFile(FileModel):
             self.pack_launch_s,
             self.pack_bytes_per_s,
             gpu_reference(self.gpu, folder) if self.gpu else "",
+            self.runtime,
         )
 
 

@@ -1,17 +1,39 @@
-"""What a cluster description leaves out of a plan: costs that are zero there and are not zero anywhere."""
+"""What a cluster description leaves out of a plan: kernels that nobody measured, and costs that are zero."""
 
 from __future__ import annotations
 
+from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import COMM_KINDS, NetworkAxis
 from meshweave.describe.machine.network import with_axes
 
 
-def costs_left_out(cluster: Cluster) -> str:
-    """Return one sentence that names the costs which are zero in a description; "" where there are none.
+def best_product_rate(chip: Chip, dtype: str) -> float | None:
+    """Return the highest FLOP/s at which products in a dtype were measured; None where none were."""
+    if chip.kernels is None:
+        return None
+    constants, table = chip.kernels.product(dtype), chip.kernels.table(dtype)
+    rates = [constants.flops_per_s] if constants is not None else []
+    rates += [max(2 * m * n * k / seconds for m, n, k, seconds in table.points)] if table is not None else []
+    return max(rates, default=None)
 
-    Links without launch and synchronisation let a tuner cut products as finely as it likes. A chip that reaches
-    its peak at every size lets it report nearly all of it.
+
+def unmeasured_kernels(chip: Chip, dtype: str) -> str:
+    """Return in one line at which rate products are priced that nobody measured; "" where somebody did."""
+    if best_product_rate(chip, dtype) is not None:
+        return ""
+    rate, peak = chip.flops_per_s(dtype), dict(chip.peak_flops_per_s).get(dtype)
+    words = f"{rate / 1e12:.4g} TFLOP/s"
+    if peak is not None:
+        share = "the peak" if rate == peak else f"{100 * rate / peak:.4g} % of the peak"
+        words = f"{share} of its datasheet, {words}"
+    return f"{chip.name} has no measured kernels for {dtype}: products of every size are priced at {words}"
+
+
+def costs_left_out(cluster: Cluster) -> str:
+    """Return one sentence that names the communication which is free in a description; "" where there is none.
+
+    Links without launch and synchronisation let a tuner cut products as finely as it likes.
     """
     free: list[str] = []
 
@@ -22,13 +44,10 @@ def costs_left_out(cluster: Cluster) -> str:
         return axis
 
     with_axes(cluster.network, look)
-    chip, parts = cluster.chip, []
-    if free:
-        names = ", ".join(dict.fromkeys(free))
-        parts.append(f"launching and synchronising on {names} costs nothing")
-    if chip.kernels is None and chip.effective_flops_per_s >= max(rate for _, rate in chip.peak_flops_per_s):
-        parts.append("products of every size reach the chip's peak")
-    if not parts:
+    if not free:
         return ""
-    free_costs = " and ".join(parts)
-    return f"note: with the constants of {cluster.name}, {free_costs}; run calibrate, or give measured ones"
+    names = ", ".join(dict.fromkeys(free))
+    return (
+        f"note: with the constants of {cluster.name}, launching and synchronising on {names} costs nothing; "
+        "run calibrate, or give measured ones"
+    )

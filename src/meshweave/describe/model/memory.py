@@ -7,7 +7,7 @@ product gathers slices of its operands come on top: they are part of a plan's pe
 Sources:
     Rajbhandari et al., ZeRO (SC '20), section 3.1: bytes of weights, gradients and optimiser states.
     Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23), section 4:
-    bytes of activations, equation 1; what recomputation leaves of them, table 2; FLOPs of a step, equation 7.
+    bytes of activations, equation 1; what recomputation leaves of them, table 2; FLOPs of a step, equations 7, 8.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from meshweave.describe.model.workload import Workload
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+Pairs = Literal["causal", "all"]
+"""The pairs of tokens whose attention counts as FLOPs. "causal": the s (s + 1) / 2 of a sequence that a causal
+mask leaves, which kernels compute and prices have (Dao, FlashAttention-2, 2023, section 4.1; Megatron-LM of 2025,
+`num_floating_point_operations`). "all": s s, masked or not (Chowdhery et al., PaLM, 2022, appendix B; Korthikanti
+et al., equation 7)."""
 
 ADAM_BYTES = {2: 12, 4: 8, 8: 16}
 """Adam's bytes per parameter beyond weights and gradients, by bytes of a weight. Beside 16-bit weights: a
@@ -56,17 +62,28 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
     return linear + (model.num_heads * s * s * b * (2 * e + 1) if recompute == "none" else 0)
 
 
-def step_flops(model: Transformer, workload: Workload) -> int:
-    """Return the FLOPs of a training step, forward and backward, without recomputation; a multiply-add is 2 FLOPs.
+def step_flops(
+    model: Transformer, workload: Workload, pairs: Pairs = "causal", recompute: Recompute = "none"
+) -> int:
+    """Return the FLOPs of a training step, forward and backward; a multiply-add is 2 FLOPs.
 
     Three products of 2 FLOPs per weight and token for each fully connected layer and for the logits (where the
-    vocabulary is known), and attention's two products, `12 b s s a d` a block. For a d = h and f = 4 h that is
-    `72 b s L h h (1 + s / 6 h + v / 12 h L)`, equation 7 of Korthikanti et al. Masks save no FLOPs here.
+    vocabulary is known), and attention's two products, `12 b p a d` a block with p pairs of tokens a sequence.
+    With all pairs, for a d = h and f = 4 h, that is `72 b s L h h (1 + s / 6 h + v / 12 h L)`, equation 7 of
+    Korthikanti et al.
+
+    Args:
+        pairs: the pairs of tokens that count.
+        recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
+            forward part (Narayanan et al., SC '21, equation 3).
     """
     weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
     logits = model.hidden * (model.vocab_size or 0)
-    attention = 12 * workload.tokens * workload.sequence * model.num_heads * model.head_dim
-    return 6 * workload.tokens * (model.num_layers * weights + logits) + model.num_layers * attention
+    keys_twice = 2 * workload.sequence if pairs == "all" else workload.sequence + 1
+    attention = 2 * workload.tokens * keys_twice * model.num_heads * model.head_dim  # forward
+    again = {"none": 0, "selective": attention, "full": 2 * workload.tokens * weights + attention}
+    products = 6 * workload.tokens * (model.num_layers * weights + logits)
+    return products + model.num_layers * (3 * attention + again[recompute])
 
 
 @dataclass(frozen=True)

@@ -86,19 +86,27 @@ class HeartbeatWatch:
     """The heartbeats of the other ranks that one rank has read since a wait of its own failed.
 
     Attributes:
+        stale_s: seconds of silence after which a rank is silent.
         beats: the last heartbeat of each other rank; None where there was none.
         num_rounds: number of readings.
+        stopped_before: the ranks that a signal had ended by the first reading.
     """
 
     def __init__(self, others: Iterable[int], *, interval_s: float, stale_s: float) -> None:
-        self._interval_s, self._stale_s = interval_s, stale_s
+        self._interval_s, self.stale_s = interval_s, stale_s
         self._first: dict[int, int] = {}
         self._silence_s = dict.fromkeys(others, 0.0)
         self.beats: dict[int, Beat | None] = dict.fromkeys(self._silence_s)
         self.num_rounds = 0
+        self.stopped_before: list[int] = []
+        self._ended: frozenset[int] = frozenset()
 
     def feed(
-        self, elapsed_s: float, beats: Mapping[int, Beat | None], unreadable: Collection[int] = ()
+        self,
+        elapsed_s: float,
+        beats: Mapping[int, Beat | None],
+        unreadable: Collection[int] = (),
+        ended: Iterable[int] = (),
     ) -> None:
         """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
 
@@ -106,7 +114,9 @@ class HeartbeatWatch:
 
         Args:
             unreadable: ranks whose heartbeat a stranger has overwritten, which are not silent for that.
+            ended: ranks whose processes had ended before the reading: what they said was their last word.
         """
+        self._ended = frozenset(ended)
         heard_s = min(elapsed_s, 2 * self._interval_s) if self.num_rounds else 0.0
         for rank, before in self.beats.items():
             beat = beats.get(rank)
@@ -116,6 +126,8 @@ class HeartbeatWatch:
                 self._silence_s[rank] = 0.0 if beat != before else self._silence_s[rank] + heard_s
         self.beats = {rank: beats.get(rank) for rank in self.beats}
         self.num_rounds += 1
+        if self.num_rounds == 1:
+            self.stopped_before = self.in_state("stopped")
 
     def in_state(self, *states: State) -> list[int]:
         """Return the ranks whose last beat carried one of `states`."""
@@ -123,15 +135,23 @@ class HeartbeatWatch:
 
     @property
     def silent(self) -> list[int]:
-        """The ranks that are still `alive` by their last heartbeat but did not beat for `stale_s`."""
-        return [r for r, s in self._silence_s.items() if s >= self._stale_s and not self._has_left(r)]
+        """The ranks that are `alive` by their last heartbeat, but did not beat for `stale_s` or have ended."""
+        return [rank for rank in self.beats if self._is_silent(rank) and not self._has_left(rank)]
+
+    def _is_silent(self, rank: int) -> bool:
+        return rank in self._ended or self._silence_s[rank] >= self.stale_s
+
+    @property
+    def out_of_order(self) -> list[int]:
+        """The ranks that have beaten once, did not leave in peace, and beat no more."""
+        beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
+        return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]
 
     @property
     def is_undecided(self) -> bool:
         """Whether some rank is neither known to be alive, nor to have left, nor to be silent yet."""
         return self.num_rounds == 0 or any(
-            not self._has_left(rank) and silence_s < self._stale_s and not self._is_well(rank)
-            for rank, silence_s in self._silence_s.items()
+            not (self._has_left(rank) or self._is_silent(rank) or self._is_well(rank)) for rank in self.beats
         )
 
     def _has_left(self, rank: int) -> bool:
@@ -183,7 +203,8 @@ def blame(
     A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise silent,
     failed and accused ranks are blamed first. A rank that left because of other ranks (`lost`) is never blamed. A
     rank that is `done` is blamed if the wait was for it. If `peers` is unknown, ranks that are `done` or were
-    `stopped` are blamed only where no other rank can be.
+    `stopped` are blamed only where no other rank can be; of the latter first those that were before this rank
+    looked, for a launcher stops the others because of the first.
 
     Args:
         watch: the heartbeats that `rank` has read.
@@ -202,6 +223,7 @@ def blame(
     if not blamed and gave_up:
         beat = watch.beats[gave_up[0]]
         return BlamedRanks((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
+    blamed = blamed or watch.stopped_before
     has_left = not blamed
     blamed = blamed or watch.in_state("stopped")
     # An overdue wait may well be for a rank that still works; a broken connection was somebody's who left.

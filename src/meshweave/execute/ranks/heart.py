@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from meshweave.execute.ranks.peers import PeerProcesses, own_process
 from meshweave.execute.ranks.signing import sign, verify
 
 _NEWS_KEY = "meshweave/news"
+_MOST_PROCESSES = 256  # that one beat looks for
 
 
 class Store(Protocol):
@@ -47,10 +48,12 @@ class Heart:
     """The beating thread of a rank and what it has heard. `round` guards all that changes.
 
     Attributes:
+        interval_s: seconds between beats.
         round: notified after each beat.
         news: ours and everybody's.
         store_gone: whether the store has ended, or this heart has stopped without being told to.
         paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
+        num_rounds: how often it has beaten.
         last_pause: when it last went on after a stop (monotonic seconds; 0 if never), and how long that was.
     """
 
@@ -66,10 +69,11 @@ class Heart:
         is_wanted: Callable[[], bool],
     ) -> None:
         self._rank, self._others = rank, tuple(others)
-        self._interval_s, self._stale_s, self._is_wanted = interval_s, stale_s, is_wanted
+        self.interval_s, self._stale_s, self._is_wanted = interval_s, stale_s, is_wanted
         self.round = threading.Condition()
         self.news, self.store_gone, self.paused_s = news, False, 0.0
         self.last_pause = (0.0, 0.0)
+        self.num_rounds = 0
         self._wake = threading.Event()
         self._watches: list[HeartbeatWatch] = []
         self._last_beats: dict[int, Beat] = {}  # of others that have beaten: reading them cannot block
@@ -87,19 +91,29 @@ class Heart:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[HeartbeatWatch]:
-        """Hold `round` and yield a watch that every beat feeds meanwhile."""
-        watch = HeartbeatWatch(self._others, interval_s=self._interval_s, stale_s=self._stale_s)
+        """Hold `round` and yield a watch of all ranks that every beat feeds meanwhile."""
         with self.round:
-            self._watches.append(watch)
-            self._wake.set()
+            watch = self.add_watch(self._others, self._stale_s)
             try:
                 yield watch
             finally:
                 self._watches.remove(watch)
 
+    def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
+        """Return a watch of some ranks that every beat feeds from here on."""
+        watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
+        self._watches.append(watch)
+        self._wake.set()
+        return watch
+
+    def next_ranks(self, count: int) -> tuple[int, ...]:
+        """Return the ranks that follow this one in a circle of all, `count` of them or as many as there are."""
+        later = [rank for rank in self._others if rank > self._rank]
+        return (*later, *self._others[: len(self._others) - len(later)])[:count]
+
     def wait_for_beat(self) -> None:
         """Wait for the end of the next beat, an interval at most. The caller holds `round`."""
-        self.round.wait(self._interval_s)
+        self.round.wait(self.interval_s)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` whose processes, on this host, have ended. The next beat looks for them."""
@@ -167,34 +181,39 @@ class Heart:
             with self.round:
                 if closing and self._state == "alive":
                     self._state = "done"
-                version, watched, news = self._version, bool(self._watches), self.news
+                version, watches, news = self._version, tuple(self._watches), self.news
                 beat = Beat(count, self._state, self._detail, news.digest)
             store.set(_beat_key(self._rank), sign(_beat_key(self._rank), beat.encode()))
             # Also the round trip that proves that the beat has arrived.
             news = _merge_news(store, news)
-            beats, unreadable = self._read_beats(store) if watched else ({}, set())
+            watched = sorted({rank for watch in watches for rank in watch.beats})
+            if len(watched) <= _MOST_PROCESSES:
+                self._sought |= frozenset(watched)
             self._find_processes(store)
+            ended = self._peers.ended(watched)  # before their last words are read
+            beats, unreadable = self._read_beats(store, watched)
             now = time.monotonic()
             with self.round:
                 is_new = news.merge(self.news) != self.news
                 self.news = self.news.merge(news)
+                self.num_rounds += 1
                 self._stored_version, self.paused_s, self._last_round = version, 0.0, now
-                for watch in self._watches if watched else ():
-                    watch.feed(now - last, beats, unreadable)
+                for watch in watches:
+                    watch.feed(now - last, beats, unreadable, ended)
                 self.round.notify_all()
             if closing:
                 return
             count, last = count + 1, now
             if not is_new:  # else say at once that it was heard
-                self._wake.wait(self._interval_s)
+                self._wake.wait(self.interval_s)
                 slept_s = time.monotonic() - now
-                if slept_s > self._interval_s + self._stale_s:  # a signal has stopped this process, perhaps
+                if slept_s > self.interval_s + self._stale_s:  # a signal has stopped this process, perhaps
                     self.paused_s, self.last_pause = slept_s, (time.monotonic(), slept_s)
 
-    def _read_beats(self, store: Store) -> tuple[dict[int, Beat | None], set[int]]:
-        """The last heartbeat of each other rank, and the ranks whose value is none of this run, or an old one."""
-        keys = {rank: _beat_key(rank) for rank in self._others}
-        known = [rank for rank in self._others if rank in self._last_beats or store.check([keys[rank]])]
+    def _read_beats(self, store: Store, ranks: Sequence[int]) -> tuple[dict[int, Beat | None], set[int]]:
+        """The last heartbeat of each of `ranks`, and those whose value is none of this run, or an old one."""
+        keys = {rank: _beat_key(rank) for rank in ranks}
+        known = [rank for rank in ranks if rank in self._last_beats or store.check([keys[rank]])]
         values = store.multi_get([keys[rank] for rank in known]) if known else []
         unreadable = set()
         for rank, value in zip(known, values, strict=True):
@@ -207,7 +226,7 @@ class Heart:
                 unreadable.add(rank)
             else:
                 self._last_beats[rank] = beat
-        return {rank: self._last_beats.get(rank) for rank in self._others}, unreadable
+        return {rank: self._last_beats.get(rank) for rank in ranks}, unreadable
 
     def _find_processes(self, store: Store) -> None:
         """Look for the processes that somebody waits for."""

@@ -45,6 +45,7 @@ from meshweave.execute.ranks.blame import (
     ranks_text,
 )
 from meshweave.execute.ranks.heart import Heart, Store, hosts_store
+from meshweave.execute.ranks.monitor import PeerMonitor
 from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
 
@@ -86,7 +87,7 @@ class Guard:
         if self._peers is None or (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + _LOOK_S
-        if ended := set(self._liveness._heart.ended(self._peers)):
+        if ended := set(self._liveness.heart.ended(self._peers)):
             try:
                 ended.intersection_update(unheard())
             except (RuntimeError, OSError):
@@ -97,7 +98,7 @@ class Guard:
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         self._next_look = self._start + _FIRST_LOOK_S
-        self._liveness._waits[id(self)] = self.what
+        self._liveness._waits[id(self)] = self
         return self
 
     def __exit__(
@@ -163,12 +164,16 @@ class Liveness:
         if store_rank is None:
             store_rank = rank if hosts_store(store) else NO_RANK if rank == likely_store_rank else None
         self._likely_store_rank = likely_store_rank
-        self._waits: dict[int, str] = {}  # what guards are waiting for, to be named when a signal comes
+        self._waits: dict[int, Guard] = {}  # to be named when a signal comes
+        self._monitor: PeerMonitor | None = None
+        self._verdict: BlamedRanks | None = None  # what the monitor has found
+        self.end_process: Callable[[RankLostError], None] | None = None
+        """What the monitor ends this process by, where that is not by a line on stderr."""
         self._closed = False
         self._signals: SignalReport | None = None
         self._pid = os.getpid()
         # A connection of its own is cloned from the store, so that no call of others holds a beat up.
-        self._heart = Heart(
+        self.heart = Heart(
             store,
             rank,
             sorted(set(ranks) - {rank}),
@@ -215,6 +220,39 @@ class Liveness:
             raise RankLostError(finding.reason, ())
         return finding.missing
 
+    def watch_peers(self, deadline_s: float, end_waits: Callable[[], None]) -> None:
+        """From here on end this process's waits for ranks that ended, or were silent for about `deadline_s`.
+
+        Args:
+            end_waits: closes the connections of this process. See `monitor` for when, and what comes then.
+        """
+        if self._monitor is None:
+            self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)
+        self._monitor.expect_within(deadline_s)
+
+    def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
+        """Look at all ranks; return an error that names the lost ones, which the others are told. None without.
+
+        Args:
+            store_hangs: whether the store has not answered for so long that nobody need listen.
+        """
+        finding = self._look(patient=False, overdue=True, peers=None, store_hangs=store_hangs)
+        if not finding.missing or finding.has_left:
+            return None
+        lost = RankLostError(finding.reason, finding.missing)
+        self._verdict = finding
+        self._announce("lost", _one_line(lost), finding.missing)
+        return lost
+
+    def check_lost(self) -> None:
+        """Raise RankLostError where the monitor has found that ranks are lost."""
+        if self._verdict is not None:
+            raise RankLostError(self._verdict.reason, self._verdict.missing)
+
+    def waits_since(self, seconds: float) -> bool:
+        """Return whether a guarded wait of this process has taken as long."""
+        return any(wait.waited_s >= seconds for wait in list(self._waits.values()))
+
     def install_signal_report(
         self,
         signum: signal.Signals = signal.SIGTERM,
@@ -238,12 +276,12 @@ class Liveness:
                 f"{signum.name} has a handler from outside Python, which cannot be chained to"
             )
         assert self._signals is None, "installed twice"
-        self._signals = SignalReport(signum, self._signal_line, write or write_stderr)
+        self._signals = SignalReport(signum, self.signal_line, write or write_stderr)
 
     @property
     def is_closed(self) -> bool:
         """Whether this rank has said farewell, or its store has ended."""
-        return self._closed or self._heart.store_gone
+        return self._closed or self.heart.store_gone
 
     def close(self, error: BaseException | None = None) -> None:
         """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace.
@@ -259,7 +297,7 @@ class Liveness:
             return
         if isinstance(error, SystemExit) and not error.code:
             error = None
-        if self._heart.has_left and not isinstance(error, RankLostError):
+        if self.heart.has_left and not isinstance(error, RankLostError):
             pass  # the first farewell stays
         elif isinstance(error, RankLostError):
             self._announce("lost", _one_line(error), error.missing)
@@ -271,7 +309,7 @@ class Liveness:
             self._announce("done")
         if self._hosts_store:  # whatever else it leaves for, the others have heard
             self._wait_for_others(lambda beat: False, self._settle_s if error is None else self._stale_s / 2)
-        self._heart.stop(self._settle_s if self._heart.is_beating else 0.0)
+        self.heart.stop(self._settle_s if self.heart.is_beating else 0.0)
         if self._signals is not None:
             self._signals.uninstall()
 
@@ -294,7 +332,7 @@ class Liveness:
             return None
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
-        resumed_at, paused_s = self._heart.last_pause
+        resumed_at, paused_s = self.heart.last_pause
         since = time.monotonic() - wait.waited_s - wait.deadline_s  # an earlier wait may have had its answers
         if finding.missing and self._hosts_store and paused_s and resumed_at >= since:
             # The store was stopped with this rank, and the others could not say that they left because of it.
@@ -312,26 +350,33 @@ class Liveness:
         self._announce("overdue", _one_line(late))
         return late
 
-    def _signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
-        """What to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
-        if not ignored:
-            self._announce("stopped", signum.name)
-        finding = self._look(patient=False, overdue=True, peers=None)
-        waits = " and ".join(sorted(set(self._waits.values())))
+    def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
+        """Return what to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
+        waits = " and ".join(sorted({wait.what for wait in list(self._waits.values())}))
         while_ = f" while waiting for {waits}" if waits else ""
+        finding = self._look(patient=False, overdue=True, peers=None)
         why = finding.reason or finding.given_up or "every other rank still answers"
         missing = () if finding.has_left else finding.missing
+        if missing:
+            self._announce("lost", why, missing)
+        elif not ignored:
+            self._announce("stopped", signum.name)
         return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", missing
 
-    def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> BlamedRanks:
+    def _look(
+        self, *, patient: bool, overdue: bool, peers: Iterable[int] | None, store_hangs: bool = False
+    ) -> BlamedRanks:
         """Listen until nobody is in doubt, then judge.
 
         `patient`: where nobody is to blame yet, listen to the end. A connection has just been closed, and who
         closed it may still be tidying up with its heart beating.
         """
-        heart, start = self._heart, time.monotonic()
+        if self._verdict is not None:
+            return self._verdict
+        heart, start = self.heart, time.monotonic()
         with heart.watch() as watch:
-            self._listen(watch, start, patient)
+            if not store_hangs:
+                self._listen(watch, start, patient)
             news, paused_s = heart.news, heart.paused_s
             if not heart.store_gone and watch.num_rounds:
                 return blame(self.rank, watch, news.lost, peers, overdue)
@@ -352,10 +397,12 @@ class Liveness:
         return BlamedRanks((host,), f"rank {host}, which hosts the store, stopped answering")
 
     def _listen(self, watch: HeartbeatWatch, start: float, patient: bool) -> None:
-        heart = self._heart
+        heart = self.heart
         while not heart.store_gone:
             waited_s = time.monotonic() - start
             blamed = watch.silent or watch.in_state("failed") or heart.news.lost
+            if watch.num_rounds and heart.news.lost:  # others have listened
+                return
             if not watch.is_undecided and (blamed or not patient or waited_s >= self._settle_s):
                 return
             # On a loaded machine the rounds come slowly, but not a single one means that the store hangs.
@@ -365,18 +412,18 @@ class Liveness:
 
     @property
     def _hosts_store(self) -> bool:
-        return self._heart.news.store_rank == self.rank
+        return self.heart.news.store_rank == self.rank
 
     def _announce(self, state: State, detail: str = "", accused: Iterable[int] = ()) -> None:
         """Put our state (the first farewell stays) and whom we accuse into the store, until all have heard it."""
-        heart = self._heart
+        heart = self.heart
         farewell = f"{state} {detail}" if self._hosts_store and state != "done" else ""
         if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._stale_s):
             self._wait_for_others(lambda beat: beat.heard == heart.news.digest, self._stale_s / 2)
 
     def _wait_for_others(self, is_enough: Callable[[Beat], bool], limit_s: float) -> None:
         """Wait until each rank that still answers has beaten with a beat that is enough, or has left."""
-        heart, until = self._heart, time.monotonic() + limit_s
+        heart, until = self.heart, time.monotonic() + limit_s
         with heart.watch() as watch:
             while heart.is_beating and time.monotonic() < until:
                 lost = heart.news.lost.union(watch.silent)

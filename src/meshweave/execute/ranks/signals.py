@@ -44,6 +44,7 @@ class SignalReport:
         self._thread.start()
         self._next_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous = signal.signal(signum, self._on_signal)
+        os.register_at_fork(after_in_child=self._forget)
 
     def uninstall(self) -> None:
         """Restore the previous handler."""
@@ -59,9 +60,20 @@ class SignalReport:
         self._thread.join()
         os.close(self._reader)
 
+    def _forget(self) -> None:
+        """Let a fork of this process get the signal as if there were no report: the descriptor is the parent's."""
+        with contextlib.suppress(ValueError):  # the fork of another thread than the main one
+            if signal.getsignal(self._signum) == self._on_signal:
+                signal.set_wakeup_fd(-1)
+                signal.signal(self._signum, self._previous)
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # Before the report: nothing to do, the thread is at it. It sends the signal again when it is done.
-        if self._reported and callable(self._previous):
+        # Before the report the thread is at it, or is told here, where somebody took the wakeup descriptor. It
+        # sends the signal again when it is done.
+        if not self._reported:
+            with contextlib.suppress(OSError):
+                os.write(self._writer, bytes([signum]))
+        elif callable(self._previous):
             self._previous(signum, frame)
 
     def _run(self) -> None:
@@ -69,7 +81,9 @@ class SignalReport:
             if self._next_fd >= 0:
                 with contextlib.suppress(OSError):
                     os.write(self._next_fd, received)
-            if self._signum in received and not self._reported:
+            # Whoever has set another handler meanwhile takes care of the signal.
+            is_ours = signal.getsignal(self._signum) == self._on_signal
+            if self._signum in received and is_ours and not self._reported:
                 with contextlib.suppress(Exception):  # whatever goes wrong, the signal must have its way
                     self._write(*self._line(self._signum, self._previous == signal.SIG_IGN))
                 self._reported = True
@@ -92,4 +106,5 @@ def _die_by(signum: int) -> None:
 
 def write_stderr(line: str, missing: tuple[int, ...] = ()) -> None:
     """Write a line even where the rest of the process cannot. The ranks that are `missing` stand in it already."""
-    os.write(2, f"{line}\n".encode())  # not sys.stderr: the main thread may hold its lock
+    if line:
+        os.write(2, f"{line}\n".encode())  # not sys.stderr: the main thread may hold its lock

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from meshweave.base.errors import BindError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, report_path, result_path, write_json
+from meshweave.execute.ranks.last_words import is_transport
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.ranks.liveness import Liveness
-from meshweave.execute.ranks.patience import call_within
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,7 +71,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     function = resolve(job.target)
     import torch.distributed as dist
 
-    from meshweave.execute.torch.world import adopt
+    from meshweave.execute.torch.world import form_world
 
     num_ranks, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=job.deadline_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -84,23 +84,14 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
         stale_s=job.stale_s,
         deadline_s=job.deadline_s,
     )
+    liveness.end_process = partial(_fail, folder, rank)
     with liveness:
         liveness.install_signal_report(write=lambda line, lost: _stopped(folder, rank, line, lost))
-        join = partial(
-            dist.init_process_group,
-            "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=patience,
-        )
-        with liveness.guard("all ranks to join") as wait:
-            call_within(wait.timeout.total_seconds(), join)
-        adopt(liveness)
+        form_world(liveness, store, num_ranks, "gloo", timeout=patience)
         try:
             result = function(RankContext(rank, num_ranks, store, liveness), job.payload)
         except (RuntimeError, OSError) as error:
-            if isinstance(error, MeshweaveError) or not _is_transport(error):
+            if isinstance(error, MeshweaveError) or not is_transport(error):
                 raise
             # A wait without a guard. Unexplained it would make this rank the culprit in the others' eyes.
             with liveness.guard(job.target):
@@ -124,11 +115,6 @@ def resolve(target: str) -> Callable[[RankContext, dict[str, Any]], Any]:
     if not callable(function):
         raise BindError(f"the target {target!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
-
-
-def _is_transport(error: BaseException) -> bool:
-    """Whether an error looks like one of gloo's or the store's: they are plain RuntimeErrors, mostly."""
-    return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
 
 
 def _stopped(folder: Path, rank: int, line: str, missing: tuple[int, ...]) -> None:

@@ -13,21 +13,18 @@ waits: those that poll see the verdict, and connections of gloo are closed, as b
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.world import SignedStore, signed_store
+from meshweave.execute.torch.world import SignedStore, close_connections, signed_store
 
 if TYPE_CHECKING:
     from meshweave.execute.torch.call_order import CallOrder, CallSequence
@@ -40,7 +37,6 @@ _LONGEST_PAUSE_S = 1.0
 _REPLY_S = 1.0  # how long a failed wait is kept for a look at the others
 _NUM_PEERS = 32  # whose records one look reads, in turns where there are more
 _NUM_LISTED = 16  # calls of a sequence in a record
-_ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
 
 Record = Mapping[str, Any]
 """What a rank is in: its "rank", "serial" and "beat", the "current" call if there is one, its "sequences" with
@@ -300,15 +296,10 @@ class WatchedCalls:
         if context is None:
             return
         for ranks, group in context.groups():
-            if self._order.rank not in ranks:
-                continue
-            for peer in ranks:  # of whom the first that is still connected serves for all of the group
-                if peer == self._order.rank:
-                    continue
-                with self._abort_lock, contextlib.suppress(RuntimeError, ValueError):
-                    if not self._is_closed and dist.get_backend(group) == "gloo":
-                        work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
-                        work.wait(timedelta(milliseconds=1))
+            if self._order.rank in ranks:
+                with self._abort_lock:
+                    if not self._is_closed:
+                        close_connections([group])
 
 
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:

@@ -77,6 +77,17 @@ def default_store() -> Any:
     return _private(_C10D, "_get_default_store")()
 
 
+def process_groups() -> list[Any]:
+    """Return the process groups of this process, the default one included.
+
+    Relies on `distributed_c10d._world.pg_map` (torch 2.9 and 2.13); torch has no public list of them.
+
+    Raises:
+        UnsupportedError: the name is gone.
+    """
+    return list(_private(_C10D, "_world").pg_map)
+
+
 def group_by_name(name: str) -> Any:
     """Return the process group of a name that a functional collective was given.
 

@@ -37,7 +37,7 @@ from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
 from meshweave.execute.torch.lanes import LaneThreads
 from meshweave.execute.torch.waits import WaitClock
-from meshweave.execute.torch.world import world_liveness
+from meshweave.execute.torch.world import close_connections, world_liveness
 from meshweave.ir.program import Program
 from meshweave.trace import Trace
 
@@ -110,6 +110,13 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, TorchContext] = weakref.WeakValueDictionary()
 
 
+class _Observers:
+    """Who looks on as the programs of contexts run that belong together."""
+
+    recorder: RunRecorder | None = None
+    waits: WaitClock | None = None
+
+
 class TorchContext:
     """This process among the ranks of `torch.distributed`, as bound programs see it.
 
@@ -138,6 +145,8 @@ class TorchContext:
     ) -> None:
         self.liveness = world_liveness() if liveness is None else liveness or None
         self.deadline_s = deadline_s
+        if self.liveness is not None:
+            self.liveness.watch_peers(deadline_s, close_connections)
         self.device = torch.device(device)
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank: int | None = dist.get_rank() if self.is_distributed else None
@@ -145,15 +154,15 @@ class TorchContext:
         self.number = next(_numbers)
         """Which context of this process it is: text that a graph can hold."""
         _by_number[self.number] = self
-        self.recorder: RunRecorder | None = None
-        """Gets the trace of each program that runs from here on; None, the default, times nothing."""
-        self.lane_threads = LaneThreads(deadline_s)
+        self.lane_threads = LaneThreads(
+            deadline_s, None if self.liveness is None else self.liveness.check_lost
+        )
         self._timeout = timedelta(seconds=deadline_s)
         self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
         """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
         self._caches: dict[type[MutableMapping[Any, Any]], MutableMapping[Any, Any]] = {}
-        self.waits: WaitClock | None = None
-        """Counts the waits of programs that are bound from `count_waits` on; None before."""
+        self._observers = _Observers()
+        self._beside: weakref.WeakSet[TorchContext] = weakref.WeakSet()
         self.programs = ProgramCache(cache_bytes)
         """The products and reshards that are bound in this context."""
         keeps_groups = self.device.type == "cuda"
@@ -180,6 +189,36 @@ class TorchContext:
         if known is None or known[0] is not world:
             known = _defaults[str(device)] = (world, cls(device=device))
         return known[1]
+
+    def beside(self) -> TorchContext:
+        """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
+
+        It has the deadline, liveness and observers of this one, ends with it, and is broken when it is.
+        """
+        new = TorchContext(
+            liveness=self.liveness or False,
+            deadline_s=self.deadline_s,
+            device=self.device,
+            cache_bytes=self.programs.limit_bytes,
+        )
+        new.lane_threads.fail_with(self.lane_threads)
+        new._observers = self._observers
+        self._beside.add(new)
+        return new
+
+    @property
+    def recorder(self) -> RunRecorder | None:
+        """Return who gets the trace of each program that runs; None, the default, times nothing."""
+        return self._observers.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: RunRecorder | None) -> None:
+        self._observers.recorder = recorder
+
+    @property
+    def waits(self) -> WaitClock | None:
+        """Return what counts the waits of programs that are bound from `count_waits` on; None before."""
+        return self._observers.waits
 
     def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:
         """Make the groups that `program` needs and that are not there yet. `bind` calls it.
@@ -257,9 +296,8 @@ class TorchContext:
         """
         if self.device.type == "cuda":
             raise UnsupportedError("waits are counted on a CPU; on CUDA bind with trace=True")
-        if self.waits is None:
-            self.waits = WaitClock()
-        return self.waits
+        clock = self._observers.waits = self._observers.waits or WaitClock()
+        return clock
 
     def cache(self, kind: type[CacheT]) -> CacheT:
         """Return this context's one mapping of class `kind`; the first call makes it, empty.
@@ -279,6 +317,8 @@ class TorchContext:
 
         Collective where a cache holds memory of MPI, whose windows are freed by all of their ranks together.
         """
+        for inner in list(self._beside):
+            inner.close()
         for cache in self._caches.values():
             for value in cache.values():
                 if callable(close := getattr(value, "close", None)):

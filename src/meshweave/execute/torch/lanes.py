@@ -111,8 +111,9 @@ class LaneThreads:
     After a failure the lanes of the ranks are out of step, and the threads take no more work.
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float, check_lost: Callable[[], None] | None = None) -> None:
+        self._deadline_s, self._check_lost = deadline_s, check_lost
+        self._failures: list[BaseException] = []
         self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
         self._busy = threading.Lock()
         self._failing = threading.Lock()
@@ -152,16 +153,23 @@ class LaneThreads:
             yield
         except BaseException as error:
             self.error = error
+            self._failures.append(error)
             raise
         finally:
             self._busy.release()
 
+    def fail_with(self, other: LaneThreads) -> None:
+        """Take no more work after a failure of the other's, either."""
+        self._failures = other._failures
+
     def check(self) -> None:
-        """Raise UnsupportedError after a failed run."""
-        if self.error is not None:
-            words = " ".join(str(self.error).split()) or type(self.error).__name__
+        """Raise UnsupportedError after a failed run, RankLostError where ranks are known to be lost."""
+        if self._check_lost is not None:
+            self._check_lost()
+        if self._failures:
+            words = " ".join(str(self._failures[0]).split()) or type(self._failures[0]).__name__
             raise UnsupportedError(
-                f"an earlier run in this context failed, so that ranks are out of step: {words}"
+                f"this context is broken: an earlier run in it failed, so that ranks are out of step: {words}"
             )
 
     def close(self) -> None:
@@ -249,6 +257,7 @@ class LaneThreads:
         with self._failing:
             if self.error is None and not isinstance(error, _Abandoned):
                 self.error = error
+                self._failures.append(error)
         for lane in lanes:
             lane.wake_waiters()
 

@@ -6,16 +6,21 @@ each of one write, one look and one read (0.1 ms of processor time a beat over l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from meshweave.base.errors import BindError, RankLostError
 from meshweave.execute.ranks.heart import innermost_store
+from meshweave.execute.ranks.last_words import install_last_words
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.ranks.signing import sign, verify
@@ -51,6 +56,7 @@ def world_liveness() -> Liveness | None:
                 is_wanted=lambda: _is_default(reference),
             )
             _current = reference, liveness
+            install_last_words(lambda: None if _current is None else _current[1])
         return _current[1]
 
 
@@ -62,7 +68,11 @@ def _usual_store_rank(store: Any) -> int | None:
     """
     port = getattr(innermost_store(store), "port", None)
     is_by_environment = port is not None and os.environ.get("MASTER_PORT") == str(port)
-    return 0 if is_by_environment and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+    return 0 if is_by_environment and not _is_hosted_by_agent() else None
+
+
+def _is_hosted_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def adopt(liveness: Liveness) -> None:
@@ -72,9 +82,99 @@ def adopt(liveness: Liveness) -> None:
         _current = weakref.ref(dist.group.WORLD), liveness
 
 
+def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
+    """Make the default process group that the environment says, as `init_process_group()` does.
+
+    Each rank has a heartbeat from the first moment, so that a rank that does not come, or is lost before the first
+    context is made, is named.
+
+    Args:
+        backend: as for `torch.distributed.init_process_group`.
+        deadline_s: seconds that the others may take to come, and that a rank may be silent from here on.
+
+    Raises:
+        BindError: there is a default process group already, or the environment lacks RANK, WORLD_SIZE, MASTER_ADDR
+            or MASTER_PORT.
+        RankLostError, DeadlineError: ranks did not come.
+    """
+    global _current
+    if dist.is_initialized():
+        raise BindError("there is a default process group already; join_ranks makes it")
+    try:
+        rank, num_ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        address = os.environ["MASTER_ADDR"]
+    except KeyError as error:
+        raise BindError(f"join_ranks needs {error.args[0]} in the environment, as torchrun sets it") from None
+    patience, is_hosted = timedelta(seconds=deadline_s), _is_hosted_by_agent()
+    hosts = rank == 0 and not is_hosted
+    try:
+        options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+        connect = partial(dist.TCPStore, address, port, None, hosts, patience, **options)
+        store = call_within(deadline_s, connect)  # which may take twice its timeout
+    except (RuntimeError, TimeoutError) as error:
+        host = "the agent of torchrun" if is_hosted else "rank 0, which hosts the store,"
+        raise RankLostError(
+            f"{host} never answered at {address}:{port}", () if is_hosted else (0,)
+        ) from error
+    formed: list[weakref.ref[Any]] = []
+    liveness = Liveness(
+        store,
+        rank,
+        range(num_ranks),
+        deadline_s=deadline_s,
+        likely_store_rank=None if is_hosted else 0,
+        is_wanted=lambda: not formed or _is_default(formed[0]),
+    )
+    liveness.watch_peers(deadline_s, close_connections)
+    install_last_words(lambda: None if _current is None else _current[1])
+    # Before there is a group: what ends this process meanwhile is told, too.
+    _current = weakref.ref(liveness), liveness
+    form_world(liveness, store, num_ranks, backend)
+    formed.append(weakref.ref(dist.group.WORLD))
+
+
+def form_world(liveness: Liveness, store: Any, num_ranks: int, backend: str, **options: Any) -> None:
+    """Make the default process group, whose liveness this one is, within its deadline; collective.
+
+    Args:
+        store: that all ranks reach.
+        options: for `torch.distributed.init_process_group`.
+
+    Raises RankLostError or DeadlineError where ranks do not come.
+    """
+    own_store = dist.PrefixStore("group", store)
+    form = partial(
+        dist.init_process_group, backend, store=own_store, rank=liveness.rank, world_size=num_ranks, **options
+    )
+    others = [rank for rank in range(num_ranks) if rank != liveness.rank]
+    with liveness.guard("all ranks to join", peers=others) as wait:
+        call_within(wait.timeout.total_seconds(), form, partial(wait.check_peers, others.copy))
+    adopt(liveness)
+
+
 def _is_default(reference: weakref.ref[Any]) -> bool:
     world = reference()
     return world is not None and dist.group.WORLD is world
+
+
+_ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
+
+
+def close_connections(groups: Sequence[Any] | None = None) -> None:
+    """End waits over gloo: close the connections of process groups, by default all of this process.
+
+    A receive that has no time to wait does it, as a timeout of gloo closes all connections of its group.
+    """
+    for group in compat.process_groups() if groups is None else groups:
+        with contextlib.suppress(RuntimeError, ValueError):
+            if dist.get_backend(group) != "gloo":
+                continue
+            me = dist.get_rank()
+            for peer in dist.get_process_group_ranks(group):  # one that is still connected serves for all
+                if peer != me:
+                    with contextlib.suppress(RuntimeError, ValueError):
+                        work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
+                        work.wait(timedelta(milliseconds=1))
 
 
 class SignedStore:

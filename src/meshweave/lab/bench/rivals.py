@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
@@ -39,7 +40,7 @@ class Rival:
     """An algorithm with a configuration, or PyTorch's DTensor.
 
     Attributes:
-        algorithm: the key in `ALGORITHMS`; "" for DTensor.
+        algorithm: the key in `PRODUCTS_2D`; "" for DTensor.
         ring_directions: in how many directions a collective's ring sends; 0 for gloo's own collectives. With 2, an
             axis of two ranks, which has one link, still gets a ring of one direction.
         inputs_replicated: whether DTensor starts from the placements `REPLICATED_INPUTS`.
@@ -69,7 +70,7 @@ class Rival:
         """Return the lowered program of an algorithm. Raises LayoutError for slices that do not fit the
         problem.
         """
-        program = ALGORITHMS[self.algorithm].program(problem, self.config)
+        program = PRODUCTS_2D[self.algorithm].program(problem, self.config)
         if not self.ring_directions:
             return program
         if self.ring_directions == 2:
@@ -85,7 +86,7 @@ class Rival:
         """Return the seconds by the algorithm's skeleton on a machine; None for DTensor, which has no skeleton."""
         if not self.algorithm:
             return None
-        return estimate_skeleton(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
+        return estimate_skeleton(PRODUCTS_2D[self.algorithm].skeleton(problem, self.config), machine).total_s
 
 
 DTENSOR = Rival("DTensor, same shards"), Rival("DTensor, inputs replicated", inputs_replicated=True)
@@ -132,7 +133,7 @@ def choose_rivals(
     machine = matmul_machine(cluster, problem)
     rivals = []
     for name in names:
-        entry = ALGORITHMS[name]
+        entry = PRODUCTS_2D[name]
         if (
             problem.mesh_shape not in entry.mesh_shapes(problem.num_chips)
             or problem.dataflow not in entry.dataflows

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import estimate_skeleton
@@ -47,13 +48,13 @@ class FidelityCase:
     @cached_property
     def program(self) -> Program:
         """The program that runs: collectives lowered to rings, broadcasts to chains."""
-        program = ALGORITHMS[self.algorithm].program(self.problem, self.config)
+        program = PRODUCTS_2D[self.algorithm].program(self.problem, self.config)
         return lower_chains(lower_rings(program, 1 if self.ring_directions == 1 else 2))
 
     @cached_property
     def skeleton(self) -> Skeleton:
         """The algorithm's skeleton, for the estimate."""
-        return ALGORITHMS[self.algorithm].skeleton(self.problem, self.config)
+        return PRODUCTS_2D[self.algorithm].skeleton(self.problem, self.config)
 
 
 def reached_share_of_pace(cluster: Cluster) -> float:
@@ -86,10 +87,10 @@ def seeded_cases(
         UnsupportedError: no algorithm can use this mesh, or one has no such case on it.
     """
     ranks = math.prod(mesh_shape)
-    usable = [name for name in names or ALGORITHMS if mesh_shape in ALGORITHMS[name].mesh_shapes(ranks)]
+    usable = [name for name in names or PRODUCTS_2D if mesh_shape in PRODUCTS_2D[name].mesh_shapes(ranks)]
     if not usable:
         shape = "x".join(map(str, mesh_shape))
-        raise UnsupportedError(f"none of {', '.join(names or ALGORITHMS)} can use a {shape} mesh")
+        raise UnsupportedError(f"none of {', '.join(names or PRODUCTS_2D)} can use a {shape} mesh")
     return [
         _draw(number, usable[number % len(usable)], random.Random(f"{seed}/{number}"), cluster, mesh_shape)
         for number in range(count)
@@ -100,7 +101,7 @@ def _draw(
     number: int, name: str, rng: random.Random, cluster: Cluster, mesh_shape: tuple[int, ...]
 ) -> FidelityCase:
     for _ in range(_ATTEMPTS):
-        dataflow = rng.choice([d for d in DATAFLOWS if d in ALGORITHMS[name].dataflows])
+        dataflow = rng.choice([d for d in DATAFLOWS if d in PRODUCTS_2D[name].dataflows])
         first, second = (rng.choice(_LOCAL_SIZES) * size for size in mesh_shape[:2])
         ratio = 2 ** rng.uniform(-1, 1)
         target_s = SHORTEST_S * (LONGEST_S / SHORTEST_S) ** rng.uniform(0.1, 0.9)
@@ -136,7 +137,7 @@ def _draw(
 def _pick(name: str, problem: Matmul2dProblem, count: int, rng: random.Random) -> Matmul2dConfig | None:
     if name in ("meshslice", "meshslice_dp"):
         return Matmul2dConfig((1,) * count)
-    candidates: Iterator[Matmul2dConfig] = ALGORITHMS[name].candidates(problem)
+    candidates: Iterator[Matmul2dConfig] = PRODUCTS_2D[name].candidates(problem)
     limit = max(_SLICE_COUNTS)
     if name == "meshslice_tapered":
         offered = [c for c in candidates if len(set(c.slices)) > 1 and c.slice_count <= limit]

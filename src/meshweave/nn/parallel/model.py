@@ -15,6 +15,7 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
@@ -77,12 +78,14 @@ class ParallelModel:
         strategy: the strategy on its ranks.
         report: what was replaced, and what was left.
         blocks: the layers.
+        context: what `parallelize` was given, kept for as long as the model is.
     """
 
     def __init__(
         self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+        self.context: TorchContext | None = None
         self._arguments = ForwardArguments(module, names.has_causal_loss)
         self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
         self._plan_layers()
@@ -255,11 +258,13 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    context: TorchContext | None = None,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
     Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
-    of transformers in the style of GPT-2, Llama, Qwen2 and Mistral are recognised by the names of their modules.
+    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), models of plain torch in
+    the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
 
     Args:
         module: the model.
@@ -271,6 +276,8 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
+            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
 
     Returns:
         The model, to train: see `ParallelModel`.
@@ -279,13 +286,15 @@ def parallelize(
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
         LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
         PlanError: the plan counts on overlap that is not obtained here.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config, overlap)
+    resolved = resolve(plan, device_mesh, config, overlap, context)
     check_unaltered(module)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-    _seed_alike(resolved.strategy)
     model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
+    model.context = context
+    _seed_alike(resolved.strategy)
     module.forward = model.forward
     refuse_features(module, names.layers)
     return model

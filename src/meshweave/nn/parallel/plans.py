@@ -7,11 +7,21 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import Overlap
-from meshweave.algorithms.block.roles import BATCH, FULLY_SHARDED, GATHERED_ONCE, IDLE, REDUCED_LAST, RING
+from meshweave.algorithms.block.roles import (
+    BATCH,
+    FULLY_SHARDED,
+    GATHERED_ONCE,
+    IDLE,
+    REDUCED_LAST,
+    RING,
+    AxisRole,
+)
+from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
-from meshweave.nn.parallel.strategy import LayerStrategy, block_entry, device_mesh_for
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import load_plan
 from meshweave.tune.step import Parallelism, Step
 from meshweave.tune.step.layers import best_config, hidden_between_sites_s
@@ -35,11 +45,13 @@ def resolve(
     device_mesh: DeviceMesh | None,
     config: BlockConfig | None,
     overlap: Overlap | None = None,
+    context: TorchContext | None = None,
 ) -> ResolvedPlan:
     """Return what a plan stands for on a device mesh, or on all ranks where there is none.
 
     Args:
         overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
+        context: that programs run in; None for the default one.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -51,17 +63,17 @@ def resolve(
         config = config or best_config(plan.problem, plan.parallelism)
         plan = plan.parallelism
     if isinstance(plan, Parallelism):
-        return _of_parallelism(plan, device_mesh, config)
+        return _of_parallelism(plan, device_mesh, config, context)
     if isinstance(plan, Path) or str(plan).endswith(".json"):
-        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap)
+        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap, context)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
         if not sizes:
             raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
         shape = tuple(int(size) for size in sizes.split("x"))
-        device_mesh = device_mesh_for(block_entry(name), shape, "cpu")
-    return ResolvedPlan(LayerStrategy.of(name, device_mesh, config))
+        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, "cpu")
+    return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
 
 
 def _check_overlap(step: Step, accepted: Overlap | None) -> None:
@@ -82,7 +94,10 @@ _NOTHING_S = 1e-9
 
 
 def _of_parallelism(
-    parallelism: Parallelism, device_mesh: DeviceMesh | None, config: BlockConfig | None
+    parallelism: Parallelism,
+    device_mesh: DeviceMesh | None,
+    config: BlockConfig | None,
+    context: TorchContext | None,
 ) -> ResolvedPlan:
     """Return the strategy of degrees: of data and of context around that of tensor parallelism."""
     p = parallelism
@@ -95,17 +110,21 @@ def _of_parallelism(
     around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:
-        name = _DATA_NAMES[p.zero] if p.data > 1 else "ring_attention"
-        entry = block_entry(name)
+        entry = _alone(around[0])
     else:
-        entry = block_entry(p.strategy)
+        entry = STRATEGIES.named(p.strategy)
         inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
         sizes += inner
         entry = StrategyAround(entry, tuple(around)) if around else entry
     mesh = device_mesh or device_mesh_for(entry, sizes, "cpu")
-    return ResolvedPlan(LayerStrategy.of(entry.name, mesh, config, entry), p.recompute == "full")
+    strategy = LayerStrategy.of(entry.name, mesh, config, entry, context)
+    return ResolvedPlan(strategy, p.recompute == "full")
 
 
-_DATA_NAMES = ("data_parallel", "zero1", "zero2", "zero3")
+def _alone(role: AxisRole) -> BlockAlgorithm:
+    """Return the strategy in which one axis has this role, and nothing else is shared."""
+    return next(entry for entry in STRATEGIES.values() if entry.roles == (role, IDLE))
+
+
 _DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
 """What the axis of data parallelism does for each stage of ZeRO."""

@@ -16,7 +16,6 @@ from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order
-from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
 from meshweave.lower import lower_rings
@@ -40,7 +39,7 @@ def bound_program(
 
     All ranks of the strategy's mesh call it together.
     """
-    context, ranks = TorchContext.default(device), strategy.mesh.ranks
+    context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
     if cached is None:
         made = program()

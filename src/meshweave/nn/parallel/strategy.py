@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig
+from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import AXES, MESH
 from meshweave.algorithms.block.roles import IDLE, AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.sites import site_problem
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import STRATEGIES
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import mesh_of
-
-_BY_NAME = {entry.name: entry for entry in ENTRIES}
+from meshweave.nn.in_graphs import context_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,8 @@ class LayerStrategy:
         config: chunks and slices of products.
         device_mesh: where parameters lie.
         rank: this process.
+        context_number: that of the context that programs run in (`TorchContext.number`), which whoever runs the
+            model keeps; negative for the default one of a device.
     """
 
     name: str
@@ -40,10 +44,16 @@ class LayerStrategy:
     config: BlockConfig
     rank: int
     device_mesh: DeviceMesh = field(repr=False)
+    context_number: int = -1
 
     @classmethod
     def of(
-        cls, name: str, device_mesh: DeviceMesh, config: BlockConfig | None = None, entry: Any = None
+        cls,
+        name: str,
+        device_mesh: DeviceMesh,
+        config: BlockConfig | None = None,
+        entry: Any = None,
+        context: TorchContext | None = None,
     ) -> LayerStrategy:
         """Return the strategy of a name, or an entry itself, on a device mesh with a dim for each of its axes.
 
@@ -53,7 +63,7 @@ class LayerStrategy:
             UnsupportedError: there is no such strategy.
             LayoutError: its mesh does not fit, or this rank is not in it.
         """
-        entry = entry or block_entry(name)
+        entry = entry or STRATEGIES.named(name)
         sizes = mesh_of(device_mesh).shape
         lacks_one = len(sizes) == len(entry.roles) - 1 and entry.roles[-1] is IDLE
         shape = (*sizes, 1) if lacks_one or len(sizes) == 1 < len(entry.roles) == 2 else sizes
@@ -70,7 +80,8 @@ class LayerStrategy:
         if rank not in ranks:
             raise LayoutError(f"rank {rank} is not in the device mesh of ranks {ranks[0]} to {ranks[-1]}")
         mesh = Mesh(MESH, shape, AXES[-len(shape) :], ranks)
-        key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh)
+        number = -1 if context is None else context.number
+        key = (entry.name, roles, mesh, config or BlockConfig(), rank, device_mesh, number)
         if key not in _KNOWN:
             _KNOWN[key] = cls(*key)
         return _KNOWN[key]
@@ -79,6 +90,10 @@ class LayerStrategy:
     def coordinates(self) -> tuple[int, ...]:
         """Return the coordinates of this rank."""
         return tuple(self.mesh.coords(self.rank))
+
+    def context(self, device: torch.device) -> TorchContext:
+        """Return the context that programs on a device run in."""
+        return context_of(self.context_number, str(device))
 
     @property
     def is_alone(self) -> bool:
@@ -111,13 +126,6 @@ class LayerStrategy:
 
 
 _KNOWN: dict[Any, LayerStrategy] = {}
-
-
-def block_entry(name: str) -> BlockAlgorithm:
-    """Return the strategy of a name. Raises UnsupportedError."""
-    if name not in _BY_NAME:
-        raise UnsupportedError(f"there is no strategy '{name}'{did_you_mean(name, _BY_NAME)}")
-    return _BY_NAME[name]
 
 
 def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str) -> DeviceMesh:

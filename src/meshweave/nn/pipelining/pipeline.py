@@ -86,7 +86,8 @@ def pipeline(
         trace: keep a `Trace` of each step in `trace`.
         count_memory: count what stages keep, for `memory`; it costs some time for each tensor that autograd
             saves.
-        context: process groups, deadline and liveness; by default those of the default process group.
+        context: deadline and liveness; by default those of the default process group. The pipeline makes a context
+            of its own beside it, so that its stages may run programs in this one.
 
     Raises:
         LayoutError: stages, meshes, skips and schedule do not fit together.
@@ -96,7 +97,7 @@ def pipeline(
     """
     require_process_group()
     device = next((p.device for module in stages.values() for p in module.parameters()), torch.device("cpu"))
-    context = context or TorchContext.default(device)
+    context = (context or TorchContext.default(device)).beside()
     members = tuple(sorted(ranks)) if ranks is not None else tuple(range(context.num_ranks))
     with share_refusal(context, members, "pipeline"):
         chosen = plan_of(plan)

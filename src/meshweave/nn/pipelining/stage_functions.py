@@ -11,15 +11,15 @@ the gradients of all parameters where several data-parallel ranks add them up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.execute.torch.compat_pipelining import (
     is_view,
     stage_backward,
@@ -273,7 +273,7 @@ class StageFunctions:
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:
             return total
-        with torch.enable_grad():
+        with torch.enable_grad(), _unwrapped_errors():
             if self.is_first:
                 self._whole(stash.pop("outputs"), stash.pop("grads"), stash["inputs"])
             else:
@@ -284,7 +284,7 @@ class StageFunctions:
     def _split(
         self, stash: dict[str, Any], outputs: list[Tensor], grads: Any, inputs: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
+        with torch.enable_grad(), _unwrapped_errors():
             made, groups = stage_backward_input()(outputs, grads, inputs, self._parameters())
         for value in inputs:
             value.grad = None  # torch keeps it here, too, for as long as the graph lives
@@ -298,7 +298,7 @@ class StageFunctions:
     def _whole(self, outputs: list[Tensor], grads: Any, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
         if not any(out.requires_grad for out in outputs):
             return (None,) * len(inputs)
-        with torch.enable_grad():
+        with torch.enable_grad(), _unwrapped_errors():
             # torch takes a loss by itself, as it has no gradients beside it.
             ends = outputs[0] if self.is_last else tuple(outputs)
             made: tuple[Tensor | None, ...] = stage_backward()(ends, grads, inputs)
@@ -326,6 +326,17 @@ class StageFunctions:
 
     def _keep(self, tensors: Iterable[Tensor]) -> Any:
         return _NOTHING if self.memory is None else self.memory.keep(tensors)
+
+
+@contextmanager
+def _unwrapped_errors() -> Iterator[None]:
+    """Raise an error of meshweave's own in place of torch's that it caused: `stage_backward` hides every one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, MeshweaveError) and isinstance(error.__cause__, MeshweaveError):
+            raise error.__cause__ from None
+        raise
 
 
 class _NothingKept:

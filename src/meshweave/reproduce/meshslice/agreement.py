@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import mean
 from typing import Any
 
-from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.tune.meshes import Shape
@@ -36,7 +36,7 @@ def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
     block, shape, entry = (
         study.weak_scaling_block(model),
         study.experiment.tall_mesh,
-        ALGORITHMS[REFERENCE_ALGORITHM],
+        PRODUCTS_2D[REFERENCE_ALGORITHM],
     )
     problems = study.problems(block, shape)
     offered = [{config.slice_count: config for config in entry.candidates(problem)} for problem in problems]
@@ -106,7 +106,7 @@ def product_errors(study: MeshSliceStudy, models: tuple[str, ...], timer: Timer)
 
 
 def _everything(study: MeshSliceStudy, models: tuple[str, ...]) -> Iterator[ChosenProducts]:
-    entry = ALGORITHMS[REFERENCE_ALGORITHM]
+    entry = PRODUCTS_2D[REFERENCE_ALGORITHM]
     for model in models:
         for chips in study.experiment.sizes:
             weak = study.weak_scaling_block(model, chips)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel
 from meshweave.reproduce.meshslice.agreement import COMPARED, mesh_times, slice_times
@@ -20,7 +20,7 @@ def title_of(algorithm: str) -> str:
     """Return how a figure names an algorithm: "Wang" also where it takes MeshSlice's slice counts, as in the
     paper.
     """
-    return ALGORITHMS[UNROLLED.get(algorithm, algorithm)].title
+    return PRODUCTS_2D[UNROLLED.get(algorithm, algorithm)].title
 
 
 def _published(row: str, model: str) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from statistics import mean
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.reproduce.meshslice.readings import MeasuredRun
 from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy, percent_faster
@@ -33,7 +34,7 @@ class MeasuredMesh:
 
     def chosen(self, model: str, algorithm: str, overlap: bool) -> ChosenProducts:
         """Return the block's products at their best configurations by estimate, with overlap or without."""
-        entry, cluster = ALGORITHMS[algorithm], self.cluster
+        entry, cluster = PRODUCTS_2D[algorithm], self.cluster
         estimates = self.study.estimates
 
         def cost(problem: Matmul2dProblem, config: Matmul2dConfig) -> float:

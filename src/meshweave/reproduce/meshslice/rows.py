@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.ir.work import traffic
@@ -314,9 +315,9 @@ def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
 
     The gradient of the weights is part of the traffic of MeshSlice with data parallelism.
     """
-    if algorithm not in ALGORITHMS:
+    if algorithm not in PRODUCTS_2D:
         raise UnsupportedError(f"{algorithm} is not in the table")
-    entry = ALGORITHMS[algorithm]
+    entry = PRODUCTS_2D[algorithm]
     sizes = (1024 * KIBI, 12 * KIBI, 48 * KIBI)
     if algorithm == "25d":
         problem = Matmul2dProblem(*sizes, mesh_shape, "os", "bfloat16")

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import Stationary
+from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload, block_gemms
@@ -133,7 +134,7 @@ class MeshSliceStudy:
         """
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
-        entry = ALGORITHMS[UNROLLED.get(algorithm, algorithm)]
+        entry = PRODUCTS_2D[UNROLLED.get(algorithm, algorithm)]
         flows = layer_dataflows(entry, layers, tokens)
         if block.always_stationary and not entry.own_stationary:
             flipped = choose_transposed([block.always_stationary] * len(layers))
@@ -149,7 +150,7 @@ class MeshSliceStudy:
     def entry(self, algorithm: str, block: FcBlock, product: int | None = None) -> Matmul2d:
         """Return the algorithm; followers run at the slice counts that MeshSlice takes for the same products."""
         if algorithm not in UNROLLED:
-            return ALGORITHMS[algorithm]
+            return PRODUCTS_2D[algorithm]
         return unrolled_entry(algorithm, self._counts(block, product))
 
     def _counts(self, block: FcBlock, product: int | None) -> dict[ProductSizes, int]:
@@ -161,7 +162,7 @@ class MeshSliceStudy:
     def shapes(self, block: FcBlock, algorithm: str) -> list[Shape]:
         """Return the mesh shapes that an algorithm can run on."""
         space = self.search_space(block.chips, algorithm in RING_BASELINES)
-        return space.shapes(ALGORITHMS[UNROLLED.get(algorithm, algorithm)])
+        return space.shapes(PRODUCTS_2D[UNROLLED.get(algorithm, algorithm)])
 
     def chosen(self, block: FcBlock, algorithm: str, product: int | None = None) -> ChosenProducts | None:
         """Return an algorithm at its best mesh for a block or for one product of it; None where it has no mesh."""

@@ -76,6 +76,8 @@ def case_of(
     if stack.needs_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
         raise NoPredictionError("the precision is not stated")
     cluster, words = cluster_of(run), _Words(run)
+    # sources print what the allocator has, in memory of which makers' sizes leave out the rest
+    cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
     degrees = _degrees(run, words, cluster.num_chips)
     micro, batch = _batch(run, words, degrees.data)
     seq = run.count("seq")
@@ -117,7 +119,7 @@ def case_of(
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
-            attention_share=attention, loss=loss, stack=software,
+            attention_share=attention, loss=loss, stack=software, reserve=0.0,
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None

@@ -34,7 +34,7 @@ def model_flops(case: RunCase, step: Step) -> float:
     """Return the FLOPs of the model in a step, as the source counts them."""
     parameters, of = stated_parameters(case.run), case.problem
     if parameters is None:
-        return float(step.model_flops)
+        return float(step.flops("all"))
     attention = 4 * of.model.num_layers * of.model.hidden * of.seq**2
     return 3.0 * of.batch * (2 * parameters * of.seq + attention)
 
@@ -50,7 +50,7 @@ def published_seconds(case: RunCase, step: Step) -> float:
     if metric == "samples/s/gpu":
         return of.batch / (value * chips)
     if metric == "tflop/s/gpu (hardware)":
-        return step.hardware_flops / (value * _TERA * chips)
+        return step.flops("all", recomputed=True) / (value * _TERA * chips)
     if metric in ("tflop/s/gpu", "tflop/s/chip"):
         return model_flops(case, step) / (value * _TERA * chips)
     if metric == "mfu %":

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshweave.algorithms.pipeline import (
+    INTERLEAVED_1F1B,
     Edge,
-    InterleavedOneForwardOneBackward,
     OneForwardOneBackward,
     PartCost,
     PipelineConfig,
@@ -147,7 +147,7 @@ def schedule_of(
     if run.schedule == ONE_F_ONE_B:
         return OneForwardOneBackward().schedule(problem, PipelineConfig())
     if run.schedule == INTERLEAVED:
-        return InterleavedOneForwardOneBackward().schedule(problem, PipelineConfig())
+        return INTERLEAVED_1F1B.schedule(problem, PipelineConfig())
     middle = problem.stages[1].stash
     whole, rest = middle.from_forward, middle.until_weight_grad + middle.from_input_grad
     limit = StashLimit(STASHES[run.schedule] * model.gpus * whole, whole, rest)

@@ -6,7 +6,7 @@ step         the result: seconds in parts, bytes in parts
 """
 
 from meshweave.tune.step.checks import check_step
-from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of
+from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of, with_defaults
 from meshweave.tune.step.layers import LayerTime, layer_time
 from meshweave.tune.step.memory import Memory, RankMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
@@ -40,4 +40,5 @@ __all__ = [
     "step_of",
     "step_program",
     "step_timeline",
+    "with_defaults",
 ]

@@ -267,7 +267,7 @@ class _StepWriter:
 
     def _schedule(self, problem: PipelineProblem) -> Schedule:
         p, step = self.p, self.step
-        name = "interleaved-1f1b" if p.schedule == "1f1b" and p.virtual_stages > 1 else p.schedule
+        name = p.schedule_entry.name
         request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
         whole = schedule_by_name(name, request, step.stages.action_times())
         if any(action.parts for order in whole.actions for action in order):

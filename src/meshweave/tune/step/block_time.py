@@ -15,7 +15,6 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.layer import GRADIENTS
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.sized import FlatTask, SizedSkeleton
-from meshweave.algorithms.block.two_d import IncludedProducts, MeshSliceBlock
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
@@ -101,8 +100,7 @@ def whole_time(
         block = block_of(problem, parallelism, True, vocabulary)
         if (reason := entry.refusal(block)) is not None:
             raise LayoutError(f"{entry.name} {reason}")
-        includes = isinstance(entry, IncludedProducts)
-        configs = entry.candidates(block) if includes else (BlockConfig(),)
+        configs = (BlockConfig(),) if entry.max_equal_slices == 1 else entry.candidates(block)
         what = True, vocabulary, product_dtype
         timed = ((_config_time(problem, parallelism, what, config), config) for config in configs)
         known[key] = min(timed, key=lambda each: each[0].part.total_s)
@@ -168,9 +166,9 @@ def _config_time(
 def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
     """Return whether a block has products of chains, or products that fall back to others in an uneven batch."""
     entry = strategy_of(problem, parallelism)
-    if not isinstance(entry, IncludedProducts):
-        return False
-    return not isinstance(entry, MeshSliceBlock) or parallelism.micro_batch % parallelism.tensor_mesh[0] != 0
+    if entry.max_equal_slices is None:
+        return True
+    return entry.max_equal_slices > 1 and parallelism.micro_batch % parallelism.tensor_mesh[0] != 0
 
 
 # --- one skeleton for all sizes ---------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _edge(step: Step, source: int) -> Edge:
 def _schedule(step: Step, problem: PipelineProblem, starts: list[int]) -> Schedule:
     """Return the schedule of the step with each action once for each layer, and with reductions."""
     p = step.parallelism
-    name = "interleaved-1f1b" if p.schedule == "1f1b" and p.virtual_stages > 1 else p.schedule
+    name = p.schedule_entry.name
     times: ActionTimes = step.stages.action_times()
     request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
     whole = schedule_by_name(name, request, times)

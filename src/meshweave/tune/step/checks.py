@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from meshweave.algorithms.pipeline.by_name import schedule_names
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, listed
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.strategies import strategy_of
 
@@ -20,10 +20,10 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     model, p = problem.model, parallelism
     _check_chips(problem, p)
     strategy_of(problem, p)
-    if p.schedule not in schedule_names():
+    if p.schedule not in SCHEDULES:
         raise UnsupportedError(
-            f"there is no schedule '{p.schedule}'{did_you_mean(p.schedule, schedule_names())}; there are "
-            f"{', '.join(schedule_names())}"
+            f"there is no schedule '{p.schedule}'{did_you_mean(p.schedule, SCHEDULES)}; there are "
+            f"{listed(SCHEDULES)}"
         )
     if problem.batch % (p.data * p.micro_batch):
         raise LayoutError(
@@ -34,7 +34,8 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     if p.virtual_stages > 1 and p.pipeline == 1:
         raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
     rows = p.tensor_mesh[0]
-    if p.strategy in ("megatron", "megatron_sp", "atp") and rows > model.num_kv_heads:
+    roles = strategy_of(problem, p).roles[-2:]
+    if roles[0].attention == "inner" and rows > model.num_kv_heads:
         raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
     if problem.seq % p.context:
         raise LayoutError(f"sequences of {problem.seq} tokens do not divide over context {p.context}")

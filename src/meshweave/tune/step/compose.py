@@ -168,10 +168,15 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
         **{name: value for name, value in chosen.items() if name in of_problem},
     )
     degrees = {name: value for name, value in chosen.items() if name in of_parallelism}
+    return step_of(problem, with_defaults(problem, degrees))
+
+
+def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
+    """Return the parallelism of some attributes by name; without `data`, with the replicas that chips allow."""
     if "data" not in degrees:
         size = Parallelism(**{**degrees, "zero_group": None}).num_ranks
-        degrees["data"] = max(problem.cluster.num_chips // size, 1)
-    return step_of(problem, Parallelism(**degrees))
+        degrees = {**degrees, "data": max(problem.cluster.num_chips // size, 1)}
+    return Parallelism(**degrees)
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:

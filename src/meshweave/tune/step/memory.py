@@ -20,6 +20,9 @@ activations that live then.
 Where ZeRO shards gradients or weights, units are gathered and reduced one after the other: each layer, and each
 table of embeddings or logits. PyTorch's FSDP (Zhao et al., VLDB '23) has one unit of all that is in no layer: it
 stays gathered from the begin of the step to its end, and its gradients stay with it.
+
+Outside of the allocator there are the context of the process and the buffers of communicators, one for each group
+of ranks that a step communicates in, by constants of the runtime (`describe.machine.runtime`).
 """
 
 from __future__ import annotations
@@ -58,18 +61,19 @@ class RankMemory:
     activations: int
     buffers: int
     fragmentation: int
+    context: int
+    communication: int
 
     @property
     def total(self) -> int:
         """Return the sum."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.buffers
-            + self.fragmentation
-        )
+        return self.allocated + self.context + self.communication
+
+    @property
+    def allocated(self) -> int:
+        """Return what a framework's allocator has: all but its context and the buffers of communicators."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.buffers + self.fragmentation
 
 
 @dataclass(frozen=True)
@@ -287,7 +291,7 @@ def _on_rank(
         at_end = max(at_end, parameters * problem.item_bytes)
     moments = [(kept - micro_batch, at_end, 0)] if at_end else []
     if has_head:
-        in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
+        in_flight = stashes // p.virtual_stages if p.schedule_entry.forwards_first else 1
         kept += in_flight * 2 * sizes.residual + (in_flight - 1) * sizes.logits
         moments.append((kept + sizes.logits, sizes.logit_gradients + units.at_loss, sizes.logit_holes))
     moments.append((kept + sizes.again, sizes.working + units.at_layer, 0))
@@ -295,7 +299,19 @@ def _on_rank(
     buffers += 2 * sizes.residual if p.pipeline > 1 else 0
     weights, gradients, optimizer = _state_bytes(problem, p, parameters)
     fragments = holes + round(problem.stack.fragmentation * (activations + buffers))
-    return RankMemory(weights, gradients, optimizer, activations, buffers, fragments)
+    outside = problem.cluster.chip.driver.context_bytes, communicator_bytes(problem, p)
+    return RankMemory(weights, gradients, optimizer, activations, buffers, fragments, *outside)
+
+
+def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
+    """Return the bytes of the buffers of the communicators of a rank: of groups that a step communicates in.
+
+    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks with
+    equal weights; where ZeRO shards among some of these, those and their copies.
+    """
+    p = parallelism
+    groups = (*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards)
+    return sum(map(problem.cluster.chip.driver.communicator_bytes, groups))
 
 
 def _state_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> tuple[int, int, int]:

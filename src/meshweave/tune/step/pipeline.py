@@ -8,10 +8,7 @@ A 1F1B schedule of many micro-batches repeats itself: past a few rounds of as ma
 further round takes as long as the one before. Those rounds are counted, not timed. Where stages differ little, the
 slowest one may change in a later round; the error is then smaller than their difference.
 
-`least_makespan_ps` is a closed form that is never more than that: a few paths through the actions. In 1F1B rank j
-of P has w = P - j micro-batches in flight. With C its forward and backward, and R what a micro-batch takes from
-its forward there through later ranks and back, M micro-batches take M C, with R in place of w - 1 of the C for
-each round trip, and what the ranks before take once.
+Entries say what is faster than a graph: closed forms of stashes, bounds, and recurrences (`PipelineAlgorithm`).
 """
 
 from __future__ import annotations
@@ -22,21 +19,15 @@ from functools import lru_cache
 import numpy as np
 
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime, build_graph
-from meshweave.algorithms.pipeline.action_table import IntArray, tabulate
+from meshweave.algorithms.pipeline.action_table import tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
-from meshweave.algorithms.pipeline.actions import ActionKind, Schedule, folded, looped
+from meshweave.algorithms.pipeline.actions import ActionKind, Schedule, looped
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.pipeline.interleaved import round_sizes
+from meshweave.algorithms.table import SCHEDULES
 
 _TIMED_ROUNDS = 4
 _TIMED_MICRO_BATCHES = 24
 """At least so many rounds, and so many micro-batches, are timed before rounds are counted."""
-_MANY_RANKS = 16
-"""1F1B of so many ranks is timed slot by slot."""
-_PERIODIC = ("1f1b", "interleaved-1f1b", "gpipe")
-_FOLDED = ("zbv", "dualpipev")
-_BY_TIMES = ("zb-1p", "zb-2p")
-"""Schedules that depend on the times of their stages."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +91,12 @@ def time_pipeline(
         UnsupportedError: there is no such schedule.
         LayoutError: the schedule does not take these numbers.
     """
-    name = "interleaved-1f1b" if name == "1f1b" and virtual_stages > 1 else name
-    request = (name, num_ranks, virtual_stages)
-    if name in _BY_TIMES:
+    entry = SCHEDULES.named(name).for_stages(virtual_stages)
+    request = (entry.name, num_ranks, virtual_stages)
+    if entry.uses_times:
         return _build(*request, micro_batches, times).time(times)
     rounds, rest = divmod(micro_batches, num_ranks)
-    is_periodic = name in _PERIODIC and (rest == 0 or name != "interleaved-1f1b")
+    is_periodic = entry.repeats and entry.takes(num_ranks, virtual_stages, micro_batches)
     timed = max(_TIMED_ROUNDS, -(-_TIMED_MICRO_BATCHES // num_ranks))
     if not is_periodic or rounds <= timed + 1:
         return _time(*request, micro_batches, times)
@@ -125,115 +116,25 @@ def time_pipeline(
 def _time(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> PipelineTime:
-    if name == "1f1b" and num_ranks >= _MANY_RANKS:
-        return time_in_slots(micro_batches, times)
+    ends = SCHEDULES[name].ends(micro_batches, times)
+    if ends is not None:
+        return PipelineTime(max(ends), ends, tuple(range(num_ranks)))
     return _graph(name, num_ranks, virtual_stages, micro_batches).time(times)
-
-
-def time_in_slots(micro_batches: int, times: ActionTimes) -> PipelineTime:
-    """Return when the ranks of 1F1B with one stage each are done, without a graph.
-
-    If all actions took one slot, rank i of P would run the forward of micro-batch m in slot i + m as long as that
-    is before P, else in slot i + 2 m, and the backward in slot 2 P - 1 - i + 2 m. Whatever actions take, each
-    waits for the one before it on its rank, and for what the rank before (forward) or after (backward) did last.
-    """
-    size, most = len(times.forward), 2 * (micro_batches - 1)
-    forward, input_grad, weight_grad = (
-        np.array(each, np.int64) for each in (times.forward, times.input_grad, times.weight_grad)
-    )
-    backward, delay = input_grad + weight_grad, np.array((*times.transfer, 0), np.int64)
-    ends = np.zeros(size + 2, np.int64)  # of each rank, between two that are always done
-    sends = np.zeros(size + 1, np.int64)  # what each rank waits for a value from the one before
-    sends[1:-1] = delay[:-1]
-    for slot in range(most + 2 * size):
-        before = ends.copy()
-        if slot < size:
-            ranks = slice(max(0, slot - micro_batches + 1), slot + 1)
-        else:
-            least = max(2 * size - slot, slot - most, 0)
-            ranks = slice(least + (least - slot) % 2, size, 2)
-        _advance(ends, before, ranks, -1, sends[:-1], forward)
-        least, limit = 2 * size - 1 - slot, most + 2 * size - slot
-        least = max(least, (slot + 1) % 2)
-        _advance(ends, before, slice(least, min(limit, size), 2), 1, sends[1:], backward)
-    of_ranks = tuple(ends[1:-1].tolist())
-    return PipelineTime(max(of_ranks), of_ranks, tuple(range(size)))
-
-
-def _advance(
-    ends: IntArray, before: IntArray, ranks: slice, towards: int, delays: IntArray, ticks: IntArray
-) -> None:
-    """Advance ranks by one action each, which waits for their neighbour on one side."""
-    if ranks.start >= ranks.stop:
-        return
-    own = slice(ranks.start + 1, ranks.stop + 1, ranks.step)
-    other = slice(own.start + towards, own.stop + towards, ranks.step)
-    ends[own] = np.maximum(before[own], before[other] + delays[ranks]) + ticks[ranks]
 
 
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form (module docstring)."""
-    is_periodic = name in _PERIODIC
-    if name in ("zb-h1", "zbv"):
-        return _least_zero_bubble_ps(name == "zbv", num_ranks, micro_batches, times)
-    whole = [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
-    if name == "1f1b" and virtual_stages == 1:
-        return _longest_of_paths(whole, times, micro_batches)
-    before = best = 0
-    for rank in range(num_ranks):
-        busy = micro_batches * sum(whole[rank::num_ranks]) if is_periodic else 0
-        best = max(best, before + busy)
-        before += whole[rank] + 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
-    return best if is_periodic else micro_batches * sum(whole) // num_ranks
-
-
-def _least_zero_bubble_ps(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-    """Return a lower bound of the makespan of ZB-H1, or ZB-V, whose stages go there and back (`is_folded`).
-
-    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at best.
-    Before its last gradient of inputs goes back through the ranks before it, it has made all of them.
-    """
-    last = len(times.forward) - 1
-    best = before = after = 0
-    for rank in range(num_ranks):
-        own = (rank, last - rank) if is_folded else (rank,)
-        urgent = sum(times.forward[stage] + times.input_grad[stage] for stage in own)
-        weights = sum(times.weight_grad[stage] for stage in own)
-        busy, back = micro_batches * (urgent + weights), micro_batches * urgent + after + times.weight_grad[0]
-        best = max(best, before + busy, before + back)
-        hop = times.transfer[rank] if rank < len(times.transfer) else 0
-        before, after = before + times.forward[rank] + hop, after + times.input_grad[rank] + hop
-    return best
-
-
-def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) -> int:
-    """Return the longest path through 1F1B that stays at one rank but for round trips that make it longer."""
-    before, best, size = 0, 0, len(whole)
-    after = sum(whole) + 2 * sum(times.transfer)
-    for rank, cycle in enumerate(whole):
-        after -= cycle  # through later ranks and back
-        window = min(size - rank, micro_batches)
-        forward, backward = times.forward[rank], cycle - times.forward[rank]
-        if micro_batches <= window:
-            gain = max(0, after - (micro_batches - 1) * min(forward, backward))
-        else:
-            first, last = after - (window - 1) * forward, after - (window - 1) * backward
-            others = ((micro_batches - 1) // window - 1) * (after - (window - 1) * cycle)
-            gain = max(0, first, last, first + last, first + last + others)
-        best = max(best, before + micro_batches * cycle + gain)
-        hop = 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
-        before, after = before + cycle + hop, after - hop
-    return best
+    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form."""
+    entry = SCHEDULES.named(name).for_stages(virtual_stages)
+    return entry.least_makespan(num_ranks, micro_batches, times)
 
 
 @lru_cache(maxsize=4096)
 def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return for each stage the pipeline rank that has it: dealt out in turn, or for some schedules in a V."""
-    if name in _FOLDED and virtual_stages == 2:
-        return folded(num_ranks)
-    return looped(num_ranks, virtual_stages)
+    placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
+    return looped(num_ranks, virtual_stages) if placement is None else placement
 
 
 @lru_cache(maxsize=4096)
@@ -244,21 +145,12 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
         UnsupportedError: there is no such schedule.
         LayoutError: the schedule does not take these numbers.
     """
-    all_of_rank = micro_batches * virtual_stages
-    ranks = range(num_ranks)
-    if name == "gpipe":
-        return (all_of_rank,) * num_ranks
-    if name == "1f1b" and virtual_stages == 1:
-        return tuple(min(all_of_rank, num_ranks - rank) for rank in ranks)
-    if name in ("1f1b", "interleaved-1f1b"):
-        ahead = (virtual_stages - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
-        return tuple(min(all_of_rank, ahead + 2 * (num_ranks - 1 - rank)) for rank in ranks)
-    if name == "zb-h1" and micro_batches >= num_ranks:
-        return (num_ranks,) * num_ranks
-    if name == "zbv" and micro_batches >= 2 * num_ranks:
-        return (2 * num_ranks,) * num_ranks
+    numbers = num_ranks, virtual_stages
+    known = SCHEDULES.named(name).for_stages(virtual_stages).num_stashes(*numbers, micro_batches)
+    if known is not None:
+        return known
     few = min(micro_batches, 4 * num_ranks)
-    return peak_stashes(_graph(name, num_ranks, virtual_stages, few).schedule)
+    return peak_stashes(_graph(name, *numbers, few).schedule)
 
 
 @lru_cache(maxsize=512)

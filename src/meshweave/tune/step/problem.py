@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
-from meshweave.base.units import DTYPES, dtype_bytes
+from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import ProductConstants, ProductModel
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
@@ -85,6 +87,11 @@ class Parallelism:
             )
         if sorted(self.order) != sorted(DEGREES):
             raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
+
+    @property
+    def schedule_entry(self) -> PipelineAlgorithm:
+        """Return the schedule of so many stages a rank. Raises UnsupportedError."""
+        return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
     @property
     def tensor_mesh(self) -> tuple[int, int]:
@@ -251,6 +258,7 @@ class StepProblem:
         stack: what the software adds, in constants.
         overlap: what communication of a layer may run beside: "layers", all that the program of the whole layer
             has beside it; "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
+        reserve: what stays free of a chip's memory: a share below 1, or bytes.
 
     Raises:
         DescriptionError: a size or a word is wrong.
@@ -270,6 +278,7 @@ class StepProblem:
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
     overlap: Overlap = "layers"
+    reserve: float = 0.05
 
     def __post_init__(self) -> None:
         Workload(self.batch, self.seq, self.dtype)
@@ -289,6 +298,19 @@ class StepProblem:
                 )
         if not self.attention_share > 0:
             raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
+        if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
+            raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
+
+    def usable_bytes(self, memory_bytes: int | None = None) -> int:
+        """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""
+        whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+        usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
+        if usable < 1:
+            raise DescriptionError(
+                f"step: a reserve of {format_bytes(self.reserve)} leaves nothing of {format_bytes(whole)} a chip; "
+                "give less"
+            )
+        return usable
 
     @property
     def workload(self) -> Workload:

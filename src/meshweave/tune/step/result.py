@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
-from meshweave.describe.model.memory import step_flops
+from meshweave.base.units import format_bytes, format_s
+from meshweave.describe.machine.left_out import unmeasured_kernels
+from meshweave.describe.model.memory import Pairs, step_flops
 from meshweave.tune.step.block_time import PartTime
+from meshweave.tune.step.ceiling import RateCeiling, rate_ceiling
 from meshweave.tune.step.memory import Memory
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.stages import Stages, makespan_s
@@ -69,6 +73,22 @@ class Step:
     pipeline_s: float
     optimizer_s: float
 
+    def __str__(self) -> str:
+        """Return for people time, utilization and memory, what is to be said of them, and its defaults."""
+        of, chip, usable = self.problem, self.problem.cluster.chip, self.problem.usable_bytes()
+        kept_free = f"{format_bytes(chip.memory_bytes - usable)} kept free"
+        lines = (
+            f"{of.model.name} on {of.cluster.num_chips} chips of {of.cluster.name}: {of.batch} sequences of "
+            f"{of.seq} tokens, {of.dtype}",
+            unmeasured_kernels(chip, of.product_dtype or of.dtype),
+            f"{format_s(self.time_s)} a step, {100 * self.mfu:.1f} % MFU (causal pairs), "
+            f"{self.tokens_per_second_per_chip:.0f} tokens/s per chip, {format_bytes(self.memory.total)} of "
+            f"{format_bytes(chip.memory_bytes)}, {kept_free}{'' if self.fits() else ': does not fit'}",
+            self.ceiling.reason(self.mfu),
+            f"defaults: {', '.join((*_left_at_default(of), *_left_at_default(self.parallelism)))}",
+        )
+        return "\n".join(filter(None, lines))
+
     @cached_property
     def parts(self) -> StepParts:
         """Return the parts of the time, on the pipeline rank that works longest."""
@@ -110,42 +130,48 @@ class Step:
         """Return the tokens of a step over its time and the number of chips."""
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
-    @property
-    def model_flops(self) -> int:
-        """Return the FLOPs of the model, as Korthikanti et al. count them (MLSys '23, equation 7).
-
-        The formula is also that of PaLM's MFU (Chowdhery et al., 2022, appendix B), with logits.
-        """
-        return step_flops(self.problem.model, self.problem.workload)
-
-    @property
-    def hardware_flops(self) -> int:
-        """Return the FLOPs with recomputation (equation 8 there; Narayanan et al., SC '21, equation 3 if full)."""
-        model, workload = self.problem.model, self.problem.workload
-        attention = 4 * workload.tokens * workload.sequence * model.num_heads * model.head_dim
-        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
-        again = {
-            "none": 0,
-            "selective": model.num_layers * attention,
-            "full": model.num_layers * (2 * workload.tokens * weights + attention),
-        }
-        return self.model_flops + again[self.parallelism.recompute]
+    def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
+        """Return the FLOPs of the model with some pairs of tokens, and with what is computed again or without."""
+        of, again = self.problem, self.parallelism.recompute if recomputed else "none"
+        flops = step_flops(of.model, of.workload, pairs, again)
+        if again == "full" and of.stack.stops_early:  # before the last product of a layer
+            flops -= 2 * of.workload.tokens * of.model.num_layers * of.model.ffn_hidden * of.model.hidden
+        return flops
 
     @property
     def mfu(self) -> float:
-        """Return model FLOPs per second over the peak of all chips, from 0 to 1."""
-        return self._utilization(self.model_flops)
+        """Return FLOPs of the model, with the pairs of tokens of a causal mask, over those at the peak."""
+        return self._utilization(self.flops())
+
+    @property
+    def mfu_all_pairs(self) -> float:
+        """Return MFU with all pairs of tokens, as PaLM counts it (Chowdhery et al., 2022, appendix B)."""
+        return self._utilization(self.flops("all"))
 
     @property
     def hfu(self) -> float:
-        """Return hardware FLOPs per second over the peak of all chips, from 0 to 1."""
-        return self._utilization(self.hardware_flops)
+        """Return `mfu` with the FLOPs that are computed again."""
+        return self._utilization(self.flops(recomputed=True))
+
+    @property
+    def ceiling(self) -> RateCeiling:
+        """Return the most of its peak that a chip has shown in products, and how this step's work is priced."""
+        return rate_ceiling(self.problem)
 
     def _utilization(self, flops: int) -> float:
         peak = self.problem.cluster.chip.peak(self.problem.dtype)
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the step fits in the memory of a chip, or in `limit_bytes`."""
-        limit = self.problem.cluster.chip.memory_bytes if limit_bytes is None else limit_bytes
-        return self.memory.total <= limit
+        """Return whether the step leaves the reserve of a chip's memory free, or fits in `limit_bytes`."""
+        return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
+
+
+def _left_at_default(of: StepProblem | Parallelism) -> Iterator[str]:
+    """Yield the attributes that have the value of their default, but for those that are None there."""
+    for each in fields(of):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value = getattr(of, each.name)
+        if default is not MISSING and value is not None and value == default:
+            text = "-".join(value) if isinstance(value, tuple) else getattr(value, "name", value)
+            yield f"{each.name} {text}"

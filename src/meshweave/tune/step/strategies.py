@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockProblem
+from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.roles import IDLE, RING, AxisRole, Roles
 from meshweave.algorithms.block.two_d import IncludedProducts
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import STRATEGIES
+from meshweave.base.errors import LayoutError
 from meshweave.tune.step.problem import Parallelism, StepProblem
-
-_BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 
 def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorithm:
@@ -18,23 +17,26 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         UnsupportedError: there is no such strategy.
         LayoutError: it is one of data or context parallelism, or its mesh does not fit.
     """
-    entry = _BY_NAME.get(parallelism.strategy)
-    if entry is None:
-        raise UnsupportedError(
-            f"there is no strategy '{parallelism.strategy}'{did_you_mean(parallelism.strategy, _BY_NAME)}"
-        )
-    roles = entry.roles
-    if len(roles) != 2:
-        raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
-    if roles[0].residual == "batch" and roles[1] is IDLE:
-        raise LayoutError(f"{entry.name} shares the batch; give data= and zero= instead of this strategy")
-    if roles[0].operand_in == "sequence":
-        raise LayoutError(f"{entry.name} shares sequences; give context= instead of this strategy")
+    entry = STRATEGIES.named(parallelism.strategy)
+    if (reason := refusal_in_step(entry)) is not None:
+        raise LayoutError(f"{entry.name} {reason}")
     if parallelism.context == 1:
         return entry
-    if roles[0].residual == "batch":
+    if entry.roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
     return StrategyAround(entry, (RING,))
+
+
+def refusal_in_step(entry: BlockAlgorithm) -> str | None:
+    """Return why a strategy is none for the tensor ranks of a step, or None where it is one."""
+    roles = entry.roles
+    if len(roles) != 2:
+        return f"has {len(roles)} mesh axes; a step has strategies of two"
+    if roles[0].residual == "batch" and roles[1] is IDLE:
+        return "shares the batch; give data= and zero= instead of this strategy"
+    if roles[0].operand_in == "sequence":
+        return "shares sequences; give context= instead of this strategy"
+    return None
 
 
 class StrategyAround(BlockAlgorithm):

@@ -119,7 +119,7 @@ def _timed(step: Step) -> tuple[TimedSchedule, int]:
         actions = tuple(Action(kind, 0, number) for number in range(count) for kind in both)
         schedule = Schedule((0,), count, (actions,))
     else:
-        name = "interleaved-1f1b" if p.schedule == "1f1b" and p.virtual_stages > 1 else p.schedule
+        name = p.schedule_entry.name
         schedule = schedule_by_name(name, ScheduleRequest(p.num_stages, count, p.virtual_stages), times)
     return time_schedule(schedule, times, TransferRuntime.BUFFERED), count
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.kernels import Kernel, kernels_of
-from meshweave.algorithms.block.two_d import IncludedProducts, MeshSliceBlock
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_s
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
@@ -28,6 +28,9 @@ from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace,
 
 _SLICE_BLOCK = 8
 """Elements of a block of MeshSlice: where each rank has whole blocks, all slices are equal."""
+
+_ANY = Parallelism().schedule
+"""A schedule for choices of which only layers are priced."""
 
 
 class LayerBounds:
@@ -57,7 +60,7 @@ class LayerBounds:
         """
         key = layout.strategy, layout.tensor, layout.context, micro_batch
         if key not in self._kernels:
-            self._kernels[key] = self._of_kernels(layout.choice(micro_batch, "1f1b", 1, 0, "none"))
+            self._kernels[key] = self._of_kernels(layout.choice(micro_batch, _ANY, 1, 0, "none"))
         forward_s, whole_s = self._kernels[key]
         return whole_s + (forward_s if recompute == "full" else 0.0)
 
@@ -66,20 +69,20 @@ class LayerBounds:
         layout = self.place(layout)
         key = layout, micro_batch
         if key not in self._layers:
-            self._layers[key] = bare_layer_s(self._problem, layout.choice(micro_batch, "1f1b", 1, 0, "none"))
+            self._layers[key] = bare_layer_s(self._problem, layout.choice(micro_batch, _ANY, 1, 0, "none"))
         again_s = self.kernels_s(layout, micro_batch, recompute) - self.kernels_s(layout, micro_batch)
         return self._layers[key] + again_s
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
         """Return the seconds of last norm, logits and loss as laid. Raises as above."""
-        _, head = ends_time(self._problem, self.place(layout).choice(micro_batch, "1f1b", 1, 0, "none"))
+        _, head = ends_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, "none"))
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
         """Return the seconds of a layer as laid, all of its recomputation included. Raises as above."""
         if recompute == "none":
             return self.layer_s(layout, micro_batch)
-        layer = layer_time(self._problem, self.place(layout).choice(micro_batch, "1f1b", 1, 0, recompute))
+        layer = layer_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, recompute))
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def place(self, layout: StepLayout) -> StepLayout:
@@ -104,13 +107,13 @@ class LayerBounds:
     def _least_ps(self, kernel: Kernel, entry: BlockAlgorithm, mesh: tuple[int, int]) -> int:
         """Return the least picoseconds of a kernel, which a 2D product may have cut into slices."""
         work = kernel.work
-        if work.kind != "matmul" or not isinstance(entry, IncludedProducts):
+        if work.kind != "matmul" or entry.max_equal_slices == 1:
             return self._compute_ps(work)
         size = work.dims[kernel.sliced]
         is_even = all(size % (parts * _SLICE_BLOCK) == 0 for parts in mesh)
-        if not isinstance(entry, MeshSliceBlock) or not is_even:
+        if entry.max_equal_slices is None or not is_even:
             return int(work.flops / self._most_flops_per_s * 1e12)
-        counts = (count for count in range(1, max(entry.slices) + 1) if size % count == 0)
+        counts = (count for count in range(1, entry.max_equal_slices + 1) if size % count == 0)
         return min(count * self._compute_ps(_sliced(work, kernel.sliced, count)) for count in counts)
 
     def _compute_ps(self, work: Compute) -> int:
@@ -134,13 +137,13 @@ def step_bound_s(
 ) -> float:
     """Return the least seconds of a step whose layers take `layer_s` a micro-batch, forward and backward.
 
-    A rank works on every micro-batch, one of them also on head and loss. With 1F1B the last rank also waits for
-    the first stages of the others before its first micro-batch, and they for it after the last (Narayanan et al.
-    2021, section 2.2). Zero-bubble schedules fill that time.
+    A rank works on every micro-batch, one of them also on head and loss. The last rank may also wait for the first
+    stages of the others before its first micro-batch, and they for it after the last, as in 1F1B (Narayanan et al.
+    2021, section 2.2); zero-bubble schedules fill that time.
     """
     layers = rank_layers(num_layers, schedule, pipeline, virtual)
     head = ranks_of_stages(schedule, pipeline, virtual)[-1]
     of_head = num_micro_batches * (layers[head] * layer_s + head_s)
-    if pipeline > 1 and schedule == "1f1b":
+    if pipeline > 1 and SCHEDULES[schedule].for_stages(virtual).waits_at_ends:
         of_head += sum(stage_layers(num_layers, pipeline * virtual)[: pipeline - 1]) * layer_s
     return max(num_micro_batches * max(layers) * layer_s, of_head)

@@ -6,14 +6,17 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean
+from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
-from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of
+from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
+from meshweave.tune.step.ceiling import rate_ceiling
 from meshweave.tune.step.problem import SHORT_NAMES
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
@@ -29,6 +32,7 @@ _FIELDS_OF_SPACE = {
     "order": "orders",
     "micro_batch": "micro_batches",
 }
+_FIELDS_OF_OPTIONS = {plural: name for name, plural in _FIELDS_OF_SPACE.items()}
 
 
 def plan(
@@ -52,13 +56,13 @@ def plan(
         cluster: a cluster, a name of the catalog with ":N" chips, or a file.
         batch: sequences of a step.
         seq: tokens of a sequence.
-        memory_bytes: the most bytes that a chip may hold; None for what it has.
+        memory_bytes: the memory of a chip, of which `reserve` stays free; None for what its description says.
         num_exact: rows of the ranking that no other configuration is faster than.
         sensitivity: whether to price the ranking with faster links too.
         progress: called with the numbers of layouts looked at so far, and of all.
         options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `strategy`, `zero`, `schedule`, `micro_batch`,
             `recompute` and `order`, each a value or a list of values to choose among; and attributes of
-            `StepProblem`, such as `attention` or `stack`, which may be a name.
+            `StepProblem`, such as `attention`, `reserve` or `stack`, which may be a name.
 
     Raises:
         DescriptionError: a name, size or option is wrong.
@@ -97,7 +101,8 @@ def space_options(fixed: dict[str, Any]) -> SpaceOptions:
         field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
-            chosen.setdefault("schedules", ("1f1b", "zbv") if 2 in values else ("1f1b",))
+            fitting = (name for name, entry in SCHEDULES.items() if set(values) & set(entry.stages_per_rank))
+            chosen.setdefault("schedules", tuple(name for name in fitting if SCHEDULES[name].is_searched))
         chosen[field] = values
     return SpaceOptions(**chosen)
 
@@ -112,7 +117,8 @@ def plan_step(
     progress: Progress = no_progress,
 ) -> Plan:
     """Return the plan of a step problem; see `plan`. Raises as it does."""
-    limit = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+    memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+    limit = problem.usable_bytes(memory_bytes)
     space = StepSpace(problem, options or SpaceOptions())
     ranking = StepSearch(space, limit, num_exact, progress).run()
     if not ranking.rows:
@@ -126,19 +132,31 @@ def plan_step(
         batch=problem.batch,
         sequence=problem.seq,
         dtype=problem.dtype,
-        steps=_steps_record(problem, ranking, link_sensitivity(ranking) if sensitivity else ()),
+        steps=_steps_record(
+            problem, ranking, memory_bytes - limit, link_sensitivity(ranking) if sensitivity else ()
+        ),
         note=NOTE,
+        unmeasured=unmeasured_kernels(cluster.chip, problem.product_dtype or problem.dtype),
     )
 
 
 def _steps_record(
-    problem: StepProblem, ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ...]
+    problem: StepProblem,
+    ranking: StepRanking,
+    reserve_bytes: int,
+    sensitivity: tuple[SensitivityRecord, ...],
 ) -> StepsRecord:
-    count = ranking.count
+    count, ceiling = ranking.count, rate_ceiling(problem)
+    steps = [row.step for row in (*ranking.rows, *ranking.front)]
     return StepsRecord(
         memory_limit_bytes=ranking.memory_bytes,
+        reserve_bytes=reserve_bytes,
         ranked=tuple(step_record(row.step) for row in ranking.rows),
         front=tuple(step_record(row.step) for row in ranking.front),
+        pairs="causal",
+        ceiling=ceiling.share,
+        above_ceiling=ceiling.reason(max(step.hfu for step in steps)),
+        defaults=_defaults_record(ranking.space),
         searched={
             "nodes": count.nodes,
             "priced": count.priced,
@@ -150,6 +168,19 @@ def _steps_record(
         num_exact=ranking.num_exact if ranking.is_complete else 0,
         sensitivity=sensitivity,
     )
+
+
+def _defaults_record(space: StepSpace) -> StepRecord | None:
+    """Return the record of the step that `mw.step` gives with what the space fixes; None where it is refused."""
+    fixed = {}
+    for name, values in vars(space.options).items():
+        field = _FIELDS_OF_OPTIONS.get(name, name)
+        if values is not None and len(values) == 1:
+            fixed[field] = values[0]
+    try:
+        return step_record(step_of(space.problem, with_defaults(space.problem, fixed)))
+    except MeshweaveError:
+        return None
 
 
 def step_record(step: Step) -> StepRecord:
@@ -164,6 +195,7 @@ def step_record(step: Step) -> StepRecord:
         tokens_per_s_per_chip=step.tokens_per_second_per_chip,
         mfu=step.mfu,
         hfu=step.hfu,
+        mfu_all_pairs=step.mfu_all_pairs,
     )
 
 

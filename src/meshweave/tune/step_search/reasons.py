@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, ONE_DIMENSIONAL, StepSpace, ranks_of
+from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
 
 PART_NAMES = {
     "compute": "computing",
@@ -46,8 +47,13 @@ def refusal_text(ranking: StepRanking) -> str:
     start = f"no configuration of {problem.model.name} on {counted(chips, 'chip')} of {problem.cluster.name}"
     if ranking.smallest is not None:
         choice, size = ranking.smallest
+        reserve = problem.reserve
+        kept_free = (
+            "" if not reserve else ", " + (f"{100 * reserve:g} %" if reserve < 1 else format_bytes(reserve))
+        )
+        kept_free += " kept free" if reserve else ""
         return (
-            f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip: the smallest takes "
+            f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip{kept_free}: the smallest takes "
             f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}{_or_fewer_fixed(options)}"
         )
     if ranking.count.reason:
@@ -113,7 +119,7 @@ def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
         problem.seq % value or problem.seq < value * MIN_CONTEXT_TOKENS for value in values
     ):
         return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.seq}"
-    is_1d = set(space.options.strategies) <= set(ONE_DIMENSIONAL)
+    is_1d = all(STRATEGIES[name].is_one_dimensional for name in space.options.strategies)
     if name == "tp" and is_1d and all(model.num_heads % value for value in values):
         return f"does not divide its {model.num_heads} heads"
     return ""
@@ -171,6 +177,29 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
         if abs(seconds) > 0.1 * max(slower, 1e-9)
     ]
     return f"{100 * slower / best.step_s:.1f} % slower" + (f": {', '.join(words)}" if words else "")
+
+
+def defaults_text(steps: StepsRecord) -> str:
+    """Return what `mw.step` gives by its defaults, and which of them are not the best's; "" where all are."""
+    if steps.defaults is None:
+        return ""
+    ours, theirs = dict(steps.best.degrees), dict(steps.defaults.degrees)
+    differing = [
+        f"{name} {_value_text(value)} (best {_value_text(ours[name])})"
+        for name, value in theirs.items()
+        if value != ours[name]
+    ]
+    fits = "" if steps.defaults.memory_bytes <= steps.memory_limit_bytes else ", which does not fit"
+    return (
+        f"mw.step by its defaults has {100 * steps.defaults.mfu:.1f} % MFU in "
+        f"{format_bytes(steps.defaults.memory_bytes)}{fits}: {', '.join(differing)}"
+        if differing
+        else ""
+    )
+
+
+def _value_text(value: object) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def losses(record: StepRecord) -> Sequence[tuple[str, float]]:

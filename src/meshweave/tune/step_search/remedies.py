@@ -38,7 +38,8 @@ def remedies_text(ranking: StepRanking) -> str:
         for seq, num_bytes in (_with_shorter_sequences(ranking, choice),)
         if seq
     ]
-    fitting.append(f"{format_bytes(size)} a chip")
+    whole = size / (1 - problem.reserve) if problem.reserve < 1 else size + problem.reserve
+    fitting.append(f"{format_bytes(1.005 * whole)} a chip")  # not less, once rounded to three digits
     return f"{parts}; what would fit: {', or '.join(fitting)}"
 
 

@@ -15,12 +15,14 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
 from meshweave.tune.step.memory import GATHERED_LAYERS
+from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
@@ -228,10 +230,9 @@ class StepSearch:
         try:
             for size in sizes:
                 count = self._problem.batch // layout.data // size
-                pairs = self._space.schedules(layout.pipeline, count)
-                plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
+                pairs = _least_kept(layout.pipeline, count, self._space.schedules(layout.pipeline, count))
                 for kind in tuple(kinds):
-                    choices = (layout.choice(size, *pair, level, kind) for pair in plain for level in levels)
+                    choices = (layout.choice(size, *pair, level, kind) for pair in pairs for level in levels)
                     if any(self._fitting_bytes(choice) is not None for choice in choices):
                         least.append(kind)
                         break
@@ -381,3 +382,20 @@ def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
         if not front or each.memory_bytes < front[-1].memory_bytes:
             front.append(each)
     return tuple(front)
+
+
+@lru_cache(maxsize=4096)
+def _least_kept(pipeline: int, count: int, pairs: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Return the (schedule, stages a rank) that keep least: those of which no other has less on every rank."""
+    if len(pairs) == 1:
+        return pairs
+    kept = {
+        pair: [stashes / pair[1] for stashes in num_stashes(pair[0], pipeline, pair[1], count)]
+        for pair in pairs
+    }
+    least: list[tuple[str, int]] = []
+    for pair in pairs:
+        others = (kept[other] for other in least)
+        if not any(all(a <= b for a, b in zip(other, kept[pair], strict=True)) for other in others):
+            least.append(pair)
+    return tuple(least)

@@ -13,35 +13,28 @@ for every stage at least, evenly or not. `tune.step.check_step` refuses what els
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
+from meshweave.algorithms.block import BlockAlgorithm
+from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.tune.step.problem import DEGREES, Degree, Parallelism, StepProblem
+from meshweave.tune.step.strategies import refusal_in_step
 
 Tensor = int | tuple[int, int]
 """A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
 Order = tuple[Degree, ...]
 """Names of degrees, the innermost first."""
 
-ONE_DIMENSIONAL = ("megatron_sp", "megatron")
-ON_MESHES = ("atp", "collective_block", "meshslice_block", "wang_block", "summa_block")
-STRATEGIES = (*ONE_DIMENSIONAL, *ON_MESHES)
-"""Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context
-degrees."""
-SEARCHED_STRATEGIES = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
-"""Strategies that a search tries by default: not Wang's and SUMMA's products, whose estimates take as long as
-those of all others together."""
-SCHEDULES = ("1f1b", "zb-h1", "zbv")
-"""Schedules that a search chooses among; 1F1B also interleaved. GPipe is never faster, and keeps more."""
 ZERO_LEVELS = (0, 1, 2, 3)
-VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 
@@ -49,6 +42,9 @@ MAX_MICRO_BATCH = 64
 @dataclass(frozen=True)
 class SpaceOptions:
     """What a search may choose among. A tuple of one value fixes it; None leaves a degree open.
+
+    Strategies and schedules are names of the table; those not given are all that are searched by default
+    (`is_searched`), and that a step may have.
 
     Attributes:
         data, pipeline, context: degrees to choose among.
@@ -65,9 +61,9 @@ class SpaceOptions:
     pipeline: tuple[int, ...] | None = None
     context: tuple[int, ...] | None = None
     tensor: tuple[Tensor, ...] | None = None
-    strategies: tuple[str, ...] = SEARCHED_STRATEGIES
+    strategies: tuple[str, ...] = field(default_factory=lambda: searched(tensor_strategies()))
     zero: tuple[int, ...] = ZERO_LEVELS
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = field(default_factory=lambda: searched(SCHEDULES))
     virtual_stages: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTES
@@ -75,8 +71,8 @@ class SpaceOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("strategies", STRATEGIES),
-            ("schedules", (*SCHEDULES, "gpipe")),
+            ("strategies", tuple(tensor_strategies())),
+            ("schedules", tuple(SCHEDULES)),
             ("recompute", RECOMPUTES),
         ):
             for word in getattr(self, name):
@@ -99,6 +95,16 @@ class SpaceOptions:
                 raise DescriptionError(
                     f"order is {'-'.join(order)}; give each of {', '.join(DEGREES)} once, the innermost first"
                 )
+
+
+def tensor_strategies() -> dict[str, BlockAlgorithm]:
+    """Return the strategies for the tensor ranks of a layer; others are the data and context degrees of a step."""
+    return {name: entry for name, entry in STRATEGIES.items() if refusal_in_step(entry) is None}
+
+
+def searched(entries: Mapping[str, BlockAlgorithm] | Mapping[str, PipelineAlgorithm]) -> tuple[str, ...]:
+    """Return the names of the entries that a search tries where none are named."""
+    return tuple(name for name, entry in entries.items() if entry.is_searched)
 
 
 def ranks_of(tensor: Tensor) -> int:
@@ -201,7 +207,7 @@ class StepSpace:
             return
         given = options.tensor
         for strategy in options.strategies:
-            if strategy in ONE_DIMENSIONAL:
+            if STRATEGIES[strategy].is_one_dimensional:
                 if heads % ranks == 0 and (given is None or ranks in given):
                     yield strategy, ranks
                 continue
@@ -235,25 +241,20 @@ class StepSpace:
         return tuple(sizes)
 
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
-        """Return (schedule, stages per pipeline rank) for so many ranks and micro-batches.
-
-        Interleaving has two stages a rank at least, and micro-batches in whole groups of ranks (Narayanan et al.
-        2021, section 2.2); ZB-V has two.
-        """
+        """Return (schedule, stages per pipeline rank) for so many ranks and micro-batches."""
         options = self.options
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:
                 return ()  # a pipeline is wanted
-            first = "1f1b" if "1f1b" in options.schedules else options.schedules[0]
-            return ((first, 1),)
+            alone = (name for name in options.schedules if 1 in SCHEDULES[name].stages_per_rank)
+            return ((next(alone, options.schedules[0]), 1),)
         pairs = []
         for name in options.schedules:
-            for virtual in _stages_per_rank(name, options.virtual_stages):
+            for virtual in options.virtual_stages or SCHEDULES[name].stages_per_rank:
                 if pipeline * virtual > self.problem.model.num_layers:
                     continue
-                if name == "1f1b" and virtual > 1 and num_micro_batches % pipeline:
-                    continue
-                pairs.append((name, virtual))
+                if _takes(name, pipeline, virtual, num_micro_batches):
+                    pairs.append((name, virtual))
         return tuple(pairs)
 
     def choices(self) -> Iterator[Parallelism]:
@@ -273,12 +274,9 @@ class StepSpace:
         return levels[:1] if data * context == 1 else levels
 
 
-def _stages_per_rank(schedule: str, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the stages that a rank may have under a schedule, of those `given`."""
-    if schedule == "1f1b":
-        return VIRTUAL_STAGES if given is None else given
-    usual = 2 if schedule == "zbv" else 1
-    return (usual,) if given is None or usual in given else ()
+@lru_cache(maxsize=8192)
+def _takes(schedule: str, pipeline: int, virtual: int, num_micro_batches: int) -> bool:
+    return SCHEDULES[schedule].for_stages(virtual).takes(pipeline, virtual, num_micro_batches)
 
 
 def divisors_of(number: int) -> tuple[int, ...]:

@@ -1,0 +1,67 @@
+"""Lower bounds of how long schedules take, in closed form: a few paths through their actions.
+
+In 1F1B rank j of P has w = P - j micro-batches in flight. With C its forward and backward, and R what a
+micro-batch takes from its forward there through later ranks and back, M micro-batches take M C, with R in place of
+w - 1 of the C for each round trip, and what the ranks before take once.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+
+
+def whole_ticks(times: ActionTimes) -> list[int]:
+    """Return what a micro-batch takes on each stage, forward and backward."""
+    return [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
+
+
+def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+    """Return a bound for whole backwards on stages that are dealt out in turn: the busiest rank, and its ends.
+
+    A rank begins when the first micro-batch has come through the ranks before it, and they end after it.
+    """
+    before, best, whole = 0, 0, whole_ticks(times)
+    for rank in range(num_ranks):
+        best = max(best, before + micro_batches * sum(whole[rank::num_ranks]))
+        before += whole[rank] + 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
+    return best
+
+
+def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+    """Return a bound for backwards in two parts; with `is_folded` stages go down the ranks and back up.
+
+    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at best.
+    Before its last gradient of inputs goes back through the ranks before it, it has made all of them.
+    """
+    last = len(times.forward) - 1
+    best = before = after = 0
+    for rank in range(num_ranks):
+        own = (rank, last - rank) if is_folded else (rank,)
+        urgent = sum(times.forward[stage] + times.input_grad[stage] for stage in own)
+        weights = sum(times.weight_grad[stage] for stage in own)
+        busy, back = micro_batches * (urgent + weights), micro_batches * urgent + after + times.weight_grad[0]
+        best = max(best, before + busy, before + back)
+        hop = times.transfer[rank] if rank < len(times.transfer) else 0
+        before, after = before + times.forward[rank] + hop, after + times.input_grad[rank] + hop
+    return best
+
+
+def longest_of_1f1b(micro_batches: int, times: ActionTimes) -> int:
+    """Return the longest path through 1F1B that stays at one rank but for round trips that make it longer."""
+    whole = whole_ticks(times)
+    before, best, size = 0, 0, len(whole)
+    after = sum(whole) + 2 * sum(times.transfer)
+    for rank, cycle in enumerate(whole):
+        after -= cycle  # through later ranks and back
+        window = min(size - rank, micro_batches)
+        forward, backward = times.forward[rank], cycle - times.forward[rank]
+        if micro_batches <= window:
+            gain = max(0, after - (micro_batches - 1) * min(forward, backward))
+        else:
+            first, last = after - (window - 1) * forward, after - (window - 1) * backward
+            others = ((micro_batches - 1) // window - 1) * (after - (window - 1) * cycle)
+            gain = max(0, first, last, first + last, first + last + others)
+        best = max(best, before + micro_batches * cycle + gain)
+        hop = 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
+        before, after = before + cycle + hop, after - hop
+    return best

@@ -1,0 +1,65 @@
+"""The most of its peak that a chip has shown, beside which a utilization is read, and why one may lie above it.
+
+A step that is priced at rates of short runs, at a datasheet's peak, or in a dtype with another peak may have a
+utilization that nobody has seen. It is printed with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.left_out import best_product_rate
+from meshweave.tune.step.problem import StepProblem
+
+
+@dataclass(frozen=True)
+class RateCeiling:
+    """The most of its peak that a chip has shown in products of a step's dtype.
+
+    Attributes:
+        share: of the peak: what was measured, in steady training where that is known; 1 where nothing was.
+        shown: that in words.
+        priced: what of the step is priced above it, each with its share of the peak, in words.
+    """
+
+    share: float
+    shown: str
+    priced: str
+
+    def reason(self, utilization: float) -> str:
+        """Return in one line why a utilization is above the ceiling; "" where it is not."""
+        return f"above {self.shown}: {self.priced}" if utilization > self.share else ""
+
+
+def rate_ceiling(problem: StepProblem) -> RateCeiling:
+    """Return the ceiling of the chips of a problem, and what of the problem is priced above it."""
+    known = problem.cache("ceiling")
+    if not known:
+        known[""] = _rate_ceiling(problem)
+    ceiling: RateCeiling = known[""]
+    return ceiling
+
+
+def _rate_ceiling(problem: StepProblem) -> RateCeiling:
+    chip, priced, dtype = problem.cluster.chip, problem.priced_cluster.chip, problem.dtype
+    peak, measured = chip.peak(dtype), best_product_rate(chip, dtype)
+    sustained = 1.0 if chip.kernels is None else chip.kernels.sustained_share
+    share = min(1.0 if measured is None else measured * sustained / peak, 1.0)
+    shown = f"the {dtype} peak of {chip.name}"
+    if measured is not None:
+        does = "reach" if sustained == 1 else "sustain in training"
+        shown = f"the {100 * share:.1f} % of the {dtype} peak that products of {chip.name} {does}"
+    rates = {"attention": _attention_rate(priced, dtype)}
+    for each in (dtype, problem.product_dtype or dtype):
+        rates[f"products in {each}"] = best_product_rate(priced, each) or priced.flops_per_s(each)
+    above = [
+        f"{name} at up to {100 * rate / peak:.1f} %" for name, rate in rates.items() if rate > share * peak
+    ]
+    short = " as in short runs" if measured is not None and not problem.stack.sustains else ""
+    return RateCeiling(share, shown, f"the step has {' and '.join(above)}{short}")
+
+
+def _attention_rate(chip: Chip, dtype: str) -> float:
+    constants = None if chip.kernels is None else chip.kernels.attention_of(dtype)
+    return chip.flops_per_s(dtype, "attention") if constants is None else constants.flops_per_s
