@@ -8,6 +8,7 @@ which the value is read off the model's modules or changes nothing that is compu
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from meshweave.nn.parallel.structure import LayerMap, ModelMap
 TRIED = "5.23"
 """The version of transformers whose classes were compared with their parallelised models."""
 _LIBRARY = "transformers."
+_LOG = logging.getLogger(__name__)
 _COMPUTED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "rope_theta",
@@ -203,7 +205,10 @@ def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
         )
     _check_parts(module)
     _check_config(config, known)
-    title = f"{known.title} (transformers {_version()}{'' if is_tried() else ', not tried'})"
+    title = f"{known.title} (transformers {_version()})"
+    if not _version().startswith(f"{TRIED}."):
+        title = f"{known.title} (transformers {_version()}, not tried: {TRIED} is)"
+        _LOG.warning("%s; nothing but a comparison with its original says that it is computed", title)
     return title, replace(known.names, window=known.window)
 
 
@@ -211,11 +216,6 @@ def _version() -> str:
     import transformers
 
     return str(transformers.__version__)
-
-
-def is_tried() -> bool:
-    """Return whether the installed transformers is of the version whose classes were tried."""
-    return _version().startswith(f"{TRIED}.")
 
 
 def _check_parts(module: nn.Module) -> None:

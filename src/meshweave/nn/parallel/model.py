@@ -263,8 +263,8 @@ def parallelize(
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
     Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
-    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), models of plain torch in
-    the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
+    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), those of plain torch
+    in the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
 
     Args:
         module: the model.

@@ -34,9 +34,11 @@ class Rotary:
 
     def _try(self, model: nn.Module, width: int) -> None:
         like = next(model.parameters())
-        x = torch.empty(1, 1, width, dtype=like.dtype, device=like.device)
+        own = next((tensor.device for tensor in (*self.module.buffers(), *self.module.parameters())), None)
+        device = own or torch.device("cpu" if like.is_meta else like.device)
+        x = torch.empty(1, 1, width, dtype=like.dtype, device=device)
         try:
-            cos, sin = self.module(x, torch.arange(2, device=like.device)[None])
+            cos, sin = self.module(x, torch.arange(2, device=device)[None])
             shapes = tuple(cos.shape[-2:]), tuple(sin.shape[-2:])
         except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
             raise UnsupportedError(
