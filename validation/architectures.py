@@ -28,6 +28,7 @@ STRATEGIES = (
     ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("data_parallel", (4,)),
     ("ring_attention", (4,)),
 )  # fmt: skip
+LISTED = f"({', '.join(path.rpartition('.')[2] for path in KNOWN)})"
 AT_ONCE = 16
 """Models that one start of the ranks tries: their memory goes with the ranks."""
 
@@ -110,10 +111,9 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     for of_case in zip(*columns.values(), strict=True):
         row = of_case[0]
         changes = ", ".join(f"{name}={value}" for name, value in row["changes"].items())
-        said = row.get("error") or next((s[1] for s in row["strategies"].values() if s[0] != "exact"), "")
         outcomes = " | ".join(map(outcome, of_case))
-        said = said.replace("|", "/")[:150]
-        lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {outcomes} | {said} |")
+        words = said(row).replace("|", "/").replace(LISTED, "(...)")[:150]
+        lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {outcomes} | {words} |")
     return "\n".join(lines) + "\n"
 
 
@@ -121,10 +121,29 @@ def _counts(found: Counter[str]) -> str:
     return ", ".join(f"{found[kind]} {kind}" for kind in ("exact", "refused", "wrong", "crash", "no model"))
 
 
+def said(row: dict[str, Any]) -> str:
+    """Return what was said of a row that is not exact."""
+    of_strategies = (strategy[1] for strategy in row["strategies"].values() if strategy[0] != "exact")
+    return str(row.get("error") or next(of_strategies, ""))
+
+
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with what was said once."""
+    found = {name: strategy[0] for name, strategy in row["strategies"].items()}
+    kept = {name: row[name] for name in ("kind", "class", "changes") if row.get(name)}
+    return {**kept, "strategies": found, "said": said(row)}
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return ",\n".join(json.dumps(row) for row in rows)
+
+
 def write(columns: dict[str, list[dict[str, Any]]]) -> None:
     """Write the results."""
     folder = HERE / "results"
-    (folder / "architectures.json").write_text(json.dumps(columns, indent=1) + "\n")
+    rows = {column: [short(row) for row in of_column] for column, of_column in columns.items()}
+    text = ",\n".join(f'"{column}": [\n{_lines(of_column)}\n]' for column, of_column in rows.items())
+    (folder / "architectures.json").write_text(f"{{\n{text}\n}}\n")
     (folder / "architectures.md").write_text(table(columns))
 
 

@@ -128,6 +128,12 @@ def _custom_attention() -> nn.Module:
     return model
 
 
+def _bidirectional() -> nn.Module:
+    model = _llama()
+    model.model.layers[1].self_attn.is_causal = False
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "hook": (_hooked, "forward hooks"),
     "forward": (_patched, "a forward of its own"),
@@ -144,6 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "extra": (lambda: _of(_extra), "q_norm"),
     "heads": (lambda: _of(_wrong_heads), "features for 4 heads of queries and 2 of keys"),
     "attention": (_custom_attention, "attention 'mine'"),
+    "not causal": (_bidirectional, "not causal"),
     "window": (lambda: _llama(sliding_window=3), "sliding_window=3"),
     "another config": (lambda: _llama(is_causal=False), "is_causal=False"),
     "gpt2 upcast": (lambda: make("gpt2", reorder_and_upcast_attn=True), "reorder_and_upcast_attn=True"),

@@ -147,11 +147,13 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
     """Return the sizes of attention of a layer, from its module and the configuration of the model.
 
-    Raises LayoutError where they are not said.
+    Raises LayoutError where they are not said, UnsupportedError where attention is not causal.
     """
     names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])
     config = getattr(module, "config", None)
+    if getattr(attention, "is_causal", True) is False:
+        raise UnsupportedError(f"{model_map.layers}.{number}: attention that is not causal is not computed")
     queries = _first((config, attention), "num_attention_heads", "n_head", "num_heads")
     if queries is None:
         raise LayoutError(
