@@ -10,6 +10,7 @@ from typing import Any
 import reference_models
 import torch
 import torch.distributed as dist
+from small_models import KeepDoubles
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -51,12 +52,13 @@ def _compare(case: Mapping[str, Any], count: WireCount) -> dict[str, Any]:
     plan = Parallelism(strategy=case["strategy"], **degrees) if degrees else case["strategy"]
     check = case.get("check", False)
     made = parallelize(model, plan, mesh, config=BlockConfig(**case.get("config", {})), check=check)
-    count.num_bytes = 0
-    own = made.loss(tokens, targets)
-    own.backward()
-    moved = count.num_bytes
-    with torch.no_grad():
-        own_logits = made.logits(tokens)
+    with KeepDoubles():
+        count.num_bytes = 0
+        own = made.loss(tokens, targets)
+        own.backward()
+        moved = count.num_bytes
+        with torch.no_grad():
+            own_logits = made.logits(tokens)
     expected = dict(whole.named_parameters())
     parameters = dict(made.module.named_parameters())
     worst, where = 0.0, ""

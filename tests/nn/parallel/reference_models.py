@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from plain_models import WORDS, PlainGpt, PlainLlama
+from small_models import KeepDoubles
 from torch import Tensor, nn
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 24}
@@ -28,11 +28,7 @@ def make(kind: str, **options: Any) -> nn.Module:
         sizes = {**HEADS, **({"sliding_window": 5} if kind == "mistral" else {}), **options}
         config = getattr(transformers, f"{prefix}Config")(**sizes)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
-    model = _random(model)
-    for norm in model.modules():
-        if type(norm).__name__.endswith("RMSNorm"):
-            norm.__class__ = _double_norm(type(norm))
-    return model
+    return _random(model)
 
 
 def _random(model: nn.Module) -> nn.Module:
@@ -44,16 +40,6 @@ def _random(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _double_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a norm of transformers that does not narrow doubles to single precision, as theirs does."""
-
-    class DoubleRMSNorm(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-
-    return DoubleRMSNorm
-
-
 def words(model: Any) -> int:
     """Return the size of the vocabulary."""
     return WORDS if isinstance(model, PlainGpt | PlainLlama) else int(model.config.vocab_size)
@@ -62,5 +48,6 @@ def words(model: Any) -> int:
 def logits(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits of the model's own forward pass."""
     is_plain = isinstance(model, PlainGpt | PlainLlama)
-    out: Tensor = model(tokens) if is_plain else model(input_ids=tokens, use_cache=False).logits
+    with KeepDoubles():
+        out: Tensor = model(tokens) if is_plain else model(input_ids=tokens, use_cache=False).logits
     return out

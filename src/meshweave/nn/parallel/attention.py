@@ -44,9 +44,7 @@ class AttentionCore:
         self.ring = -1
         if strategy.roles.ring_axis is not None:
             self.ring = ring_number(
-                PlacedRing(
-                    strategy, heads.keys, heads.queries // heads.keys, heads.width, heads.scale, heads.window
-                )
+                PlacedRing(strategy, heads.keys, heads.queries // heads.keys, heads.width, heads.window)
             )
 
     def positions(self, sequence: int) -> tuple[int, int]:
@@ -100,6 +98,7 @@ class AttentionCore:
     def _in_ring(self, q: Tensor, k: Tensor, v: Tensor, batch: int, sequence: int) -> Tensor:
         """Return attention whose keys and values go round; in groups of heads."""
         own = self.heads
+        q = q * (own.scale * own.width**0.5)  # a ring divides scores by the root of the width
         groups = q.unflatten(2, (k.shape[2], own.queries // own.keys)).flatten(3)
         fused = torch.cat((groups, k.to(groups.dtype), v.to(groups.dtype)), -1).flatten(2)
         out: Tensor = ring_attention(fused, self.ring, batch, sequence)[0]

@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.attention import AttentionCore, Heads
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.structure import LayerMap, check_layer, dropout_after
+from meshweave.nn.parallel.structure import LayerMap, check_heads, check_layer, dropout_after
 
 
 class ParallelBlock(nn.Module):  # type: ignore[misc]
     """A layer with attention and a feed-forward part, each after its norm and with its residual.
 
-    It has the modules of the layer that it takes the place of, under the same names; those with parameters are
-    replaced by parallel ones.
+    It is planned without memory, and the layer stays as it is until `take`. Then it has the modules of the layer
+    under the same names; those with parameters are replaced by parallel ones.
 
     Args:
         layer: the layer.
@@ -40,38 +40,52 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         check_layer(layer, names, where)
-        for name, child in layer.named_children():
-            self.add_module(name, child)
-        self.names, self.layer_strategy = names, strategy
+        check_heads(layer, names, heads, where)
+        self.names, self.layer_strategy, self.where = names, strategy, where
+        self.gradient_checkpointing = False
+        made: dict[str, ParallelNorm | ParallelLinear] = {}
         for path in (names.attention_norm, names.feed_forward_norm):
-            _replace(self, path, ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}"))
+            made[path] = ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}")
         self.heads = _shared(heads, strategy)
         for path, options in _units(layer, names, self.heads, heads.keys).items():
-            linear = layer.get_submodule(path)
-            _check_linear(linear, f"{where}.{path}")
-            _replace(self, path, ParallelLinear(linear, strategy, name=f"{where}.{path}", **options))
-        self._connect()
+            linear = on_meta(layer.get_submodule(path))
+            made[path] = ParallelLinear(linear, strategy, name=f"{where}.{path}", **options)
+        self._made = made
+        self._connect(layer)
 
-    def _connect(self) -> None:
+    def _connect(self, layer: nn.Module) -> None:
         names, strategy = self.names, self.layer_strategy
 
         def group(*paths: str) -> LinearGroup:
-            return LinearGroup([self.get_submodule(path) for path in paths])
+            return LinearGroup([cast(ParallelLinear, self._made[path]) for path in paths])
 
         self.into_attention, self.out_of_attention = group(*names.into_attention), group(names.out)
         self.into_feed_forward, self.out_of_feed_forward = group(*names.into_feed_forward), group(names.down)
         self.core = AttentionCore(self.heads, strategy)
         residual = strategy.roles.residual
         self.after_attention, self.after_feed_forward = (
-            ShardDropout(dropout_after(self, path), strategy, residual) for path in (names.out, names.down)
+            ShardDropout(dropout_after(layer, path), strategy, residual) for path in (names.out, names.down)
         )
-        self.activation: Callable[[Tensor], Tensor] = self.get_submodule(names.activation)
-        self.attention_norm = self.get_submodule(names.attention_norm)
-        self.feed_forward_norm = self.get_submodule(names.feed_forward_norm)
+        self.activation: Callable[[Tensor], Tensor] = layer.get_submodule(names.activation)
+        self.attention_norm = self._made[names.attention_norm]
+        self.feed_forward_norm = self._made[names.feed_forward_norm]
+
+    def take(self, layer: nn.Module) -> None:
+        """Take the place of the layer that this was planned of: its modules, this rank's part of its weights."""
+        for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        for path, made in self._made.items():
+            fill(made, layer.get_submodule(path), f"{self.where}.{path}")
+            _replace(self, path, made)
+        self.training = layer.training
+        del self._made
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; modules that are known under another name already are not registered once more."""
-        if name in ("activation", "attention_norm", "feed_forward_norm"):
+        if name in ("activation", "attention_norm", "feed_forward_norm", "_made"):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -103,13 +117,6 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
 def _replace(module: nn.Module, path: str, new: nn.Module) -> None:
     owner, _, name = path.rpartition(".")
     setattr(module.get_submodule(owner), name, new)
-
-
-def _check_linear(linear: nn.Module, name: str) -> None:
-    if not isinstance(linear, nn.Linear) and type(linear).__name__ != "Conv1D":
-        raise UnsupportedError(
-            f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
-        )
 
 
 def _units(layer: nn.Module, names: LayerMap, heads: Heads, key_heads: int) -> dict[str, dict[str, Any]]:

@@ -16,25 +16,29 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
-from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
+from meshweave.nn.parallel.features import ForwardArguments, refuse_features
+from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
-from meshweave.nn.parallel.loss import IGNORED, VocabularyLoss
+from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.optimizers import watch_optimizers
+from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.plans import PlanLike, resolve
+from meshweave.nn.parallel.rotary import Rotary
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.structure import ModelMap, heads_of, recognised, uncovered
+from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
 from meshweave.nn.parallel.takeable import check_takeable
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
+from meshweave.nn.parallel.unaltered import check_unaltered
 from meshweave.nn.prove.check import check_layers
 
 _LOG = logging.getLogger(__name__)
@@ -101,9 +105,11 @@ class ParallelModel:
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
         self.context: TorchContext | None = None
-        self._left: list[tuple[str, str]] = []
-        self._replace_layers()
-        self._replace_ends()
+        self._arguments = ForwardArguments(module, names.has_causal_loss)
+        self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
+        self._plan_layers()
+        self._plan_ends()
+        self._take()
         names_of = {name for name, child in module.named_modules() if isinstance(child, _OURS)}
         self.report = ParallelReport(
             title,
@@ -122,48 +128,56 @@ class ParallelModel:
         )
         module.forward = self.forward
 
-    # --- replacing ------------------------------------------------------------------------------------------
+    # --- replacing: all is planned, and may be refused, before the first module is replaced -----------------
 
-    def _replace_layers(self) -> None:
+    def _plan_layers(self) -> None:
         names, module = self.names, self.module
-        layers = module.get_submodule(names.layers)
-        assert isinstance(layers, nn.ModuleList)
-        for number, layer in enumerate(layers):
-            heads = names.heads or heads_of(module, layer, names.layer)
+        check_modules(module, names)
+        self.blocks: list[ParallelBlock] = []
+        for number, layer in enumerate(module.get_submodule(names.layers)):
+            heads = names.heads or heads_of(module, number, names)
             where = f"{names.layers}.{number}"
-            layers[number] = ParallelBlock(layer, names.layer, heads, self.strategy, where)
-        self.blocks: list[ParallelBlock] = list(layers)
+            self.blocks.append(ParallelBlock(layer, names.layer, heads, self.strategy, where))
 
-    def _replace_ends(self) -> None:
-        names, strategy, module = self.names, self.strategy, self.module
+    def _plan_ends(self) -> None:
+        names, strategy, module, new = self.names, self.strategy, self.module, self._new
         table, head = module.get_submodule(names.embedding), module.get_submodule(names.head)
-        is_tied = table.weight is head.weight
-        self.embedding = ParallelEmbedding(table, strategy, names.embedding)
-        self._put(names.embedding, self.embedding)
+        self.embedding = new[names.embedding] = ParallelEmbedding(on_meta(table), strategy, names.embedding)
         self.positions: ParallelPositions | None = None
         if names.positions:
-            wpe = module.get_submodule(names.positions)
-            self.positions = ParallelPositions(wpe, strategy, names.positions)
-            self._put(names.positions, self.positions)
-        self.norm = ParallelNorm(module.get_submodule(names.norm), strategy, names.norm)
-        self._put(names.norm, self.norm)
+            wpe = on_meta(module.get_submodule(names.positions))
+            self.positions = new[names.positions] = ParallelPositions(wpe, strategy, names.positions)
+        self.norm = new[names.norm] = ParallelNorm(module.get_submodule(names.norm), strategy, names.norm)
         self.tied: TiedWeight | None = None
-        self.head: ParallelLinear
-        if is_tied:
+        if table.weight is head.weight:
             self.tied = TiedWeight(self.embedding, strategy)
-            self.head = self.tied.head(head, names.head)
+            self.head = self.tied.head(on_meta(head), names.head)
         else:
-            self.head = ParallelLinear(head, strategy, place="in", name=names.head)
-        self._put(names.head, self.head)
+            self.head = ParallelLinear(on_meta(head), strategy, place="in", name=names.head)
+        new[names.head] = self.head
         self._head_group = LinearGroup([self.head])
         p = dropout_of(module, names.dropout)
         self.dropout = ShardDropout(p, strategy, strategy.roles.residual)
         self.vocabulary = VocabularyLoss(self.head.site.units, strategy)
-        self.rotary = module.get_submodule(names.rotary) if names.rotary else None
+        self.rotary: Rotary | None = None
+        if names.rotary:
+            width = self.blocks[0].core.heads.width
+            self.rotary = Rotary(module, names.rotary, strategy, width)
 
-    def _put(self, path: str, new: nn.Module) -> None:
-        owner, _, name = path.rpartition(".")
-        setattr(self.module.get_submodule(owner), name, new)
+    def _take(self) -> None:
+        """Replace the modules by what was planned for them."""
+        names, module = self.names, self.module
+        layers = module.get_submodule(names.layers)
+        for number, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+            block.take(layer)
+            layers[number] = block
+        for path, new in self._new.items():
+            if new is self.head and self.tied is not None:
+                new.weight = self.embedding.weight
+            else:
+                fill(new, module.get_submodule(path), path)
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, new)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -174,23 +188,16 @@ class ParallelModel:
             x = x + self.positions(tokens.shape[1]).to(x.dtype)
         return self.dropout(x, self.module.training)
 
-    def angles(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of the positions of this rank's attention; None without a rotary module."""
-        if self.rotary is None:
-            return None
-        start, stop = self.strategy.span(Side("sequence", sequence), self.strategy.roles.core(True))
-        positions = torch.arange(start, stop, device=x.device)[None]
-        cos, sin = self.rotary(x, positions)
-        return cos, sin
-
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
     ) -> Tensor:
         """Return this rank's part of the residual after some layers, by default all."""
-        rotary = self.angles(x, sequence)
+        rotary = None if self.rotary is None else self.rotary(x, sequence)
         for block in self.blocks if blocks is None else blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
+            elif getattr(block, "gradient_checkpointing", False) and block.training:
+                x = block._gradient_checkpointing_func(block.__call__, x, batch, sequence, rotary)
             else:
                 x = block(x, batch, sequence, rotary)
         return x
@@ -228,18 +235,18 @@ class ParallelModel:
         return loss.detach()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None
+        self, input_ids: Tensor | None = None, *args: Any, targets: Tensor | None = None, **given: Any
     ) -> ParallelOutput:
         """Return the logits, or with labels or targets the loss: the `forward` of the module.
 
         Args:
-            labels: tokens of which each is to be foretold by those before it, for models of transformers; else the
-                same as targets.
+            input_ids: tokens (batch, sequence).
+            args, given: as the module took them: labels, tokens of which each is foretold by those before it,
+                for models of transformers, else the same as targets. Others must change nothing.
             targets: per token the one that is to be foretold, or -100 for none.
         """
-        if labels is not None and targets is None:
-            has_shift = self.names.has_causal_loss
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if has_shift else labels
+        targets = self._arguments.targets(input_ids, args, given, targets)
+        assert input_ids is not None
         self.agreement.check(input_ids, targets)
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
@@ -288,7 +295,8 @@ def parallelize(
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
     Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
-    of transformers in the style of GPT-2, Llama, Qwen2 and Mistral are recognised by the names of their modules.
+    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), those of plain torch
+    in the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
 
     Args:
         module: the model.
@@ -329,11 +337,9 @@ def parallelize(
     with share_refusal(own, ranks_of(device_mesh), "parallelize"):
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         resolved = resolve(plan, device_mesh, config, overlap, context)
+        check_unaltered(module)
         title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-        if missing := names.missing(module):
-            raise UnsupportedError(
-                f"{type(module).__name__} has no module {missing}, which the mapping names"
-            )
+        check_modules(module, names)
         check_takeable(module, names.embedding, names.head, names.positions)
         strategy, recompute = resolved.strategy, resolved.recompute
         proved = "nothing (check=False)"
@@ -348,11 +354,12 @@ def parallelize(
         else:
             level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
             _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
-        _seed_alike(strategy)
         before = dict(module.named_parameters())
         model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
     model.context = context
+    _seed_alike(strategy)
     watch_optimizers(model.agreement, before)
+    refuse_features(module, names.layers)
     return model
 
 

@@ -22,7 +22,7 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
 
     Args:
         norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with a `weight` and an
-            epsilon, which is tried where it has memory.
+            epsilon, which is tried where it has memory. It stays as it is.
 
     Raises:
         UnsupportedError: it is no such norm.

@@ -6,6 +6,7 @@ matrices side by side along its inner features, such as queries, keys and values
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,22 @@ class ParameterLayout:
             stride=_row_major(whole.shape),
         )
         return nn.Parameter(made, requires_grad=requires_grad)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a module with the same attributes, and parameters without memory, to plan with."""
+    shadow = copy.copy(module)
+    shadow._parameters = {
+        name: None if given is None else nn.Parameter(given.detach().to("meta"), given.requires_grad)
+        for name, given in module._parameters.items()
+    }
+    return shadow
+
+
+def fill(made: Any, whole: nn.Module, name: str) -> None:
+    """Give a parallel module that was planned on meta this rank's parts of a module's parameters."""
+    for key, layout in made.layouts.items():
+        setattr(made, key, layout.distribute(f"{name} ({key})", getattr(whole, key), made.layer_strategy))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -24,15 +24,14 @@ from meshweave.nn.products import DTYPES
 
 
 class WindowedFunctions(RealFunctions):
-    """Functions of attention with a scale and a window; queries and keys come as they are multiplied."""
+    """Functions of attention with a window; queries and keys come as they are multiplied."""
 
-    def __init__(self, problem: BlockProblem, scale: float, window: int | None) -> None:
+    def __init__(self, problem: BlockProblem, window: int | None) -> None:
         super().__init__(problem)
-        self.scale, self.window = scale, window
+        self.window = window
 
     def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
-        factor = self.scale * self.problem.head_dim**0.5
-        scores = super()._masked(queries * factor, keys, here, there)
+        scores = super()._masked(queries, keys, here, there)
         if self.window is None:
             return scores
         never = like(-float("inf"), scores)
@@ -42,13 +41,15 @@ class WindowedFunctions(RealFunctions):
 
 @dataclass(frozen=True)
 class PlacedRing:
-    """Ring attention by a strategy: groups of `per_group` heads of queries that share one of keys and values."""
+    """Ring attention by a strategy: groups of `per_group` heads of queries that share one of keys and values.
+
+    Scores are divided by the root of `width`.
+    """
 
     strategy: LayerStrategy
     groups: int
     per_group: int
     width: int
-    scale: float
     window: int | None
 
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
@@ -82,7 +83,7 @@ class SizedRing:
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program on this rank, with the positions of all tokens."""
         part = self.parts.backward if is_backward else self.parts.forward
-        calls = WindowedFunctions(self.problem, self.ring.scale, self.ring.window).table()
+        calls = WindowedFunctions(self.problem, self.ring.window).table()
         bound = bound_program(
             (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, calls
         )

@@ -1,8 +1,8 @@
-"""Which modules of a model are which: maps of known models by the names of their modules, and a user's own."""
+"""Which modules of a model are which: maps, and what must hold of the modules that they name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -68,6 +68,8 @@ class ModelMap:
         dropout: the dropout after the embedding; "" without.
         heads: sizes of attention; None to read them from the configuration and the modules of attention.
         has_causal_loss: whether `forward(tokens, labels)` shifts labels by one, as transformers does.
+        window: returns how many keys a query of a layer attends to, of the model's configuration and the layer's
+            number; None to read it from `sliding_window` of attention or the configuration.
     """
 
     embedding: str
@@ -80,70 +82,20 @@ class ModelMap:
     dropout: str = ""
     heads: Heads | None = None
     has_causal_loss: bool = True
+    window: Callable[[Any, int], int | None] | None = None
 
     def missing(self, module: nn.Module) -> str:
         """Return the first module that a model lacks; "" where it has all."""
-        named = {name for name, _ in module.named_modules()}
+        named = dict(module.named_modules(remove_duplicate=False))
         own = [getattr(self, each.name) for each in fields(self)]
         wanted = [name for name in own if isinstance(name, str) and name]
-        first = f"{self.layers}.0"
-        wanted += [f"{first}.{getattr(self.layer, each.name)}" for each in fields(self.layer)]
-        return next((name for name in wanted if not name.endswith(".") and name not in named), "")
-
-
-_LLAMA = ModelMap(
-    "model.embed_tokens",
-    "model.layers",
-    LayerMap(
-        "input_layernorm",
-        "self_attn.o_proj",
-        "post_attention_layernorm",
-        "mlp.up_proj",
-        "mlp.down_proj",
-        "mlp.act_fn",
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        gate="mlp.gate_proj",
-    ),
-    "model.norm",
-    "lm_head",
-    rotary="model.rotary_emb",
-)
-_GPT2 = ModelMap(
-    "transformer.wte",
-    "transformer.h",
-    LayerMap("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", "mlp.act", fused="attn.c_attn"),
-    "transformer.ln_f",
-    "lm_head",
-    positions="transformer.wpe",
-    dropout="transformer.drop",
-)
-_NANO_GPT = ModelMap(
-    "transformer.wte",
-    "transformer.h",
-    LayerMap("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", "mlp.gelu", fused="attn.c_attn"),
-    "transformer.ln_f",
-    "lm_head",
-    positions="transformer.wpe",
-    dropout="transformer.drop",
-    has_causal_loss=False,
-)
-KNOWN = {"Llama, Qwen2 or Mistral": _LLAMA, "GPT-2": _GPT2, "nanoGPT": _NANO_GPT}
-"""The maps of models that are recognised by the names of their modules."""
-
-
-def recognised(module: nn.Module) -> tuple[str, ModelMap]:
-    """Return the name and the map of a model. Raises UnsupportedError where it is none that is known."""
-    lacking = {}
-    for name, known in KNOWN.items():
-        if not (missing := known.missing(module)):
-            return name, known
-        lacking[name] = missing
-    said = "; ".join(f"no {name}: it has no module {missing}" for name, missing in lacking.items())
-    raise UnsupportedError(
-        f"{type(module).__name__} is no model known here ({said}); give mapping=ModelMap(...)"
-    )
+        layers = named.get(self.layers)
+        if isinstance(layers, nn.ModuleList):
+            parts = [part for each in fields(self.layer) if (part := getattr(self.layer, each.name))]
+            wanted += [
+                f"{self.layers}.{number}.{part}" for number in range(len(layers) or 1) for part in parts
+            ]
+        return next((name for name in wanted if name not in named), "")
 
 
 def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
@@ -156,13 +108,52 @@ def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
             )
 
 
-def heads_of(module: nn.Module, layer: nn.Module, names: LayerMap) -> Heads:
+def check_modules(module: nn.Module, names: ModelMap) -> None:
+    """Raise UnsupportedError where a model lacks a module that its map names, or one is none that is computed."""
+    kind = type(module).__name__
+    if missing := names.missing(module):
+        raise UnsupportedError(f"{kind} has no module {missing}, which the mapping names")
+    layers = module.get_submodule(names.layers)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise UnsupportedError(f"{names.layers}: {type(layers).__name__} is no nn.ModuleList of layers")
+    said = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    if isinstance(said, int) and said != len(layers):
+        raise UnsupportedError(f"{names.layers} has {len(layers)} layers; config.num_hidden_layers is {said}")
+    for number, layer in enumerate(layers):
+        for path in names.layer.linears:
+            check_linear(layer.get_submodule(path), f"{names.layers}.{number}.{path}")
+    check_linear(module.get_submodule(names.head), names.head)
+    for path in filter(None, (names.embedding, names.positions)):
+        _check_embedding(module.get_submodule(path), path)
+
+
+def check_linear(linear: nn.Module, name: str) -> None:
+    """Raise UnsupportedError where a module is no linear layer, or computes more than one."""
+    is_conv = type(linear).__name__ == "Conv1D" and type(linear).__module__ == "transformers.pytorch_utils"
+    if not is_conv and not (isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward):
+        raise UnsupportedError(
+            f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
+        )
+
+
+def _check_embedding(embedding: nn.Module, name: str) -> None:
+    """Raise UnsupportedError where a module is no plain table of rows."""
+    if not isinstance(embedding, nn.Embedding) or type(embedding).forward is not nn.Embedding.forward:
+        raise UnsupportedError(
+            f"{name}: {type(embedding).__name__} is no table that is known; give an nn.Embedding"
+        )
+
+
+def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
     """Return the sizes of attention of a layer, from its module and the configuration of the model.
 
-    Raises LayoutError where they are not said.
+    Raises LayoutError where they are not said, UnsupportedError where attention is not causal.
     """
+    names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])
     config = getattr(module, "config", None)
+    if getattr(attention, "is_causal", True) is False:
+        raise UnsupportedError(f"{model_map.layers}.{number}: attention that is not causal is not computed")
     queries = _first((config, attention), "num_attention_heads", "n_head", "num_heads")
     if queries is None:
         raise LayoutError(
@@ -170,12 +161,12 @@ def heads_of(module: nn.Module, layer: nn.Module, names: LayerMap) -> Heads:
         )
     keys = _first((config, attention), "num_key_value_heads", "n_kv_head", "num_kv_heads") or queries
     width = _first((attention, config), "head_dim")
-    linear = layer.get_submodule(names.out)
-    sizes = tuple(linear.weight.shape)
-    inner = sizes[0] if type(linear).__name__ == "Conv1D" else sizes[1]
-    width = int(width or inner // queries)
-    owner: Any = attention if hasattr(attention, "sliding_window") else config
-    window = getattr(owner, "sliding_window", None)
+    width = int(width or _features(layer.get_submodule(names.out))[1] // queries)
+    if model_map.window is not None:
+        window = model_map.window(config, number)
+    else:
+        owner: Any = attention if hasattr(attention, "sliding_window") else config
+        window = getattr(owner, "sliding_window", None)
     scale = _first((attention,), "scaling")
     return Heads(
         int(queries),
@@ -187,9 +178,41 @@ def heads_of(module: nn.Module, layer: nn.Module, names: LayerMap) -> Heads:
     )
 
 
+def _features(linear: nn.Module) -> tuple[int, int]:
+    """Return how many features leave a linear layer, and how many enter it."""
+    first, second = (int(size) for size in linear.weight.shape)
+    return (second, first) if type(linear).__name__ == "Conv1D" else (first, second)
+
+
+def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
+    """Raise LayoutError where the linear layers of attention have not the features that its heads say."""
+    of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
+    if names.fused:
+        wanted = [(names.fused, 0, of_queries + 2 * of_keys)]
+    else:
+        wanted = [(names.query, 0, of_queries), (names.key, 0, of_keys), (names.value, 0, of_keys)]
+    for path, side, features in (*wanted, (names.out, 1, of_queries)):
+        found = _features(layer.get_submodule(path))[side]
+        if found != features:
+            raise LayoutError(
+                f"{where}.{path} has {found} features for {heads.queries} heads of queries and {heads.keys} of "
+                f"keys, each of {heads.width}, which make {features}"
+            )
+    if heads.queries % heads.keys or (names.fused and heads.keys != heads.queries):
+        raise UnsupportedError(
+            f"{where}: {heads.queries} heads of queries with {heads.keys} of keys"
+            f"{' in one product' if names.fused else ''} are not computed"
+        )
+    for group in (names.into_attention, names.into_feed_forward):
+        with_bias = [path for path in group if getattr(layer.get_submodule(path), "bias", None) is not None]
+        if len(with_bias) not in (0, len(group)):
+            raise UnsupportedError(f"{where}: of {', '.join(group)} only {', '.join(with_bias)} have a bias")
+
+
 def dropout_after(module: nn.Module, path: str) -> float:
     """Return the probability of the dropout beside the linear layer at `path`, after which it comes; 0 without."""
-    return _probability(module.get_submodule(path.rpartition(".")[0]), "resid_dropout", "dropout")
+    beside = module.get_submodule(path.rpartition(".")[0])
+    return _probability(beside, "resid_dropout", "residual_dropout", "dropout")
 
 
 def _probability(module: nn.Module, *names: str) -> float:

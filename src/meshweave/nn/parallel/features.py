@@ -1,0 +1,164 @@
+"""What transformers and torch offer that a parallelised model has not: one line each, that names what to use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.parallel.loss import IGNORED
+
+_SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
+_EARLIER = "do it before parallelize"
+_METHODS = {
+    "generate": f"tokens are not generated from parts of a model; {_SAVE}",
+    "save_pretrained": _SAVE,
+    "push_to_hub": f"{_SAVE}; push that folder",
+    "add_adapter": "adapters are not computed",
+    "load_adapter": "adapters are not computed",
+    "set_adapter": "adapters are not computed",
+    "forward": "call the whole model",
+    "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
+    "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
+}
+"""Methods that are refused, each with what to use; other methods of transformers are to be called earlier."""
+_KEPT = {
+    "forward", "to", "half", "float", "cuda", "train", "eval", "can_generate", "num_parameters",
+    "get_memory_footprint", "get_input_embeddings", "get_output_embeddings", "get_decoder", "get_encoder",
+    "get_parameter_or_buffer", "gradient_checkpointing_enable", "gradient_checkpointing_disable",
+    "activation_checkpointing_enable", "activation_checkpointing_disable", "enable_input_require_grads",
+    "disable_input_require_grads", "named_non_persistent_buffers", "add_model_tags", "is_backend_compatible",
+    "set_is_initialized_for_modules", "mark_tied_weights_as_initialized", "get_expanded_tied_weights_keys",
+    "get_total_byte_count", "estimate_tokens", "floating_point_ops", "post_init",
+}  # fmt: skip
+"""Methods of transformers that read, or go on working."""
+_ARGUMENTS = {
+    "attention_mask": "masks of padding are not taken, but at the end of rows whose labels there are -100",
+    "position_ids": "rows are not packed: positions count from 0",
+    "past_key_values": "keys of tokens before are not taken; give all tokens",
+    "inputs_embeds": "give input_ids",
+    "use_cache": "keys are not kept for generation",
+    "output_hidden_states": "take them from hooks on .blocks",
+    "output_attentions": "weights of attention are not kept",
+    "return_dict": "the result is a ParallelOutput",
+    "logits_to_keep": "all logits are computed; give labels, and none is gathered",
+    "num_logits_to_keep": "all logits are computed; give labels, and none is gathered",
+    "num_items_in_batch": "the loss is the mean over all tokens; transformers' Trainer is not for models whose "
+    "ranks take the same batch: call model.loss(tokens, targets).backward()",
+    "shift_labels": "give targets=",
+}
+"""Arguments of forward passes that are refused where they would change something, each with what to use."""
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "use_cache": (False,), "output_hidden_states": (False,), "output_attentions": (False,),
+    "return_dict": (True,), "logits_to_keep": (0,), "num_logits_to_keep": (0,),
+}  # fmt: skip
+
+
+def refuse_features(module: nn.Module, layers: str) -> None:
+    """Set on a parallelised module, in place of what would compute on whole weights, its refusals.
+
+    Args:
+        layers: the name of its list of layers.
+    """
+    for child in module.modules():
+        if child is module or hasattr(child, "save_pretrained"):
+            for name in sorted(_of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}):
+                setattr(child, name, _refusal(type(child).__name__, name))
+    while layers := layers.rpartition(".")[0]:
+        inner = module.get_submodule(layers)
+        inner.forward = _refusal(type(inner).__name__, "forward")
+    module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
+
+
+def _of_transformers(kind: type) -> set[str]:
+    """Return the names of methods that a class has of transformers, but for those that go on working."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
+    named = [
+        (name, value) for base in bases for name, value in vars(base).items() if not name.startswith("_")
+    ]
+    return {name for name, value in named if inspect.isfunction(value)} - _KEPT
+
+
+class _WithoutDdp:
+    """Stands where DDP looks for parameters to leave out when it is made around a model."""
+
+    def __iter__(self) -> NoReturn:
+        raise UnsupportedError(
+            "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another mesh dim, "
+            "or a plan with an axis of data parallelism"
+        )
+
+
+def _refusal(model: str, name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{model} is parallelised, without {name}: {_METHODS.get(name, _EARLIER)}")
+
+    refuse.__name__ = name
+    return refuse
+
+
+class ForwardArguments:
+    """The arguments of a module's own forward pass, as users of the module before give them.
+
+    Args:
+        forward: the forward of its class.
+        has_shift: whether labels are shifted by one.
+    """
+
+    def __init__(self, module: nn.Module, has_shift: bool) -> None:
+        self.module, self.has_shift = module, has_shift
+        names = list(inspect.signature(type(module).forward).parameters)[2:]
+        self.names = names if "labels" in names else ["labels"]
+
+    def targets(
+        self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
+    ) -> Tensor | None:
+        """Return the targets, or None where logits are wanted. Raises MeshweaveError for what is not computed.
+
+        Args:
+            tokens: the first argument.
+            args, given: further arguments, by their places and by names.
+            targets: per token the one that is to be foretold.
+        """
+        if len(args) > len(self.names):
+            raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
+        given = {**dict(zip(self.names, args, strict=False)), **given}
+        labels = given.pop("labels", None)
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
+            raise LayoutError("give input_ids: whole numbers (batch, sequence)")
+        for name, wanted in (("labels", labels), ("targets", targets)):
+            if wanted is not None and wanted.shape != tokens.shape:
+                raise LayoutError(f"{name} have shape {tuple(wanted.shape)}, tokens {tuple(tokens.shape)}")
+        for name, value in given.items():
+            if value is not None and not self._changes_nothing(name, value, tokens, labels, targets):
+                why = _ARGUMENTS.get(name, "forward does not take it")
+                raise UnsupportedError(f"{name} is not computed: {why}")
+        if labels is None or targets is not None:
+            return targets
+        if "_loss_function" in vars(self.module):
+            raise UnsupportedError(
+                "loss_function is not computed: the loss is that of causal language models"
+            )
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self.has_shift else labels
+
+    def _changes_nothing(
+        self, name: str, value: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None
+    ) -> bool:
+        """Return whether an argument has the value by which a forward pass is as without it."""
+        if name == "attention_mask" and isinstance(value, Tensor) and value.shape == tokens.shape:
+            return _is_at_end(value.bool(), labels if targets is None else targets)
+        if name == "position_ids" and isinstance(value, Tensor):
+            return bool((value == torch.arange(tokens.shape[1], device=value.device)).all())
+        return not isinstance(value, Tensor) and value in _NOTHING.get(name, ())
+
+
+def _is_at_end(mask: Tensor, targets: Tensor | None) -> bool:
+    """Return whether a mask leaves out nothing, or tokens at the ends of rows that have no targets."""
+    if bool(mask.all()):
+        return True
+    is_suffix = bool((mask[:, 1:] <= mask[:, :-1]).all())
+    return targets is not None and is_suffix and bool((targets[~mask] == IGNORED).all())

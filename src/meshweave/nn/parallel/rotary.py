@@ -1,0 +1,90 @@
+"""Cosines and sines of positions by the model's own module, which may have been made without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import Side
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class Rotary:
+    """The rotary module of a model, called with (x, positions), whose rows each rank takes its part of.
+
+    Of a model made on the meta device, buffers that no checkpoint holds (inverse frequencies) are computed anew at
+    the first call, by a module of the same class and configuration.
+
+    Args:
+        path: the name of the module in the model.
+        width: features of a head.
+
+    Raises:
+        UnsupportedError: it does not return a cosine and a sine for each feature of a head.
+    """
+
+    def __init__(self, model: nn.Module, path: str, strategy: LayerStrategy, width: int) -> None:
+        self.path, self.strategy = path, strategy
+        self.module = model.get_submodule(path)
+        self.unfilled = {name for name, buffer in self.module.named_buffers() if buffer.is_meta}
+        self._try(model, width)
+
+    def _try(self, model: nn.Module, width: int) -> None:
+        like = next(model.parameters())
+        own = next((tensor.device for tensor in (*self.module.buffers(), *self.module.parameters())), None)
+        device = own or torch.device("cpu" if like.is_meta else like.device)
+        x = torch.empty(1, 1, width, dtype=like.dtype, device=device)
+        try:
+            cos, sin = self.module(x, torch.arange(2, device=device)[None])
+            shapes = tuple(cos.shape[-2:]), tuple(sin.shape[-2:])
+        except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+            raise UnsupportedError(
+                f"{self.path}: {type(self.module).__name__} fails on (x, positions): {error}"
+            ) from None
+        if shapes != ((2, width), (2, width)) or cos.ndim != 3:
+            raise UnsupportedError(
+                f"{self.path}: {type(self.module).__name__} makes cosines of {shapes[0][-1]} features for heads "
+                f"of {width}; rotary embedding of a part of a head is not computed"
+            )
+
+    def __call__(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (1, positions, head width) of the positions of this rank's attention."""
+        if self.unfilled:
+            self._fill(x.device)
+        # All positions: some kinds of rotary embedding follow from the last one.
+        cos, sin = self.module(x, torch.arange(sequence, device=x.device)[None])
+        start, stop = self.strategy.span(Side("sequence", sequence), self.strategy.roles.core(True))
+        return cos[:, start:stop], sin[:, start:stop]
+
+    def _fill(self, device: torch.device) -> None:
+        """Compute buffers anew that nothing was written into since they got memory, or that have none yet."""
+        buffers = dict(self.module.named_buffers())
+        made: nn.Module | None = None
+        for name in sorted(self.unfilled):
+            if not buffers[name].is_meta and buffers[name]._version:
+                continue
+            made = made or self._anew(device)
+            values = dict(made.named_buffers()).get(name) if made is not None else None
+            if values is None or values.shape != buffers[name].shape:
+                raise UnsupportedError(
+                    f"{self.path}.{name} was made on the meta device, is in no checkpoint, and cannot be computed "
+                    "anew; copy its values into it before the first forward pass"
+                )
+            owner, _, last = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[last] = values.to(buffers[name].dtype)
+        self.unfilled = set()
+
+    def _anew(self, device: torch.device) -> nn.Module | None:
+        """Return a module of the same class and configuration, with memory; None where the class takes none."""
+        config: Any = getattr(self.module, "config", None)
+        if config is None:
+            return None
+        try:
+            with torch.device(device):
+                made: nn.Module = type(self.module)(config=config)
+        except Exception:
+            return None
+        return made

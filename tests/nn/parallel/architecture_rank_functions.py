@@ -1,0 +1,94 @@
+"""What ranks do in the sweep over architectures: compare losses and gradients of small models with their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import small_models
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.ranks.launch import RankContext
+from meshweave.nn.parallel.model import parallelize
+
+NAMES = {1: ("tp",), 2: ("row", "col")}
+TOLERANCE = 1e-9
+
+
+def sweep(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return per case what parallelizing a model gave: exact, refused, wrong or crash, and why."""
+    torch.set_num_threads(1)
+    shapes = sorted({tuple(shape) for case in payload["cases"] for _, shape in case["strategies"]})
+    meshes = {shape: init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)]) for shape in shapes}
+    with small_models.quiet():
+        return [_outcome(case, meshes) for case in payload["cases"]]
+
+
+def _outcome(case: Mapping[str, Any], meshes: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
+    """Return what a case gave: {"kind", "changes", "strategies": {strategy: (outcome, why)}}."""
+    out = {"kind": case["kind"], "changes": case.get("changes", {}), "strategies": {}}
+    try:
+        model = small_models.make_model(case["kind"], case.get("changes"))
+    except Exception as error:
+        return {**out, "error": line(error)}
+    tokens, targets = small_models.batch()
+    try:
+        copies = [copy.deepcopy(model) for _ in case["strategies"]]
+        loss = small_models.loss_of(model, tokens, targets)
+        loss.backward()
+    except Exception as error:
+        return {**out, "error": line(error)}
+    for (strategy, shape), own in zip(case["strategies"], copies, strict=True):
+        found = _tried(own, strategy, meshes[tuple(shape)], case.get("options", {}), model, loss)
+        out["strategies"][f"{strategy}:{'x'.join(map(str, shape))}"] = found
+    return {**out, "class": type(model).__name__}
+
+
+def _tried(
+    own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any], whole: nn.Module, loss: Tensor
+) -> tuple[str, str]:
+    """Return one of exact, refused, wrong and crash, and why."""
+    try:
+        with small_models.KeepDoubles():
+            made = parallelize(own, strategy, mesh, **options)
+            value = made.loss(*small_models.batch())
+            value.backward()
+        worst, where = _difference(made.module, whole)
+    except MeshweaveError as error:
+        return "refused", line(error)
+    except Exception as error:
+        return "crash", line(error)
+    off = abs(float(value) - float(loss))
+    if off > TOLERANCE or worst > TOLERANCE:
+        return "wrong", f"loss off by {off:.2g}, gradient of {where} by {worst:.2g} of its largest element"
+    return "exact", f"{max(off, worst):.2g}"
+
+
+def _difference(own: nn.Module, whole: nn.Module) -> tuple[float, str]:
+    """Return the largest difference of a gradient, by the largest element of the original's, and its name."""
+    worst, where = 0.0, ""
+    given = dict(own.named_parameters())
+    for name, parameter in whole.named_parameters():
+        wanted = parameter.grad
+        if name not in given:
+            return float("inf"), name
+        got = given[name].grad
+        if got is None and wanted is None:
+            continue
+        if got is None or wanted is None:
+            return float("inf"), name
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        off = float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+        if not off <= worst:
+            worst, where = off, name
+    return worst, where
+
+
+def line(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]

@@ -1,0 +1,49 @@
+"""Every causal language model of transformers is exact or refused, never wrong, on four ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+SCRIPT = Path(__file__).parents[3] / "validation/architectures.py"
+FEW = ("gpt2", "seed_oss", "granite", "ernie4_5", "smollm3", "gpt_bigcode")
+EXACT = {"gpt2", "seed_oss"}
+ENOUGH = 120
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sweep_of_architectures", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.gloo
+def test_a_few_are_exact_or_refused() -> None:
+    script = _script()
+    cases = [{"kind": kind, "strategies": (("megatron", (2,)), ("zero3", (2,)))} for kind in FEW]
+    found = {row["kind"]: script.outcome(row) for row in script.run(cases, 2)}
+    assert found == {kind: "exact" if kind in EXACT else "refused" for kind in FEW}
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_are_exact_or_refused() -> None:
+    script = _script()
+    for given in script.options().values():
+        rows = script.run([{**case, "options": given} for case in script.cases()])
+        bad = [row for row in rows if script.outcome(row) in ("wrong", "crash")]
+        assert not bad, bad
+        made = {row["kind"] for row in rows if "error" not in row}
+        assert len(made) >= ENOUGH, sorted(made)
+        exact = {row["class"] for row in rows if script.outcome(row) == "exact"}
+        known = {path.rpartition(".")[2] for path in script.KNOWN}
+        assert exact == known, exact ^ known

@@ -1,0 +1,92 @@
+"""Which models `parallelize` takes: what is refused leaves the model as it was; what does not work says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from meshweave.execute.ranks.launch import launch
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+WORDS = {
+    "generate": "mw.save_weights",
+    "save_pretrained": "mw.save_weights",
+    "push_to_hub": "push that folder",
+    "resize_token_embeddings": "before parallelize",
+    "add_adapter": "adapters are not computed",
+    "attention_mask": "masks of padding are not taken",
+    "mask by place": "masks of padding are not taken",
+    "position_ids": "positions count from 0",
+    "past_key_values": "give all tokens",
+    "inputs_embeds": "give input_ids",
+    "use_cache": "keys are not kept",
+    "output_attentions": "not kept",
+    "output_hidden_states": "hooks on .blocks",
+    "return_dict": "ParallelOutput",
+    "logits_to_keep": "all logits",
+    "num_items_in_batch": "Trainer",
+    "unknown": "lables is not computed",
+    "labels of another shape": "shape (2, 7)",
+    "deepcopy": "not copied",
+    "deepcopy of the model": "not copied",
+    "pickle": "not pickled",
+    "save": "not pickled",
+    "custom loss": "loss_function is not computed",
+    "inner": "call the whole model",
+    "inner save": "mw.save_weights",
+    "ddp": "take FSDP2",
+    "again": "a forward of its own",
+}
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = ("refusals", "features", "harmless", "meta", "plain_words")
+    payload = {"names": names, "folder": str(tmp_path_factory.mktemp("weights"))}
+    return launch("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
+
+
+@pytest.mark.gloo
+def test_a_refused_model_is_as_it_was(ranks: list[dict[str, Any]]) -> None:
+    assert [answer["refusals"] for answer in ranks] == [[], []]
+
+
+@pytest.mark.gloo
+def test_features_that_are_not_there_say_what_to_use(ranks: list[dict[str, Any]]) -> None:
+    for answer in ranks:
+        said = answer["features"]
+        assert said.keys() == WORDS.keys()
+        for name, words in WORDS.items():
+            assert words in said[name], (name, said[name])
+            assert "RAW" not in said[name] and "\n" not in said[name], (name, said[name])
+
+
+@pytest.mark.gloo
+def test_arguments_that_change_nothing_and_checkpointing(ranks: list[dict[str, Any]]) -> None:
+    for answer in ranks:
+        off = answer["harmless"]
+        assert (off.pop("calls of a layer"), off.pop("calls without")) == (2, 1)
+        assert max(off.values()) < TOLERANCE, off
+
+
+@pytest.mark.gloo
+def test_buffers_that_no_checkpoint_has_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
+    for answer in ranks:
+        meta = answer["meta"]
+        assert len(meta["losses"]) == 2
+        assert all(abs(loss - meta["expected"]) < 1e-5 for loss in meta["losses"]), meta
+        (said,) = meta["said"]
+        assert "model.rotary_emb.inv_freq was made on the meta device" in said
+
+
+@pytest.mark.gloo
+def test_only_plain_models_are_recognised_by_names(ranks: list[dict[str, Any]]) -> None:
+    around, plain = ranks[0]["plain_words"]
+    assert "a LlamaModel of transformers, in a class of its own" in around
+    assert plain == "nanoGPT"

@@ -1,0 +1,156 @@
+"""Parallelize every causal language model of the installed transformers, small and random, on four ranks.
+
+Writes validation/results/architectures.json and .md: per type of model whether loss and all gradients are
+those of the model itself in double precision, or what the refusal says. Run: python validation/architectures.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent / "tests/nn/parallel"
+sys.path.insert(0, str(TESTS))
+
+import small_models  # noqa: E402
+
+from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.nn.parallel.known import KNOWN  # noqa: E402
+from meshweave.nn.parallel.model import parallelize  # noqa: E402
+
+STRATEGIES = (
+    ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("data_parallel", (4,)),
+    ("ring_attention", (4,)),
+)  # fmt: skip
+LISTED = f"({', '.join(path.rpartition('.')[2] for path in KNOWN)})"
+AT_ONCE = 16
+"""Models that one start of the ranks tries: their memory goes with the ranks."""
+
+
+def cases(kinds: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Return the cases: each type by its defaults, and the types that are recognised by odd configs too."""
+    made = [{"kind": kind} for kind in kinds or small_models.names()]
+    with small_models.quiet():
+        for case in list(made):
+            model = small_models.classes(case["kind"])[1]
+            path = f"{model.__module__}.{model.__qualname__}".removeprefix("transformers.models.")
+            if path in KNOWN:
+                odd = small_models.odd_configs(case["kind"])
+                made += [{"kind": case["kind"], "changes": changes} for changes in odd]
+    return [{**case, "strategies": STRATEGIES[: 2 if "changes" in case else None]} for case in made]
+
+
+def run(of: Sequence[dict[str, Any]], num_ranks: int = 4) -> list[dict[str, Any]]:
+    """Return what the cases gave on the first of so many ranks, which start anew every now and then."""
+    rows: list[dict[str, Any]] = []
+    for first in range(0, len(of), AT_ONCE):
+        rows += _launched(of[first : first + AT_ONCE], num_ranks)
+        print(f"{len(rows)} of {len(of)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
+    env = {"PYTHONPATH": str(TESTS)}
+    try:
+        ranks = launch(
+            "architecture_rank_functions:sweep", num_ranks, {"cases": part}, timeout_s=600, env=env
+        )
+    except Exception as error:
+        if len(part) == 1:
+            said = ["crash", f"{type(error).__name__}: {error}"[:300]]
+            named = {f"{name}:{'x'.join(map(str, shape))}": said for name, shape in part[0]["strategies"]}
+            return [{"kind": part[0]["kind"], "changes": part[0].get("changes", {}), "strategies": named}]
+        return [row for case in part for row in _launched([case], num_ranks)]
+    return list(ranks[0])
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """Return the columns of the table: by class alone, and with the proof where `parallelize` has one."""
+    has_check = "check" in inspect.signature(parallelize).parameters
+    return (
+        {"by class": {"check": False}, "with the proof": {"check": True}} if has_check else {"by class": {}}
+    )
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """Return the worst outcome of a row: crash, wrong, refused, exact; or that there is no model."""
+    if "error" in row:
+        return "no model"
+    found = {strategy[0] for strategy in row["strategies"].values()}
+    return next(kind for kind in ("crash", "wrong", "refused", "exact") if kind in found)
+
+
+def table(columns: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the rows in Markdown."""
+    import transformers
+
+    lines = ["# Causal language models of transformers on four ranks", ""]
+    lines += [
+        f"transformers {transformers.__version__}; small random models in double precision; loss and gradients "
+        f"by {', '.join(name for name, _ in STRATEGIES)} within 1e-9 of the model's own. Made by "
+        "`validation/architectures.py`.",
+        "",
+    ]
+    for column, rows in columns.items():
+        plain, odd = (
+            Counter(outcome(row) for row in rows if bool(row["changes"]) == is_odd)
+            for is_odd in (False, True)
+        )
+        lines.append(f"- {column}: {_counts(plain)}; of odd configs of the recognised: {_counts(odd)}")
+    lines += [
+        "",
+        f"| type | config | class | {' | '.join(columns)} | what is said |",
+        "|---" * (4 + len(columns)) + "|",
+    ]
+    for of_case in zip(*columns.values(), strict=True):
+        row = of_case[0]
+        changes = ", ".join(f"{name}={value}" for name, value in row["changes"].items())
+        outcomes = " | ".join(map(outcome, of_case))
+        words = said(row).replace("|", "/").replace(LISTED, "(...)")[:150]
+        lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {outcomes} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"{found[kind]} {kind}" for kind in ("exact", "refused", "wrong", "crash", "no model"))
+
+
+def said(row: dict[str, Any]) -> str:
+    """Return what was said of a row that is not exact."""
+    of_strategies = (strategy[1] for strategy in row["strategies"].values() if strategy[0] != "exact")
+    return str(row.get("error") or next(of_strategies, ""))
+
+
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with what was said once."""
+    found = {name: strategy[0] for name, strategy in row["strategies"].items()}
+    kept = {name: row[name] for name in ("kind", "class", "changes") if row.get(name)}
+    return {**kept, "strategies": found, "said": said(row)}
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return ",\n".join(json.dumps(row) for row in rows)
+
+
+def write(columns: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the results."""
+    folder = HERE / "results"
+    rows = {column: [short(row) for row in of_column] for column, of_column in columns.items()}
+    text = ",\n".join(f'"{column}": [\n{_lines(of_column)}\n]' for column, of_column in rows.items())
+    (folder / "architectures.json").write_text(f"{{\n{text}\n}}\n")
+    (folder / "architectures.md").write_text(table(columns))
+
+
+if __name__ == "__main__":
+    every = cases(sys.argv[1:] or None)
+    found = {name: run([{**case, "options": given} for case in every]) for name, given in options().items()}
+    if len(sys.argv) == 1:
+        write(found)
+    else:
+        print(table(found))
