@@ -22,7 +22,7 @@ _NOT_PERMITTED = "not permitted; give a file in a directory of yours"
 
 
 @dataclass
-class Outputs:
+class CommandOutputs:
     """What one command is to write, by the options that name it, and what it has written.
 
     Attributes:
@@ -72,15 +72,15 @@ class Outputs:
         return f"written: {listed(self.written)}{missing}"
 
 
-outputs = Outputs()
+outputs = CommandOutputs()
 """The outputs of the command that runs in this process, none outside of one."""
 
 
 @contextlib.contextmanager
-def outputs_of_command() -> Iterator[Outputs]:
+def outputs_of_command() -> Iterator[CommandOutputs]:
     """Begin a command, which has claimed and written nothing, and yield its outputs."""
     global outputs
-    before, outputs = outputs, Outputs(is_command=True)
+    before, outputs = outputs, CommandOutputs(is_command=True)
     try:
         yield outputs
     finally:
@@ -88,7 +88,7 @@ def outputs_of_command() -> Iterator[Outputs]:
 
 
 def claim_output(path: Path, option: str) -> None:
-    """Claim an output of this command, as `Outputs.claim` does. Raises DescriptionError."""
+    """Claim an output of this command, as `CommandOutputs.claim` does. Raises DescriptionError."""
     outputs.claim(path, option)
 
 
@@ -214,18 +214,18 @@ def _is_mount(real: Path) -> bool:
 
 def _identity(path: str) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)  # noqa: PTH116
+        status = os.stat(path)  # noqa: PTH116
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _regular_identity(descriptor: int) -> tuple[int, int] | None:
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     except OSError:
         return None
-    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def _same(one: str, other: str) -> bool:

@@ -10,7 +10,7 @@ import typer
 
 from meshweave import __version__
 from meshweave.base.errors import MeshweaveError, shortened, without_control_characters
-from meshweave.base.outputs import Outputs, outputs_of_command
+from meshweave.base.outputs import CommandOutputs, outputs_of_command
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -88,7 +88,7 @@ def run_app(args: list[str]) -> int:
         return _run(args, outputs)
 
 
-def _run(args: list[str], outputs: Outputs) -> int:
+def _run(args: list[str], outputs: CommandOutputs) -> int:
     try:
         status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:

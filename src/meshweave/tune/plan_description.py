@@ -113,14 +113,16 @@ def catalog_differences(plan: Plan) -> tuple[str, ...]:
     """Return a sentence for each description of a plan that is not the one which the catalog has by its name."""
     if plan.description is None:
         return ()
-    found = []
+    sentences = []
     if plan.model in model_names() and model_table(load_model(plan.model)) != plan.description.model:
-        found.append(f"the plan's model {plan.model} is not the catalog's of that name: the plan's is taken")
+        sentences.append(
+            f"the plan's model {plan.model} is not the catalog's of that name: the plan's is taken"
+        )
     if plan.cluster in cluster_names() and not _is_catalog_cluster(plan):
-        found.append(
+        sentences.append(
             f"the plan's cluster {plan.cluster} is not the catalog's of that name: the plan's is taken"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _is_catalog_cluster(plan: Plan) -> bool:

@@ -83,16 +83,16 @@ _MOST = 1e30
 
 def _biases(data: Mapping[str, Any], known: KnownModelType | None) -> dict[str, bool | None]:
     """Return which layers add a bias; None where neither the config nor its family says."""
-    found: dict[str, bool | None] = {
+    biases: dict[str, bool | None] = {
         name: known is not None and name in known.biases if known else None for name in ("qkv", "out", "ffn")
     }
     for key, names in _BIAS_KEYS.items():
         default = known.defaults.get(key) if known else None
         if type(data.get(key)) is bool and data[key] != default:
-            found |= dict.fromkeys(names, data[key])
+            biases |= dict.fromkeys(names, data[key])
     if type(data.get("no_bias")) is bool:
-        found = dict.fromkeys(found, not data["no_bias"])
-    return found
+        biases = dict.fromkeys(biases, not data["no_bias"])
+    return biases
 
 
 def _positions(data: Mapping[str, Any], known: KnownModelType | None, base: float | None) -> Positions | None:

@@ -140,13 +140,13 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
 
 def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
     """Return what a table says is not priced, and what follows from its window and positions."""
-    found = [NotPriced(item.text, item.beyond) for item in table.not_priced]
+    items = [NotPriced(item.text, item.beyond) for item in table.not_priced]
     window, positions = table.architecture.window, table.architecture.max_positions
-    if window is not None and not any(item.beyond == window for item in found):
-        found.append(window_not_priced(window))
-    if positions is not None and not any(item.beyond == positions for item in found):
-        found.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))
-    return tuple(found)
+    if window is not None and not any(item.beyond == window for item in items):
+        items.append(window_not_priced(window))
+    if positions is not None and not any(item.beyond == positions for item in items):
+        items.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))
+    return tuple(items)
 
 
 def model_table(model: Transformer) -> dict[str, Any]:

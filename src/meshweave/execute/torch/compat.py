@@ -465,3 +465,13 @@ def adam_step(
         [w], [dw], [m], [v], [], [torch.tensor(float(step))],
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+
+
+def wraps_tensors(tensor: Any) -> bool:
+    """Return whether a tensor is of a class that holds others in its place, such as a quantised one.
+
+    Relies on `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))

@@ -67,7 +67,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
                 f"this {type(optimizer).__name__} holds {name} as it was before parallelize, which the model "
                 "no longer has: it would train nothing; make it after parallelize, of model.module.parameters()"
             )
-    found = []
+    agreements = []
     for agreement in _agreements:
         named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
         if named:
@@ -88,8 +88,8 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
                 _WHAT,
             )
             _probes[agreement].compare(agreement)
-            found.append(weakref.ref(agreement))
-    return found
+            agreements.append(weakref.ref(agreement))
+    return agreements
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:

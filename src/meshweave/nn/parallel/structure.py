@@ -192,10 +192,10 @@ def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> 
     else:
         wanted = [(names.query, 0, of_queries), (names.key, 0, of_keys), (names.value, 0, of_keys)]
     for path, side, features in (*wanted, (names.out, 1, of_queries)):
-        found = _features(layer.get_submodule(path))[side]
-        if found != features:
+        count = _features(layer.get_submodule(path))[side]
+        if count != features:
             raise LayoutError(
-                f"{where}.{path} has {found} features for {heads.queries} heads of queries and {heads.keys} of "
+                f"{where}.{path} has {count} features for {heads.queries} heads of queries and {heads.keys} of "
                 f"keys, each of {heads.width}, which make {features}"
             )
     if heads.queries % heads.keys or (names.fused and heads.keys != heads.queries):

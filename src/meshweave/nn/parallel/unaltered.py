@@ -14,7 +14,6 @@ _WRAPPERS = {
     "bitsandbytes": "quantised weights are not computed; load the model without quantization_config",
     "torch.nn.parallel": "give its .module; data parallelism is an axis of the mesh, or goes around the result",
     "torch.distributed.fsdp": "shard it after parallelize, over other dims of the mesh",
-    "torch._dynamo": "compile the blocks after parallelize",
 }
 """Packages whose modules stand around or in place of a model's own, and what to do instead."""
 
@@ -23,6 +22,8 @@ def check_unaltered(module: nn.Module) -> None:
     """Raise UnsupportedError where hooks, adapters, wrappers or quantised weights would be dropped."""
     for name, child in module.named_modules():
         where = name or type(module).__name__
+        if hasattr(child, "_orig_mod"):
+            raise UnsupportedError(f"{where} is compiled; compile the blocks after parallelize")
         for base in type(child).__mro__:
             for package, remedy in _WRAPPERS.items():
                 if f"{base.__module__}.".startswith(f"{package}."):

@@ -21,17 +21,17 @@ class RankSample:
 
     Attributes:
         key: equal on ranks that have the same part.
-        found, wanted: elements that are not 0 in the original, the same ones on ranks with the same part.
-        flat_found, flat_wanted: elements at the same places of parts of the same size.
+        actual, wanted: elements that are not 0 in the original, the same ones on ranks with the same part.
+        flat_actual, flat_wanted: elements at the same places of parts of the same size.
         elsewhere: where else in the whole this rank's part is; "" if it is not, else in words.
-        bias: what may have been added to each of `found`.
+        bias: what may have been added to each of `actual`.
         extent: where it differs, in words; "" where it does so throughout.
     """
 
     key: int
-    found: list[float]
+    actual: list[float]
     wanted: list[float]
-    flat_found: list[float]
+    flat_actual: list[float]
     flat_wanted: list[float]
     elsewhere: str
     bias: list[float]
@@ -58,7 +58,7 @@ def likely_cause(
         hint: what is known of where the tensor is computed; the answer where nothing explains the numbers.
         near: how near numbers are that are taken to be equal, relative.
     """
-    pairs = {rank: (_vector(one.found), _vector(one.wanted)) for rank, one in samples.items()}
+    pairs = {rank: (_vector(one.actual), _vector(one.wanted)) for rank, one in samples.items()}
     if any(not np.isfinite(pairs[rank][0]).all() for rank in wrong):
         return "it has numbers that are infinite or none at all"
     if any(not pairs[rank][0].size for rank in wrong):
@@ -93,15 +93,15 @@ def _scaled(
     pairs: dict[int, tuple[Vector, Vector]], wrong: Sequence[int], sizes: Sequence[int], near: float
 ) -> str:
     """One factor on all ranks that differ."""
-    found = np.concatenate([pairs[rank][0] for rank in wrong])
+    actual = np.concatenate([pairs[rank][0] for rank in wrong])
     wanted = np.concatenate([pairs[rank][1] for rank in wrong])
     square = float(wanted @ wanted)
     if not square:
         return ""
-    factor = float(found @ wanted) / square
-    if np.linalg.norm(found) <= 1e-12 * math.sqrt(square):
+    factor = float(actual @ wanted) / square
+    if np.linalg.norm(actual) <= 1e-12 * math.sqrt(square):
         return "it is 0: nothing reaches it, or its gradient is dropped"
-    if not _close(found, factor * wanted, near) or abs(factor - 1) < near:
+    if not _close(actual, factor * wanted, near) or abs(factor - 1) < near:
         return ""
     for size in sizes:
         if abs(factor - size) < near * size:
@@ -111,7 +111,7 @@ def _scaled(
                 f"it is 1/{size} of what it should be: divided once too often by {size} ranks, or a sum over them "
                 "is missing"
             )
-    if found.size < 4:
+    if actual.size < 4:
         return ""
     if abs(factor + 1) < near:
         return "it has the opposite sign"
@@ -145,7 +145,7 @@ def _term(
 def _shards(samples: dict[int, RankSample], wrong: Sequence[int], near: float) -> str:
     """A rank has what another should have, or another part of the whole."""
     for rank in wrong:
-        own = _vector(samples[rank].flat_found)
+        own = _vector(samples[rank].flat_actual)
         for other, sample in samples.items():
             theirs = _vector(sample.flat_wanted)
             if sample.key != samples[rank].key and _close(own, theirs, near):
@@ -160,11 +160,11 @@ def _biased(
 ) -> str:
     """A bias is added another number of times."""
     rank = wrong[0]
-    bias, (found, wanted) = _vector(samples[rank].bias), pairs[rank]
+    bias, (actual, wanted) = _vector(samples[rank].bias), pairs[rank]
     if not bias.size or not float(bias @ bias):
         return ""
-    times = float((found - wanted) @ bias) / float(bias @ bias)
-    if not _close(found - wanted, times * bias, max(near, 1e-3)):
+    times = float((actual - wanted) @ bias) / float(bias @ bias)
+    if not _close(actual - wanted, times * bias, max(near, 1e-3)):
         return ""
     if abs(times + 1) < 0.01:
         return "its bias is not added"
@@ -188,11 +188,11 @@ def _drifted(
 
 
 def _function(pairs: dict[int, tuple[Vector, Vector]], wrong: Sequence[int]) -> str:
-    """What is found follows from each element of what is wanted, by a function that never falls."""
-    found, wanted = pairs[wrong[0]]
-    if found.size < 32 or np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted):
+    """What is there follows from each element of what is wanted, by a function that never falls."""
+    actual, wanted = pairs[wrong[0]]
+    if actual.size < 32 or np.linalg.norm(actual - wanted) < 1e-3 * np.linalg.norm(wanted):
         return ""  # what is nearly the same is in the same order
-    order = np.argsort(found, kind="stable")
+    order = np.argsort(actual, kind="stable")
     steps = np.diff(wanted[order])
     scale = float(np.abs(wanted).max())
     if bool((steps >= -1e-9 * scale).all()):

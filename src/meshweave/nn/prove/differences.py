@@ -57,7 +57,7 @@ class Compared:
 
     Attributes:
         what: its name in messages.
-        found: this rank's part; None where it has none.
+        actual: this rank's part; None where it has none.
         wanted: the whole of the original; None where that has none.
         allowed: the norm of a difference that rounding explains, over the norm of `wanted`, and
         floor: that of each element of it beside.
@@ -67,7 +67,7 @@ class Compared:
     """
 
     what: str
-    found: LocalTensor | None
+    actual: LocalTensor | None
     wanted: Tensor | None
     allowed: float = 0.0
     floor: float = 0.0
@@ -77,64 +77,64 @@ class Compared:
 
     def error(self) -> tuple[float, float]:
         """Return the error and what is allowed, both relative; the error is infinite where one is missing."""
-        if self.found is None or self.wanted is None:
-            return (0.0 if self.found is None and self.wanted is None else math.inf), 0.0
+        if self.actual is None or self.wanted is None:
+            return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
         wanted = self._wanted()
-        if wanted.shape != self.found.values.shape:
+        if wanted.shape != self.actual.values.shape:
             return math.inf, 0.0
-        kind = torch.promote_types(wanted.dtype, self.found.values.dtype)
+        kind = torch.promote_types(wanted.dtype, self.actual.values.dtype)
         if not kind.is_floating_point and not kind.is_complex:
-            return float(not torch.equal(self.found.values, wanted)), 0.0
-        found, wanted = self.found.values.to(kind), wanted.to(kind)
-        off = float(torch.linalg.vector_norm(found - wanted)) if found.numel() else 0.0
-        norm = float(torch.linalg.vector_norm(wanted)) if found.numel() else 0.0
-        own = self.allowed * norm + self.floor * math.sqrt(max(found.numel(), 1))
+            return float(not torch.equal(self.actual.values, wanted)), 0.0
+        actual, wanted = self.actual.values.to(kind), wanted.to(kind)
+        off = float(torch.linalg.vector_norm(actual - wanted)) if actual.numel() else 0.0
+        norm = float(torch.linalg.vector_norm(wanted)) if actual.numel() else 0.0
+        own = self.allowed * norm + self.floor * math.sqrt(max(actual.numel(), 1))
         if math.isnan(off):
-            same = torch.equal(found.isnan(), wanted.isnan())
+            same = torch.equal(actual.isnan(), wanted.isnan())
             off = 0.0 if same else math.inf
         scale = norm or 1.0
         return off / scale, own / scale
 
     def _wanted(self) -> Tensor:
-        assert self.found is not None and self.wanted is not None
+        assert self.actual is not None and self.wanted is not None
         shape = self.wanted.shape
-        fits = self.found.places is None or tuple(map(len, self.found.places)) == self.found.values.shape
-        return self.found.of(self.wanted) if fits and len(shape) == self.found.values.ndim else self.wanted
+        fits = self.actual.places is None or tuple(map(len, self.actual.places)) == self.actual.values.shape
+        return self.actual.of(self.wanted) if fits and len(shape) == self.actual.values.ndim else self.wanted
 
     def digest(self) -> tuple[int, int]:
         """Return a number for the part and one for its values; zeros of both signs are the same."""
-        if self.found is None:
+        if self.actual is None:
             return 0, 0
-        values = self.found.values
+        values = self.actual.values
         data = (values + 0).contiguous().cpu().flatten().view(torch.uint8).numpy() if values.numel() else b""
-        return self.found.key, zlib.crc32(data)
+        return self.actual.key, zlib.crc32(data)
 
     def sample(self) -> RankSample:
         """Return some elements for `likely_cause`."""
-        if self.found is None or self.wanted is None:
+        if self.actual is None or self.wanted is None:
             return RankSample(0, [], [], [], [], "", [], "")
-        found, wanted = self.found.values.flatten().double(), self._wanted().flatten().double()
-        if found.numel() != wanted.numel() or not found.numel():
-            shape = f"it has shape {tuple(self.found.values.shape)}"
-            return RankSample(self.found.key, [], [], [], [], shape, [], "")
-        flat = _positions(found.numel())
+        actual, wanted = self.actual.values.flatten().double(), self._wanted().flatten().double()
+        if actual.numel() != wanted.numel() or not actual.numel():
+            shape = f"it has shape {tuple(self.actual.values.shape)}"
+            return RankSample(self.actual.key, [], [], [], [], shape, [], "")
+        flat = _positions(actual.numel())
         live = wanted.nonzero().flatten().cpu()
         near = live[_positions(live.numel())] if live.numel() else flat
         bias: list[float] = []
         if self.bias is not None and self.wanted.ndim:
-            line = LocalTensor(self.bias, (self.found.places[-1],) if self.found.places else None).of(
+            line = LocalTensor(self.bias, (self.actual.places[-1],) if self.actual.places else None).of(
                 self.bias
             )
             bias = line.double()[near.to(line.device) % line.numel()].tolist()
         return RankSample(
-            self.found.key,
-            found[near].tolist(),
+            self.actual.key,
+            actual[near].tolist(),
             wanted[near].tolist(),
-            found[flat].tolist(),
+            actual[flat].tolist(),
             wanted[flat].tolist(),
-            _elsewhere(self.found.values, self.wanted),
+            _elsewhere(self.actual.values, self.wanted),
             bias,
-            _extent(self.found.values, self._wanted()),
+            _extent(self.actual.values, self._wanted()),
         )
 
 
@@ -143,17 +143,17 @@ def _positions(count: int) -> Tensor:
     return torch.randperm(count, generator=generator)[:_SAMPLES]
 
 
-def _elsewhere(found: Tensor, whole: Tensor) -> str:
+def _elsewhere(actual: Tensor, whole: Tensor) -> str:
     """Return where else in a whole tensor a local one is, in words; "" where it is not."""
-    if found.ndim != whole.ndim or not found.numel() or found.dtype != whole.dtype:
+    if actual.ndim != whole.ndim or not actual.numel() or actual.dtype != whole.dtype:
         return ""
-    if found.ndim == 2 and found.shape == whole.shape[::-1] and torch.equal(found, whole.t()):
+    if actual.ndim == 2 and actual.shape == whole.shape[::-1] and torch.equal(actual, whole.t()):
         return "the transpose"
-    cut = [dim for dim in range(found.ndim) if found.shape[dim] < whole.shape[dim]]
+    cut = [dim for dim in range(actual.ndim) if actual.shape[dim] < whole.shape[dim]]
     if len(cut) != 1:
         return ""
     (dim,) = cut
-    lines, rows = whole.movedim(dim, 0).flatten(1), found.movedim(dim, 0).flatten(1)
+    lines, rows = whole.movedim(dim, 0).flatten(1), actual.movedim(dim, 0).flatten(1)
     for start in (lines[:, :64] == rows[0, :64]).all(-1).nonzero().flatten().tolist():
         if torch.equal(lines[start : start + len(rows)], rows):
             return f"positions {start}:{start + len(rows)} along dim {dim}"
@@ -162,16 +162,22 @@ def _elsewhere(found: Tensor, whole: Tensor) -> str:
     return ""
 
 
-def _extent(found: Tensor, wanted: Tensor) -> str:
+def _extent(actual: Tensor, wanted: Tensor) -> str:
     """Return in words where along a dim two tensors differ, if that is in some places alone."""
-    if found.shape != wanted.shape or not found.is_floating_point():
+    if actual.shape != wanted.shape or not actual.is_floating_point():
         return ""
-    off = (found - wanted).abs()
+    off = (actual - wanted).abs()
     off = off > 1e-6 * wanted.abs().max()
-    for dim in range(found.ndim):
+    for dim in range(actual.ndim):
         lines = off.movedim(dim, 0).reshape(off.shape[dim], -1).any(-1)
         wrong = lines.nonzero().flatten().tolist()
-        if found.ndim == 3 and dim == 1 and wrong and wrong == list(range(wrong[0], len(lines))) and wrong[0]:
+        if (
+            actual.ndim == 3
+            and dim == 1
+            and wrong
+            and wrong == list(range(wrong[0], len(lines)))
+            and wrong[0]
+        ):
             return f"from token {wrong[0]} of sequences on"
         if wrong and 2 * len(wrong) <= len(lines):
             return f"only at positions {listed(wrong)} along dim {dim} of the shard"
@@ -229,11 +235,11 @@ class ProofRanks:
         }
         drifts = not errors
         place = (
-            item.found.where(item.found.values.shape if item.wanted is None else item.wanted.shape)
-            if item.found
+            item.actual.where(item.actual.values.shape if item.wanted is None else item.wanted.shape)
+            if item.actual
             else "none"
         )
-        answers = self.say([*item.sample().as_list(), place, item.found is None, item.wanted is None])
+        answers = self.say([*item.sample().as_list(), place, item.actual is None, item.wanted is None])
         samples = {rank: RankSample(*answer[:-3]) for rank, answer in answers.items()}
         if drifts:
             rank = _odd_one(said, number)
@@ -255,11 +261,11 @@ _OTHER_NAMES = "ranks have modules of other names, or an original that differs b
 
 def _drifting(copies: Sequence[Sequence[Sequence[int]]]) -> list[int]:
     """Return the numbers of tensors of which ranks with the same part have other bits."""
-    found = []
+    actual = []
     for number, own in enumerate(zip(*copies, strict=True)):
         if len({(key, value) for key, value in own}) > len({key for key, _ in own}):
-            found.append(number)
-    return found
+            actual.append(number)
+    return actual
 
 
 def _odd_one(said: dict[int, Any], number: int) -> int:

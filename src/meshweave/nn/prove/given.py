@@ -107,11 +107,11 @@ def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
             break
     out = module(*given.inputs, **named)
     logits = whole(_tensor_of(out))
-    found = {"logits" if given.targets is not None else "output": logits}
+    outputs = {"logits" if given.targets is not None else "output": logits}
     if "labels" in named and isinstance(own := getattr(out, "loss", None), Tensor):
-        found["loss of labels"] = whole(own)
-    found["loss"] = _loss(logits, given.targets)
-    return found
+        outputs["loss of labels"] = whole(own)
+    outputs["loss"] = _loss(logits, given.targets)
+    return outputs
 
 
 def _tensor_of(out: Any) -> Tensor:

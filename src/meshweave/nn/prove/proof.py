@@ -181,8 +181,8 @@ class ModelPair:
             is_parameter = name in self.original or name in self.own
             if not is_parameter and (name not in own or name not in original or original[name].is_meta):
                 continue  # buffers, such as masks, may be made anew
-            found, wanted = own.get(name), original.get(name)
-            local = None if found is None else local_of(found, self.ranks.rank, self.ranges.get(name))
+            actual, wanted = own.get(name), original.get(name)
+            local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
             if local is not None and wanted is not None:
                 wanted = wanted.detach().to(local.values.dtype)
             items.append(
@@ -257,10 +257,10 @@ class ModelPair:
             parts = self.given.parts
             values: dict[str, Tensor] = {}
             for part in range(parts):
-                found = outputs_of(self.model, self.given.rows(part).cast(dtype))
-                (found["loss"] / parts).backward()
+                actual = outputs_of(self.model, self.given.rows(part).cast(dtype))
+                (actual["loss"] / parts).backward()
                 if part == self.given.part:
-                    values = {name: value.detach() for name, value in found.items()}
+                    values = {name: value.detach() for name, value in actual.items()}
             drew = not torch.equal(before, torch.get_rng_state())
             return _Run(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
 
@@ -310,8 +310,8 @@ class ModelPair:
         floor = _ABSOLUTE * math.sqrt(largest)
         items = []
         for name in reversed([*self.original, *(each for each in self.own if each not in self.original)]):
-            found, wanted = made.grads.get(name), right.grads.get(name)
-            local = None if found is None else local_of(found, self.ranks.rank, self.ranges.get(name))
+            actual, wanted = made.grads.get(name), right.grads.get(name)
+            local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
             allowed, _ = self._allowed(right, own, name)
             eps = EXACT if self.dtype == WIDE else torch.finfo(self.dtype).eps
             items.append(

@@ -90,15 +90,15 @@ def _counting(told: Sequence[dict[str, str]]) -> Iterator[str]:
 
 def _configs(module: nn.Module) -> list[Any]:
     """Return the configurations that the modules of a model have, those within others too."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     pending = [own for child in module.modules() if (own := vars(child).get("config")) is not None]
     while pending:
         config = pending.pop()
-        if id(config) in found or not hasattr(config, "__dict__"):
+        if id(config) in configs or not hasattr(config, "__dict__"):
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         pending += [each for name, each in vars(config).items() if name.endswith("config")]
-    return list(found.values())
+    return list(configs.values())
 
 
 # --- copies -----------------------------------------------------------------------------------------------------

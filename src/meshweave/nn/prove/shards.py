@@ -86,11 +86,11 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:
     """Return per parameter of layers of this library the ranges that this rank has."""
-    found: dict[str, Any] = {}
+    ranges: dict[str, Any] = {}
     for path, child in module.named_modules():
         for name, layout in getattr(child, "layouts", {}).items():
-            found[f"{path}.{name}" if path else name] = layout.ranges(child.layer_strategy)
-    return found
+            ranges[f"{path}.{name}" if path else name] = layout.ranges(child.layer_strategy)
+    return ranges
 
 
 def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

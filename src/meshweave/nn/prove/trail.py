@@ -48,16 +48,16 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
             comparison.made.loss(rows.inputs[0], rows.targets).backward()
         else:
             outputs_of(module, rows)["loss"].backward()
-    places = _Places(comparison, rows.inputs[0])
+    places = _Origins(comparison, rows.inputs[0])
     allowed = 4 * max(difference.allowed, 1e-9) if dtype is None else 1e-8
     seen: list[Compared] = []
     for event, value in right.items():
         if event not in made:
             continue
-        found = places.of(made[event], value.values)
-        if found is not None:
-            found = replace(found, part=comparison.given.part)
-            seen.append(_compared(comparison, event, found, value.values, allowed))
+        actual = places.of(made[event], value.values)
+        if actual is not None:
+            actual = replace(actual, part=comparison.given.part)
+            seen.append(_compared(comparison, event, actual, value.values, allowed))
     common = set.intersection(
         *(set(names) for names in comparison.ranks.say([c.what for c in seen]).values())
     )
@@ -68,7 +68,7 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
 
 
 def _compared(
-    comparison: ModelPair, event: Event, found: LocalTensor, wanted: Tensor, allowed: float
+    comparison: ModelPair, event: Event, actual: LocalTensor, wanted: Tensor, allowed: float
 ) -> Compared:
     name, kind, call = event
     model = comparison.model
@@ -80,7 +80,7 @@ def _compared(
         bias = None
     return Compared(
         f"{kind} of {name or 'the model'}{again}",
-        found,
+        actual,
         wanted,
         allowed,
         hint=_hint(model, module, name, kind),
@@ -209,7 +209,7 @@ def _features(linear: ParallelLinear, dims: AxisDims, sizes: tuple[int, int], is
     return tuple(tokens[0]), tuple(tokens[1]), tuple(features)
 
 
-class _Places:
+class _Origins:
     """Where what a rank has of an activation is in the whole."""
 
     def __init__(self, comparison: ModelPair, tokens: Tensor) -> None:
@@ -217,11 +217,11 @@ class _Places:
         self.strategy: Any = getattr(comparison.made, "strategy", None)
         self.sizes = tuple(tokens.shape)
 
-    def of(self, found: LocalTensor, wanted: Tensor) -> LocalTensor | None:
+    def of(self, actual: LocalTensor, wanted: Tensor) -> LocalTensor | None:
         """Return what was found with its place in `wanted`; None where that cannot be told."""
-        values = found.values
-        if found.places is not None:
-            return found
+        values = actual.values
+        if actual.places is not None:
+            return actual
         if isinstance(values, DTensor):
             if any(isinstance(placement, Partial) for placement in values.placements):
                 values = values.redistribute(placements=[Replicate()] * len(values.placements))

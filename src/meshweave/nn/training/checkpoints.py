@@ -39,11 +39,11 @@ from meshweave.nn.training.manifest import (
     Manifest,
     SavedBox,
     SavedFile,
-    SavedTensor,
+    WrittenTensor,
     checked_notes,
 )
 from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, share_out
-from meshweave.nn.training.rounds import Round, Rounds
+from meshweave.nn.training.rounds import AgreementRound, Rounds
 
 _POLL_S = 0.02
 _LEFT_S = 3.0
@@ -73,7 +73,7 @@ class Checkpoints:
         self._context = context or TorchContext.default()
         self._rank, self._num_ranks = self._context.rank or 0, self._context.num_ranks
         self._parent: int | None = None
-        self._saving: tuple[int, Round] | None = None
+        self._saving: tuple[int, AgreementRound] | None = None
         self._writer: threading.Thread | None = None
         self._rounds = Rounds(self._context)
         round_ = self._rounds.begin("all ranks to open the checkpoints")
@@ -159,9 +159,9 @@ class Checkpoints:
 
     def _write(
         self,
-        round_: Round,
+        round_: AgreementRound,
         step: int,
-        whole: Mapping[str, SavedTensor],
+        whole: Mapping[str, WrittenTensor],
         shares: Sequence[Sequence[SavedBox]],
         copies: list[Tensor],
         notes: Mapping[str, Any],
@@ -193,7 +193,7 @@ class Checkpoints:
         except (RuntimeError, OSError):  # the store is gone; `wait` says so
             pass
 
-    def _said_by_all(self, round_: Round) -> list[Any] | None:
+    def _said_by_all(self, round_: AgreementRound) -> list[Any] | None:
         """Return what all ranks say of what they wrote; None where nobody waits for it any more."""
         seen: dict[int, tuple[int, float]] = {}
         while (said := round_.given(range(self._num_ranks))) is None:
@@ -205,9 +205,9 @@ class Checkpoints:
 
     def _finish(
         self,
-        round_: Round,
+        round_: AgreementRound,
         step: int,
-        whole: Mapping[str, SavedTensor],
+        whole: Mapping[str, WrittenTensor],
         files: Mapping[str, SavedFile],
         notes: Mapping[str, Any],
     ) -> None:
@@ -264,10 +264,10 @@ class Checkpoints:
         round_ = self._rounds.begin("the first rank to look at the checkpoints")
         words: dict[str, Any] = {}
         if self._is_first:
-            found = found_checkpoints(self.folder)
-            whole = [each for each in found if not each.wrong]
+            present = found_checkpoints(self.folder)
+            whole = [each for each in present if not each.wrong]
             last = whole[-1].step if whole else -1
-            harmed = [each for each in found if each.wrong and each.step > last]
+            harmed = [each for each in present if each.wrong and each.step > last]
             words["whole"] = [each.step for each in whole]
             words["harmed"] = [f"{self._named(each.step)} is not whole: it {each.wrong}" for each in harmed]
         said = self._rounds.agree(round_, "look for the last checkpoint", words)[0]
@@ -322,12 +322,12 @@ class Checkpoints:
 
     def _found(self, step: int) -> tuple[Manifest, Path]:
         """Return the manifest of a checkpoint as this rank sees it, and its folder. Raises CheckpointError."""
-        found = found_checkpoint(self.folder, step)
-        if found is None:
+        checkpoint = found_checkpoint(self.folder, step)
+        if checkpoint is None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}")
-        if found.wrong or found.manifest is None:
-            raise CheckpointError(f"{self._named(step)} is not whole: it {found.wrong}")
-        return found.manifest, self.folder / found.name
+        if checkpoint.wrong or checkpoint.manifest is None:
+            raise CheckpointError(f"{self._named(step)} is not whole: it {checkpoint.wrong}")
+        return checkpoint.manifest, self.folder / checkpoint.name
 
     def _named(self, step: int) -> str:
         return f"the checkpoint of step {step} in {self.folder}"
@@ -386,8 +386,8 @@ class Checkpoints:
 
     def _same(self, step: int, manifest: Manifest | None) -> Path:
         """Return the folder of a checkpoint. Raises CheckpointError where it has another manifest by now."""
-        found, path = self._found(step)
-        if manifest is not None and found.digest != manifest.digest:
+        checkpoint, path = self._found(step)
+        if manifest is not None and checkpoint.digest != manifest.digest:
             raise CheckpointError("was saved again meanwhile")
         return path
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import CheckpointError
-from meshweave.nn.training.manifest import ITEM_BYTES, Manifest, SavedTensor
+from meshweave.nn.training.manifest import ITEM_BYTES, Manifest, WrittenTensor
 from meshweave.nn.training.pieces import ShardPieces
 
 _SLICE_BYTES = 1 << 24
@@ -58,11 +58,13 @@ def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterato
     Raises CheckpointError where there is no such file.
     """
 
-    def check(found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
+    def check(status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"has a file {name} that is no regular file")
-        if num_bytes is not None and found.st_size != num_bytes:
-            raise CheckpointError(f"has a file {name} of {found.st_size} bytes, and {num_bytes} were written")
+        if num_bytes is not None and status.st_size != num_bytes:
+            raise CheckpointError(
+                f"has a file {name} of {status.st_size} bytes, and {num_bytes} were written"
+            )
 
     try:
         check(os.stat(name, dir_fd=folder, follow_symlinks=False))  # some devices act when they are opened
@@ -143,7 +145,7 @@ class _Overlap:
 def load_pieces(folder: int, manifest: Manifest, pieces: Mapping[str, ShardPieces], tick: Tick) -> None:
     """Read into tensors what they have of the tensors of a checkpoint. Raises CheckpointError, some being read."""
     boxes = manifest.boxes()
-    wanted: dict[str, list[tuple[SavedTensor, _Overlap]]] = {}
+    wanted: dict[str, list[tuple[WrittenTensor, _Overlap]]] = {}
     for name, own in pieces.items():
         for file, overlap in _overlaps(boxes[name], own):
             wanted.setdefault(file, []).append((manifest.tensors[name], overlap))

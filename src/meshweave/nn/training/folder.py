@@ -66,7 +66,10 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         with opened_folder(path) as folder:
-            with opened_file(folder, MANIFEST) as found, os.fdopen(found, "rb", closefd=False) as file:
+            with (
+                opened_file(folder, MANIFEST) as descriptor,
+                os.fdopen(descriptor, "rb", closefd=False) as file,
+            ):
                 text = file.read(MANIFEST_BYTES.most + 1)
             try:
                 manifest = Manifest.parse(text)
@@ -94,7 +97,7 @@ def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
 
     Where the later one is harmed, and the earlier one is not, it is the earlier one.
     """
-    found = None
+    checkpoint = None
     for name in (folder_name(step), f"{folder_name(step)}.new"):
         if not os.path.lexists(folder / name):
             continue
@@ -105,9 +108,9 @@ def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
                 wrong = f"has a {MANIFEST} that is of step {manifest.step}"
         except CheckpointError as error:
             wrong = str(error)
-        if found is None or not wrong or found.wrong:
-            found = FoundCheckpoint(step, name, manifest, wrong)
-    return found
+        if checkpoint is None or not wrong or checkpoint.wrong:
+            checkpoint = FoundCheckpoint(step, name, manifest, wrong)
+    return checkpoint
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
@@ -136,8 +139,8 @@ def sweep(folder: Path) -> None:
     """Remove what writers left that were ended, and give whole checkpoints their names. Raises OSError."""
     for step, suffix, path in _named(folder):
         if suffix == ".new":
-            found = found_checkpoint(folder, step)
-            if found is not None and found.name == path.name and not found.wrong:
+            checkpoint = found_checkpoint(folder, step)
+            if checkpoint is not None and checkpoint.name == path.name and not checkpoint.wrong:
                 _take_place(folder, path, folder / folder_name(step))
             else:
                 remove(path)
@@ -243,8 +246,8 @@ class FolderLock:
             CheckpointError: another process, or another holder, saves into the folder.
             OSError: the folder cannot be opened.
         """
-        found = folder.stat()
-        key = found.st_dev, found.st_ino
+        status = folder.stat()
+        key = status.st_dev, status.st_ino
         lock = cls._held.get(key)
         if lock is None:
             lock = cls._held[key] = cls(_locked(folder))

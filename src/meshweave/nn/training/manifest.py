@@ -45,7 +45,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class SavedTensor:
+class WrittenTensor:
     """The dtype, by name, and the shape of a whole tensor."""
 
     dtype: str
@@ -86,7 +86,7 @@ class Manifest:
     step: int
     serial: int
     parent: int | None
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, WrittenTensor]
     files: Mapping[str, SavedFile]
     notes: Mapping[str, Any]
     digest: str = ""
@@ -223,7 +223,7 @@ def _int(values: Any, key: Any, low: int, end: int) -> int:
     return value
 
 
-def _tensors(value: Any) -> Iterator[tuple[str, SavedTensor]]:
+def _tensors(value: Any) -> Iterator[tuple[str, WrittenTensor]]:
     names = set()
     for row in _of(value, list, "tensors"):
         if type(row) is not list or len(row) != 3 or type(row[0]) is not str or type(row[2]) is not list:
@@ -241,10 +241,10 @@ def _tensors(value: Any) -> Iterator[tuple[str, SavedTensor]]:
         sizes = tuple(_int(shape, dim, 0, 1 << 62) for dim in range(len(shape)))
         if math.prod(sizes) * ITEM_BYTES[dtype] >= 1 << 62:
             raise CheckpointError(f"has '{name}' of more bytes than there can be")
-        yield name, SavedTensor(dtype, sizes)
+        yield name, WrittenTensor(dtype, sizes)
 
 
-def _file(name: str, value: Any, names: list[str], tensors: Mapping[str, SavedTensor]) -> SavedFile:
+def _file(name: str, value: Any, names: list[str], tensors: Mapping[str, WrittenTensor]) -> SavedFile:
     """Return what a manifest says of a file. Raises CheckpointError."""
     if _of(value, dict, name).keys() != {"bytes", "crc32", "boxes"}:
         raise CheckpointError(f"has not bytes, crc32 and boxes for {name}")
@@ -264,7 +264,7 @@ def _file(name: str, value: Any, names: list[str], tensors: Mapping[str, SavedTe
     return SavedFile(num_bytes, _int(value, "crc32", 0, 1 << 32), tuple(boxes))
 
 
-def _check_tiled(tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile]) -> None:
+def _check_tiled(tensors: Mapping[str, WrittenTensor], files: Mapping[str, SavedFile]) -> None:
     """Raise CheckpointError where boxes do not cover each element of each tensor once.
 
     Each position of each dim gets a random number, and a box the product over dims of the differences at its ends,

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshweave.base.errors import CheckpointError, LayoutError, printable
 from meshweave.execute.torch import compat
-from meshweave.nn.training.manifest import ITEM_BYTES, SavedBox, SavedTensor
+from meshweave.nn.training.manifest import ITEM_BYTES, SavedBox, WrittenTensor
 from meshweave.nn.weights.blocks import block_of, boxes_of
 
 Ranges = Sequence[Sequence[tuple[int, int]]]
@@ -54,10 +53,10 @@ class ShardPieces:
         return cls(tuple(tensor.shape), tuple(offsets), tuple(tensors), tensor.dtype)
 
     @property
-    def saved_as(self) -> SavedTensor:
+    def saved_as(self) -> WrittenTensor:
         """Return dtype and shape of the whole."""
         dtype = self.dtype or self.tensors[0].dtype
-        return SavedTensor(str(dtype).removeprefix("torch."), self.shape)
+        return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
 
 Saved: TypeAlias = Tensor | ShardPieces
@@ -83,7 +82,7 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
     if (pieces.tensors or pieces.dtype) and pieces.saved_as.dtype not in ITEM_BYTES:
         raise CheckpointError(f"'{name}' is of {pieces.saved_as.dtype}, which checkpoints do not have")
     for tensor in pieces.tensors:
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        if tensor.layout != torch.strided or compat.wraps_tensors(tensor):
             raise CheckpointError(
                 f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, not a dense one"
             )
@@ -92,7 +91,7 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
     return pieces
 
 
-def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, SavedTensor], list[list[SavedBox]]]:
+def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
     """Return all tensors, and the boxes that each rank writes: those that several have go to who has least to do.
 
     Args:
@@ -100,11 +99,11 @@ def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, SavedTensor], 
 
     Raises CheckpointError where ranks differ in what a tensor is.
     """
-    tensors: dict[str, SavedTensor] = {}
+    tensors: dict[str, WrittenTensor] = {}
     owners: dict[SavedBox, list[int]] = {}
     for rank, offer in enumerate(offers):
         for name, dtype, shape, boxes in offer:
-            own = SavedTensor(dtype, tuple(shape))
+            own = WrittenTensor(dtype, tuple(shape))
             if tensors.setdefault(name, own) != own:
                 first = tensors[name]
                 raise CheckpointError(
@@ -128,7 +127,7 @@ def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, SavedTensor], 
     return tensors, shares
 
 
-def misfit(name: str, own: SavedTensor, there: SavedTensor, casts: bool) -> str:
+def misfit(name: str, own: WrittenTensor, there: WrittenTensor, casts: bool) -> str:
     """Return in words why a saved tensor cannot be loaded into one here; "" where it can.
 
     Args:

@@ -24,7 +24,7 @@ _TICK_S = 0.2
 _sessions = CountsPerWorld()
 
 
-class Round:
+class AgreementRound:
     """One exchange: each rank gives words once, and gets those of all or of one.
 
     Args:
@@ -135,28 +135,28 @@ class Rounds:
 
     def __init__(self, context: TorchContext) -> None:
         self._context, self._count = context, 0
-        self._ended: list[Round] = []
+        self._ended: list[AgreementRound] = []
         self._session = 0
         if context.is_distributed:
             counts = _sessions.counts()
             self._session = counts["made"] = counts.get("made", 0) + 1
 
-    def begin(self, what: str) -> Round:
+    def begin(self, what: str) -> AgreementRound:
         """Return the next round, in which this rank is at work from now on.
 
         Args:
             what: what all ranks are to do, for errors.
         """
         self._count += 1
-        round_ = Round(self._context, f"meshweave/checkpoints/{self._session}/{self._count}", what)
+        round_ = AgreementRound(self._context, f"meshweave/checkpoints/{self._session}/{self._count}", what)
         round_.tick()
         return round_
 
-    def end(self, round_: Round) -> None:
+    def end(self, round_: AgreementRound) -> None:
         """Let what was said in a round be forgotten once all ranks are in a later one."""
         self._ended.append(round_)
 
-    def agree(self, round_: Round, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
+    def agree(self, round_: AgreementRound, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
         """Return what each rank says in a round, in ascending order. Collective.
 
         Args:

@@ -27,7 +27,6 @@ def to_hugging_face(row: PlannedRow) -> Export:
 
     Raises UnsupportedError where transformers has no such strategy.
     """
-    degrees = row.degrees
     row.require_megatron("transformers")
     if not row.model.gated_ffn:
         raise UnsupportedError(
@@ -43,7 +42,26 @@ def to_hugging_face(row: PlannedRow) -> Export:
     plan = {f"model.layers.*.{name}": style for name, style in _LAYERS.items()} if tensor > 1 else {}
     if tensor > 1 and not row.model.tied_embeddings:
         plan["lm_head"] = "colwise_gather_output"
-    left_out = []
+    config, told = config_of(row.model)
+    left_out = [
+        *_degrees_left_out(row),
+        f"Sequences of {row.plan.sequence} tokens, the batch of {row.plan.batch} and {row.plan.dtype} are the "
+        "Trainer's to set.",
+        *model_left_out(row.model, told, "transformers"),
+        *step_left_out(row, (), "transformers"),
+    ]
+    made = f"config = AutoConfig.for_model(**{config!r})\n" if config else ""
+    text = (
+        f"{made}tp_plan = {json.dumps(plan, indent=4)}\n"
+        f"model = AutoModelForCausalLM.from_pretrained(name, {'config=config, ' if config else ''}tp_plan=tp_plan)"
+    )
+    settings = {"tp_plan": plan, "tp_size": tensor, "config": config}
+    return Export("hf", settings, text, tuple(left_out))
+
+
+def _degrees_left_out(row: PlannedRow) -> list[str]:
+    """Return what of the degrees of a step a `tp_plan` cannot say."""
+    degrees, tensor, left_out = row.degrees, row.tensor, []
     if tensor > 1 and degrees.strategy == "megatron_sp":
         left_out.append(
             "megatron_sp shares the tokens between the matrices of a layer; a tp_plan keeps them whole, so that "
@@ -76,20 +94,7 @@ def to_hugging_face(row: PlannedRow) -> Export:
             f"{degrees.virtual_stages} stages a rank" if degrees.virtual_stages > 1 else "one stage a rank"
         )
         left_out.append(f"The schedule is {degrees.schedule} with {stages}; a tp_plan has none.")
-    config, told = config_of(row.model)
-    left_out.append(
-        f"Sequences of {row.plan.sequence} tokens, the batch of {row.plan.batch} and {row.plan.dtype} are the "
-        "Trainer's to set."
-    )
-    left_out += model_left_out(row.model, told, "transformers")
-    left_out += step_left_out(row, (), "transformers")
-    made = f"config = AutoConfig.for_model(**{config!r})\n" if config else ""
-    text = (
-        f"{made}tp_plan = {json.dumps(plan, indent=4)}\n"
-        f"model = AutoModelForCausalLM.from_pretrained(name, {'config=config, ' if config else ''}tp_plan=tp_plan)"
-    )
-    settings = {"tp_plan": plan, "tp_size": tensor, "config": config}
-    return Export("hf", settings, text, tuple(left_out))
+    return left_out
 
 
 _CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
