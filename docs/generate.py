@@ -43,7 +43,7 @@ from meshweave.describe.machine.kernels_file import (
     TableFile,
 )
 from meshweave.describe.machine.matrix_file import LayerTable, MatrixFile, MeasuredTable
-from meshweave.describe.model.model_file import ModelFile
+from meshweave.describe.model.model_file import ArchitectureFile, ModelFile, NotPricedFile
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -86,6 +86,8 @@ TITLES: dict[type[BaseModel], str] = {
     CommFile: "Constants of one kind",
     LevelFile: "Level of a tree",
     ModelFile: "Top level of a model file",
+    ArchitectureFile: "architecture",
+    NotPricedFile: "not_priced",
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
     SystolicFile: "systolic",
@@ -142,7 +144,11 @@ def page() -> str:
         "A Hugging Face `config.json` of a dense decoder-only model is read too, under the names that its family "
         "has for these sizes."
     )
-    sections += ["## Model files\n", _section(ModelFile, config)]
+    sections += [
+        "## Model files\n",
+        _section(ModelFile, config),
+        *map(_section, (ArchitectureFile, NotPricedFile)),
+    ]
     matrix = (
         "`meshweave tune mesh` reads it. Where it names a cluster, or is itself a cluster's file, the layers are "
         "those of that cluster's network."

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
-from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.kernels_file import load_kernels

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.calibrate.kernels_toml import kernels_toml
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.reproduce.training_runs.cases import case_of
 from meshweave.reproduce.training_runs.figures import published_bytes, published_seconds

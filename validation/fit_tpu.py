@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import fit_systolic
-from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.calibrate.tpu_compiler import (
     draw_tpu_shapes,
     hardware_of,

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshweave as mw
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.device import calibrate_device, draw_shapes
-from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import shape_s
 from meshweave.cost.products import product_s

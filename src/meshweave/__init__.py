@@ -119,6 +119,8 @@ _GROUPS = {
         "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
         "nn.parallel.model": "ParallelModel parallelize",
         "nn.parallel.structure": "LayerMap ModelMap",
+        "nn.prove.differences": "Difference",
+        "nn.prove.proof": "Proof prove",
         "nn.pipelining.parallel_stage": "ParallelStage",
         "nn.training.checkpoints": "Checkpoints",
         "nn.training.state": "TrainingState",
@@ -136,8 +138,8 @@ _GROUPS = {
     },
     "errors": {
         "base.errors": (
-            "BindError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
-            "ProgramError RankLostError UnsupportedError"
+            "BindError CheckpointError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
+            "ProgramError ProofError RankLostError UnsupportedError"
         ),
     },
 }
@@ -190,12 +192,14 @@ if TYPE_CHECKING:
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program
     from meshweave.base.errors import BindError as BindError
+    from meshweave.base.errors import CheckpointError as CheckpointError
     from meshweave.base.errors import DeadlineError as DeadlineError
     from meshweave.base.errors import DescriptionError as DescriptionError
     from meshweave.base.errors import LayoutError as LayoutError
     from meshweave.base.errors import MeshweaveError as MeshweaveError
     from meshweave.base.errors import PlanError as PlanError
     from meshweave.base.errors import ProgramError as ProgramError
+    from meshweave.base.errors import ProofError as ProofError
     from meshweave.base.errors import RankLostError as RankLostError
     from meshweave.base.errors import UnsupportedError as UnsupportedError
     from meshweave.check import run as run
@@ -322,6 +326,9 @@ if TYPE_CHECKING:
     from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
     from meshweave.nn.pipelining.torch_runtime import torch_pipeline as torch_pipeline
     from meshweave.nn.products import prepare as prepare
+    from meshweave.nn.prove.differences import Difference as Difference
+    from meshweave.nn.prove.proof import Proof as Proof
+    from meshweave.nn.prove.proof import prove as prove
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
     from meshweave.nn.step_watch import FallingBehindWarning as FallingBehindWarning

@@ -1,7 +1,7 @@
 """Random changes of files: of their bytes, their words and lines, and of what their grammar knows as a whole.
 
 `mutated(rng, kind, text, other)` changes a text one to three times; `other` is another text of the kind, of which
-parts are taken. A kind is "toml", "json" or "program".
+parts are taken. A kind is "toml", "json", "csv" or "program".
 """
 
 from __future__ import annotations
@@ -351,7 +351,35 @@ def _program_mesh(rng: random.Random, text: str, other: str) -> str:
     return _replace_one(rng, re.compile(r"mesh\(\([^)]*\)"), text, f"mesh(({sizes})")
 
 
+# --- comma-separated values -----------------------------------------------------------------------------
+
+
+def _csv_cell(rng: random.Random, text: str, other: str) -> str:
+    """Change a cell, or a row or column as a whole."""
+    rows = [line.split(",") for line in text.splitlines()] or [[""]]
+    i = rng.randrange(len(rows))
+    j = rng.randrange(len(rows[i]))
+    kind = rng.randrange(7)
+    if kind == 0:
+        del rows[i][j]
+    elif kind == 1:
+        rows[i][j:j] = [rng.choice(rows[i])] * rng.choice((1, 2, 50_000))
+    elif kind == 2:
+        rows = [row[:j] + row[j + 1 :] for row in rows]
+    elif kind == 3:
+        rows = [[*row, row[min(j, len(row) - 1)]] for row in rows if row]
+    elif kind == 4:
+        rows[i] = [f"c{number}" for number in range(rng.choice((3, 100_000)))]
+    elif kind == 5:
+        rows += [rows[i]] * rng.choice((3, 3000, 30_000))
+    else:
+        put = (*NUMBERS, *STRINGS, *WORDS, "=1+1", "<script>", "0F0", "99999999F0", "0SEND_F1", '"', '""')
+        rows[i][j] = rng.choice(put)
+    return "\n".join(map(",".join, rows)) + "\n"
+
+
 CHANGES: dict[str, tuple[Change, ...]] = {
+    "csv": (_token, _line, _number, _string, _csv_cell, _csv_cell, _csv_cell, _csv_cell),
     "toml": (_token, _line, _number, _string, _toml_value, _toml_value, _toml_key),
     "json": (_token, _line, _number, _string, _json_tree, _json_tree, _json_tree, _json_tree),
     "program": (

@@ -20,9 +20,9 @@ from typing import Any
 
 from meshweave.base.errors import MAX_LINE
 
-CPU_S = 5
-MEMORY_BYTES = 1 << 30
-WALL_S = 60
+CPU_S = 12
+MEMORY_BYTES = 2_000_000_000
+WALL_S = 240
 """For a case that waits and computes nothing."""
 _CRASHED = 70
 """Status of a case that ended in an exception."""
@@ -37,6 +37,7 @@ class Outcome:
     err: str
     cpu_s: float
     peak_bytes: int
+    most_s: float = CPU_S
 
     def fault(self, allowed: Sequence[int] = (0, 2)) -> str:
         """Return what is wrong with the outcome, or "". `allowed` are the statuses that are right."""
@@ -46,7 +47,7 @@ class Outcome:
             return f"a traceback: {' | '.join(self.err.strip().splitlines()[-3:])}"
         if self.status not in allowed:
             return f"status {self.status}: {self.err[:500]}"
-        if self.cpu_s > CPU_S:
+        if self.cpu_s > self.most_s:
             return f"{self.cpu_s:.1f} s of processor time"
         if self.peak_bytes > MEMORY_BYTES:
             return f"{self.peak_bytes >> 20} MiB"
@@ -63,7 +64,7 @@ class Outcome:
         return f"an error and output: {self.out[:200]}" if self.out else ""
 
 
-def run_forked(action: Callable[[], Any]) -> Outcome:
+def run_forked(action: Callable[[], Any], most_s: float = CPU_S) -> Outcome:
     """Run an action that returns a status in a fork with limits, its stdin empty, and return what came of it."""
     out, err = os.memfd_create("out"), os.memfd_create("err")
     sys.stdout.flush()
@@ -71,7 +72,7 @@ def run_forked(action: Callable[[], Any]) -> Outcome:
     base_bytes = _memory_bytes(1)
     pid = os.fork()
     if pid == 0:
-        _be_case(action, out, err)
+        _be_case(action, out, err, most_s)
     _, status, used = os.wait4(pid, 0)
     texts = []
     for fd in (out, err):
@@ -80,7 +81,7 @@ def run_forked(action: Callable[[], Any]) -> Outcome:
         os.close(fd)
     code = os.waitstatus_to_exitcode(status)
     own_bytes = max((used.ru_maxrss << 10) - base_bytes, 0)
-    return Outcome(code, texts[0], texts[1], used.ru_utime + used.ru_stime, own_bytes)
+    return Outcome(code, texts[0], texts[1], used.ru_utime + used.ru_stime, own_bytes, most_s)
 
 
 def _memory_bytes(field: int) -> int:
@@ -88,7 +89,7 @@ def _memory_bytes(field: int) -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field]) * resource.getpagesize()
 
 
-def _be_case(action: Callable[[], Any], out: int, err: int) -> None:
+def _be_case(action: Callable[[], Any], out: int, err: int, most_s: float) -> None:
     status = _CRASHED
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -104,7 +105,7 @@ def _be_case(action: Callable[[], Any], out: int, err: int) -> None:
         signal.alarm(WALL_S)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = CPU_S + 1 + int(used.ru_utime + used.ru_stime)  # 0 in a fork
+        seconds = int(most_s) + 1 + int(used.ru_utime + used.ru_stime)  # 0 in a fork
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         size = _memory_bytes(0)
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))

@@ -7,22 +7,34 @@ makes cases from a seed and yields them with what is wrong; each runs in a fork 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
+import os
 import random
+import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from damage import CLUSTER, CONFIG, HOSTS, MODEL, TREE
 from file_mutations import NUMBERS, SIGNS, STRINGS, mutated
 from forked import Outcome, run_forked
+from verb_commands import COMMANDS, odd_options, seconds_of
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.calibrate import device, tpu_compiler
 from meshweave.check import runner, verifier
+from meshweave.cli import calibrate
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import catalog_text
+from meshweave.describe.machine.measured_file import SHIPPED
+from meshweave.execute.jax import compiled
+from meshweave.lab.lab import Lab
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,18 +69,30 @@ axis = { name = "link", link_bytes_per_s = 1e10, ways = 2 }
 """
 FULL_MESH = RING.replace('kind = "ring"\nsize = 4\naxis', 'kind = "full_mesh"\nnum_packages = 4\nlink')
 
-Verb = Callable[[random.Random, str], list[str]]
+MATRIX = """
+name = "pairs"
+source = "made up"
+[[layers]]
+name = "between"
+size = 2
+p2p_bytes_per_s = 1e9
+group_bytes_per_s = 2e9
+[[layers]]
+name = "within"
+size = 2
+p2p_bytes_per_s = 1e10
+group_bytes_per_s = 3e10
+"""
+SCHEDULES = ("1f1b --stages 4 --micro-batches 4", "zb-h1 --stages 2 --micro-batches 3 --with-transfers")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind: good ones, their grammar, the name of a mutated one, and the verbs that read it."""
+    """Files of one kind: good ones, their grammar, and the name of a mutated one."""
 
     grammar: str
     file: str
     seeds: tuple[str, ...]
-    verbs: tuple[Verb, ...]
-    statuses: tuple[int, ...] = (0, 2)
 
 
 def _tables_as_json(texts: Sequence[str]) -> tuple[str, ...]:
@@ -101,146 +125,67 @@ def programs() -> tuple[str, ...]:
 
 
 def kinds(folder: Path) -> dict[str, Kind]:
-    """Return the kinds of files; good files that others are read beside are written to `folder`."""
-    good = {"model.toml": MODEL, "cluster.toml": CLUSTER, "program.txt": PROGRAM}
-    paths = {name: str(folder / f"good-{name}") for name in good}
-    for name, text in good.items():
-        Path(paths[name]).write_text(text)
-    model, cluster, program = paths["model.toml"], paths["cluster.toml"], paths["program.txt"]
-    plan_args = ("--batch", "2", "--seq", "64", "--json", "--algorithms")
+    """Return the kinds of files that verbs read; a good file of each is written to `folder`."""
+    clusters = (CLUSTER, CLUSTER, HOSTS, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
+    clusters += tuple(catalog_text("clusters", name) for name in ("tpu-v4-pod", "p3.8xlarge", "h100-node"))
+    models = (MODEL, MODEL, *(catalog_text("models", name) for name in ("gpt3", "llama-3-8b")))
+    configs = (CONFIG, CONFIG | {"model_type": "gpt2", "n_embd": 64, "quantization": {"a": [1]}})
+    labs = tuple(path.read_text() for path in sorted((ROOT / "examples" / "labs").glob("torus*.toml")))
+    table = {
+        "cluster": Kind("toml", "cluster.toml", clusters),
+        "cluster_json": Kind("json", "cluster.json", _tables_as_json(clusters)),
+        "model": Kind("toml", "model.toml", models),
+        "config": Kind("json", "config.json", tuple(map(json.dumps, configs))),
+        "lab": Kind("toml", "lab.toml", labs),
+        "matrix": Kind("toml", "matrix.toml", (MATRIX,)),
+        "kernels": Kind("toml", "kernels.toml", (_catalog("h100-sxm5-80gb.toml"), _catalog("tpu-v5e.toml"))),
+        "measured": Kind("csv", "measured.csv", tuple(map(_few_rows, map(_catalog, SHIPPED)))),
+        "runs": Kind("csv", "runs.csv", (_few_rows(_published("training_runs.csv"), 4),)),
+        "program": Kind("program", "program.txt", programs()),
+        "schedule": Kind(
+            "csv", "schedule.csv", tuple(_said("pipeline", *args.split()) for args in SCHEDULES)
+        ),
+    }
+    for kind in table.values():
+        (folder / f"good-{kind.file}").write_text(kind.seeds[0])
+    model, cluster = folder / "good-model.toml", folder / "good-cluster.toml"
+    sizes = f"plan {model} --cluster {cluster} --batch 4 --seq 64 --json"
     plans = tuple(
-        _said("plan", model, "--products", "--cluster", cluster, *plan_args, names)
+        _said(*sizes.split(), "--products", "--algorithms", names)
         for names in ("all", "collective", "meshslice,summa")
     )
-    clusters = (CLUSTER, CLUSTER, HOSTS, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
-    clusters = (
-        *clusters,
-        *(catalog_text("clusters", name) for name in ("tpu-v4-pod", "p3.8xlarge", "h100-node")),
+    step = "plan llama-2-7b --cluster dgx-h100:8 --batch 8 --json"
+    steps = tuple(
+        _said(*step.split(), "--fix", f"{fix},strategy=megatron")
+        for fix in ("tp=8", "tp=4,dp=2", "tp=2,pp=4")
     )
-    models = (MODEL, MODEL, *(catalog_text("models", name) for name in ("gpt3", "llama-3-8b")))
-    configs = (
-        json.dumps(CONFIG),
-        json.dumps(CONFIG | {"model_type": "gpt2", "n_embd": 64, "quantization": {"a": [1]}}),
-    )
-    labs = tuple(path.read_text() for path in sorted((ROOT / "examples" / "labs").glob("*.toml")))
-    cluster_verbs = _cluster_verbs(model, program)
-    model_verbs = _model_verbs(cluster)
-    return {
-        "cluster TOML": Kind("toml", "cluster.toml", clusters, cluster_verbs),
-        "cluster JSON": Kind("json", "cluster.json", _tables_as_json(clusters), cluster_verbs),
-        "model TOML": Kind("toml", "model.toml", models, model_verbs),
-        "Hugging Face config": Kind("json", "config.json", configs, model_verbs),
-        "plan": Kind("json", "plan.json", plans, _plan_verbs(cluster), (0, 1, 2)),
-        "program": Kind("program", "program.txt", programs(), _program_verbs(cluster)),
-        "lab": Kind("toml", "lab.toml", labs, (lambda rng, path: ["lab", "check", path],)),
-    }
+    table |= {"plan": Kind("json", "plan.json", plans), "step": Kind("json", "step.json", steps)}
+    for name in ("plan", "step"):
+        (folder / f"good-{table[name].file}").write_text(table[name].seeds[0])
+    return table
 
 
-def _cluster_verbs(model: str, program: str) -> tuple[Verb, ...]:
-    return (
-        lambda rng, path: [
-            *(
-                "plan",
-                model,
-                "--products",
-                "--cluster",
-                path + rng.choice(("", "", ":4", ":64", ":99999999")),
-                "--batch",
-                "4",
-            ),
-            *("--seq", "64", "--algorithms", rng.choice(("all", "collective,meshslice", "summa"))),
-            *rng.choice(([], ["--json"])),
-        ],
-        lambda rng, path: [
-            "simulate",
-            program,
-            "--cluster",
-            path,
-            *rng.choice(([], ["--logical"], ["--json"])),
-        ],
-        lambda rng, path: [
-            *("reshard", "--from", "2x2 S0R", "--to", "1x2 RS1", "--shape", "64,64", "--cluster", path),
-            *rng.choice(([], ["--simulate"], ["--row-per-host"])),
-        ],
-        lambda rng, path: [
-            "tune",
-            "layouts",
-            "--m",
-            "64",
-            "--n",
-            "64",
-            "--k",
-            "64",
-            "--cluster",
-            path + ":4",
-        ],
-        lambda rng, path: ["tune", "algorithm", "meshslice", "--cluster", path],
-        lambda rng, path: [
-            "tune",
-            "schedule",
-            "--m",
-            "64",
-            "--n",
-            "64",
-            "--k",
-            "64",
-            "--cluster",
-            path,
-            "--kind",
-            "direct,greedy",
-        ],
-    )
+def _catalog(name: str) -> str:
+    return (files("meshweave") / "catalog" / "kernels" / name).read_text("utf-8")
 
 
-def _model_verbs(cluster: str) -> tuple[Verb, ...]:
-    return (
-        lambda rng, path: [
-            *(
-                "plan",
-                path,
-                "--products",
-                "--cluster",
-                rng.choice((cluster, "tpu-v4-pod:16")),
-                "--batch",
-                "4",
-                "--seq",
-                "64",
-            ),
-            *("--algorithms", rng.choice(("all", "collective", "meshslice")), *rng.choice(([], ["--json"]))),
-        ],
-        lambda rng, path: ["reshard", path, "--from", "2x2", "--to", "1x4", "--cluster", "p3.8xlarge"],
-    )
+def _published(name: str) -> str:
+    return (files("meshweave.reproduce") / "published" / name).read_text("utf-8")
 
 
-def _plan_verbs(cluster: str) -> tuple[Verb, ...]:
-    few = "--layer", "out", "--max-dim", "16", "--json"
-    return (
-        lambda rng, path: ["verify", path, "--ranks", "2", "--algorithm", "collective", *few],
-        lambda rng, path: ["run", path, "--layer", "out", "--max-dim", "64", *rng.choice(([], ["--json"]))],
-        lambda rng, path: [
-            *("simulate", path, "--cluster", cluster, "--layer", rng.choice(("ff1", "out"))),
-            *rng.choice(([], ["--pass", "forward"], ["--algorithm", "all"], ["--mesh", "1x4"], ["--json"])),
-            *rng.choice(([], ["--against", "estimate"], ["--lower", "rings"])),
-        ],
-        lambda rng, path: ["simulate", path],
-    )
+def _few_rows(text: str, count: int = 40) -> str:
+    return "\n".join(text.splitlines()[: count + 1]) + "\n"
 
 
-def _program_verbs(cluster: str) -> tuple[Verb, ...]:
-    shown: tuple[list[str], ...] = (
-        *([], [], [], ["--no-check"], ["--expand"], ["--rank", "0"], ["--json"], ["--rings", "2"]),
-        *(["--rank", "3", "--no-check"], ["--json", "--no-check"], ["--expand", "--rings", "1"]),
-    )
-    return (
-        lambda rng, path: ["show", path, *rng.choice(shown)],
-        lambda rng, path: ["show", path, *rng.choice(shown)],
-        lambda rng, path: [
-            *("simulate", path, "--cluster", rng.choice((cluster, "tpu-v4-pod", "dgx-h100", "p3.8xlarge"))),
-            *rng.choice(
-                ([], [], ["--json"], ["--against", "estimate"], ["--lower", "rings"], ["--lower", "chains"])
-            ),
-        ],
-    )
+def command_line(folder: Path, table: dict[str, Kind], mutated_kind: str, command: str) -> list[str]:
+    """Return a command in which {kind} is a good file, and one of `mutated_kind` the mutated one."""
+    args = []
+    for word in shlex.split(command):
+        for kind in table:
+            good, spoilt = folder / f"good-{table[kind].file}", folder / table[kind].file
+            word = word.replace(f"{{{kind}}}", str(spoilt if kind == mutated_kind else good))
+        args.append(word)
+    return args
 
 
 def settings_args(rng: random.Random) -> list[str]:
@@ -298,13 +243,18 @@ def settings_args(rng: random.Random) -> list[str]:
 
 
 def refuse_processes() -> None:
-    """Make `verify` and `run` do all but start processes, in this process and its forks."""
+    """Make verbs do all but start processes, build labs and compile, in this process and its forks."""
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise UnsupportedError("no processes in this test")
 
     runner.measure = refuse  # type: ignore[assignment]
     verifier.verify_on_processes = lambda *args: "no processes in this test"  # type: ignore[assignment]
+    Lab.up = refuse  # type: ignore[method-assign]
+    calibrate.run_calibration = refuse  # type: ignore[assignment]
+    device.calibrate_device = refuse  # type: ignore[assignment]
+    tpu_compiler.calibrate_tpu = refuse  # type: ignore[assignment]
+    compiled.compile_program = refuse  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -318,37 +268,80 @@ class SweepCase:
     fault: str
 
 
-def _case_action(args: list[str], path: Path | None, data: bytes) -> Callable[[], Any]:
+def _case_action(args: list[str], folder: Path, put: Callable[[], None]) -> Callable[[], Any]:
     def action() -> Any:
         refuse_processes()
-        if path is not None:
-            path.write_bytes(data)
+        os.chdir(folder / "scratch")
+        put()
         return run_app(args)
 
     return action
 
 
+def _no_file(rng: random.Random, path: Path) -> None:
+    """Put something at a path that is no good file: a device, pipe, folder, loop of links, compressed file."""
+    kind = rng.randrange(7)
+    if kind == 0:
+        path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem")))
+    elif kind == 1:
+        os.mkfifo(path)
+    elif kind == 2:
+        path.mkdir()
+    elif kind == 3:
+        path.symlink_to(path)
+    elif kind == 4:
+        path.write_bytes(gzip.compress(b"x" * 100_000))
+    elif kind == 5:
+        path.write_bytes(b"\x00" * rng.choice((1, 100, 5_000_000)))
+    else:
+        path.write_bytes(
+            rng.choice((b"", b"\xef\xbb\xbf", b"\n" * 1_000_000, b"{}", b"[]", b"=" * 3_000_000))
+        )
+
+
+def _spoil(rng: random.Random, path: Path, kind: Kind) -> tuple[bytes, Callable[[], None]]:
+    """Return the mutated file, and the action that puts it, or something that is no file, in its place."""
+    if rng.random() < 0.06:
+        return b"", partial(_no_file, random.Random(rng.random()), path)
+    data = mutated(rng, kind.grammar, rng.choice(kind.seeds), rng.choice(kind.seeds))
+    return data, partial(path.write_bytes, data)  # type: ignore[return-value]
+
+
+def _clear(path: Path) -> None:
+    """Remove what stands at a path."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
-    """Yield `count` cases, all kinds in turn. The same seed and count make the same cases."""
+    """Yield `count` cases, all commands in turn. The same seed and count make the same cases."""
     table = kinds(folder)
-    names = [*table, "settings", "program"]
+    scratch = folder / "scratch"
     for number in range(count):
         rng = random.Random(f"{seed}:{number}")
-        name = names[number % len(names)]
-        statuses: tuple[int, ...] = (0, 2)
-        path: Path | None = None
-        data = b""
-        if name == "settings":
-            args = settings_args(rng)
-        else:
-            kind = table[name]
-            statuses, path = kind.statuses, folder / kind.file
-            data = mutated(rng, kind.grammar, rng.choice(kind.seeds), rng.choice(kind.seeds))
-            args = rng.choice(kind.verbs)(rng, str(path))
-        if args[:2] == ["lab", "check"]:
-            statuses = (0, 2)
-        outcome = run_forked(_case_action(args, path, data))
+        verb = list(COMMANDS)[number % len(COMMANDS)]
+        command = rng.choice(COMMANDS[verb])
+        slots = [kind for kind in table if f"{{{kind}}}" in command]
+        spoilt = rng.choice(slots) if slots else ""
+        if spoilt == "cluster" and rng.random() < 0.3 and ".toml" not in command:
+            spoilt, command = "cluster_json", command.replace("{cluster}", "{cluster_json}")
+        args = command_line(folder, table, spoilt, command)
+        if not slots or rng.random() < 0.35:
+            args = [*args, *odd_options(rng, verb, args)]
+        if verb == "show" and rng.random() < 0.2:
+            args, spoilt = settings_args(rng), ""
+        _clear(scratch)
+        scratch.mkdir()
+        data, put = b"", lambda: None
+        if spoilt:
+            path = folder / table[spoilt].file
+            _clear(path)
+            data, put = _spoil(rng, path, table[spoilt])
+        outcome = run_forked(_case_action(args, folder, put), seconds_of(verb))
+        statuses = (0, 1, 2) if args[:1] == ["verify"] else (0, 2)
         fault = outcome.fault(statuses)
         if args[:2] == ["lab", "check"] and outcome.status == 2 and outcome.out:
             fault = ""  # a lab that no such machine can build
-        yield SweepCase(name, args, data, outcome, fault)
+        yield SweepCase(spoilt or verb, args, data, outcome, fault)

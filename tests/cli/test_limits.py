@@ -124,6 +124,61 @@ def test_show_prints_what_it_does_not_check(tmp_path: Path, text: str, note: str
     assert not outcome.fault((0,)) and outcome.err.startswith("# ") and note in outcome.err, outcome
 
 
+NO_OUTPUT = PROGRAM.replace("b = output(B, ", "b = temp(B, ").replace("computes(B, same(A))\n", "")
+PIPELINE = ["pipeline", "1f1b", "--json", "--stages"]
+ROWS = "device,dtype,m,n,k,latency_ms"
+COLUMNS = f"{ROWS},{','.join(f'c{number}' for number in range(60_000))}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "message"),
+    [
+        (["show", "1f1b", "--set", "stages=2"], "", "has no setting 'stages=2'; it has micro_batches=4"),
+        (["show", "collective", "--set", "ranks=2"], "", "has no setting 'ranks=2'"),
+        (["show", "FILE", "--as", "jax"], NO_OUTPUT, "has no outputs"),
+        (["show", "FILE", "--as", "jax"], NO_OUTPUT.replace("input(A", "temp(A"), "never written"),
+        (
+            ["show", "collective", "--mesh", "1x4096", "--rings", "1"],
+            "",
+            "more than 4,194,304 numbers in the steps of its rings",
+        ),
+        ([*PIPELINE, "1000", "--micro-batches", "1000"], "", "1,000,000 forwards"),
+        ([*PIPELINE, "65536", "--micro-batches", "1"], "", "--stages is 65536; give 1 to 4096"),
+        (["pipeline", "zb-2p", "--stages", "200", "--micro-batches", "100"], "", "over the limit of 16,384"),
+        (["pipeline", "FILE"], "0F0,0B0\n" * 5000, "5,000 stages, over the limit of 4,096"),
+        (["pipeline", "FILE"], "0F0," * 600_000, "cells, over the limit of 524,288"),
+        (["reproduce", "kernels", "--cases", "FILE"], COLUMNS, "has no rows"),
+        (
+            ["reproduce", "kernels", "--cases", "FILE"],
+            f"{ROWS}\n" + "x,float32,1,1,1,1\n" * 20_001,
+            "20,001 rows",
+        ),
+        (["reproduce", "published", "--cases", "FILE"], COLUMNS, "no column 'source'"),
+    ],
+)
+def test_a_short_line_that_asks_for_much(tmp_path: Path, args: list[str], text: str, message: str) -> None:
+    outcome = outcome_of(tmp_path, args, "file.txt", text)
+    assert not outcome.fault((2,)) and message in outcome.err, outcome
+
+
+def test_even_rings_of_many_ranks_are_shown(tmp_path: Path) -> None:
+    args = [
+        "show",
+        "collective",
+        "--mesh",
+        "1x2048",
+        "--m",
+        "2048",
+        "--n",
+        "2048",
+        "--k",
+        "2048",
+        "--rings",
+        "2",
+    ]
+    assert not outcome_of(tmp_path, args, "x", "").fault((0,))
+
+
 def deep(depth: int) -> str:
     return "[" * depth + "]" * depth
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -65,22 +64,6 @@ def test_interrupted_before_anything_was_written(
     monkeypatch.setattr("meshweave.cli.plan.load_cluster", interrupt)
     assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod", "--out", "nowhere.json"]) == 130
     assert capsys.readouterr().err.strip() == "interrupted; nothing was written"
-
-
-def test_interrupted_after_a_file_was_written(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old, new = tmp_path / "old.toml", tmp_path / "page.html"
-    old.write_text("old")
-    os.utime(old, (1, 1))
-
-    def interrupt(name: str) -> None:
-        new.write_text("new")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("meshweave.cli.plan.load_cluster", interrupt)
-    assert run_app(["plan", str(old), "--cluster", "tpu-v4-pod", f"--report={new}"]) == 130
-    assert capsys.readouterr().err.strip() == f"interrupted; written: {new}"
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 2.5])

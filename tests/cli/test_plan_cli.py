@@ -57,7 +57,7 @@ def test_the_table_has_what_the_plan_has(capsys: pytest.CaptureFixture[str], pat
 
 def test_a_saved_plan_is_what_was_printed(path: Path) -> None:
     plan = load_plan(path)
-    assert plan.kind == "step" and plan.format == "meshweave-plan-2"
+    assert plan.kind == "step" and plan.format == "meshweave-plan-3"
     steps = plan.step
     times = [record.step_s for record in steps.ranked]
     assert times == sorted(times) and steps.is_complete and steps.num_exact == 2
@@ -78,7 +78,7 @@ def test_plans_of_the_first_format_are_still_read(tmp_path: Path) -> None:
     assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:4", "--batch", "2", "--seq", "64", *args]) == 0
     data = json.loads(file.read_text())
     new = load_plan(file)
-    for key in ("kind", "steps"):
+    for key in ("kind", "steps", "description"):
         del data[key]
     file.write_text(json.dumps(data | {"format": "meshweave-plan-1"}))
     assert load_plan(file).best == new.best

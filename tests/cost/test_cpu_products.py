@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import fit_cpu_products
-from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.products import product_s, product_seconds
 from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants
 from meshweave.describe.machine.kernels_file import load_kernels

@@ -63,6 +63,17 @@ def test_a_signal_arrives_where_somebody_took_the_wakeup_descriptor():
     )
 
 
+def test_two_reports_of_one_signal_let_it_have_its_way():
+    more = """
+from meshweave.execute.ranks.signals import SignalReport, write_stderr
+SignalReport(signal.SIGTERM, lambda *_: ("more", ()), write_stderr)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+    done = run(more)
+    assert (done.stderr.split(), done.returncode) == (["more"], -15)
+
+
 def test_errors_that_no_rank_is_to_blame_for_are_printed_as_they_are():
     done = run("raise RuntimeError('[gloo] Connection closed by peer')")
     assert done.returncode == 1

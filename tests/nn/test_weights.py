@@ -57,6 +57,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         )
     with pytest.raises(DescriptionError, match="no safetensors here"):
         load_weights(module, tmp_path / "nowhere")
+    module.bias = torch.nn.Parameter(torch.ones(5, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(LayoutError, match=r"bias is torch.int64, and bias of .* torch.float32"):
+        load_weights(module, tmp_path, mapping={"weight": StoredTensor("weight", is_transposed=True)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "../model.safetensors"}}))
+    with pytest.raises(
+        DescriptionError, match=r"names the file '../model.safetensors', and its files lie beside it"
+    ):
+        load_weights(module, tmp_path)
 
 
 @pytest.mark.slow

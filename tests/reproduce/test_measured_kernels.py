@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from meshweave.base.errors import DescriptionError
+from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
-from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cli.app import run_app
 from meshweave.cost.attention import attention_seconds
 from meshweave.cost.collectives import collective_seconds

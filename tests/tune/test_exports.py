@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from dataclasses import fields
+import random
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,17 @@ from typer.testing import CliRunner
 
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
 from meshweave.cli.app import app
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model.architecture import Architecture
+from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.tune.exports import TARGETS, export_plan
+from meshweave.tune.exports.model_words import defining
 from meshweave.tune.plan import Plan
+from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
+from meshweave.tune.step import Parallelism, StepProblem
+from sampling import examples
 
 DEGREES: dict[str, Any] = {
     "data": 2, "pipeline": 2, "context": 1, "tensor": 4, "strategy": "megatron_sp", "zero": 1, "schedule": "1f1b",
@@ -24,16 +35,27 @@ DEGREES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def plan_of(*rows: dict[str, Any], model: str = "llama-3-8b") -> Plan:
+def plan_of(
+    *rows: dict[str, Any],
+    model: str | Transformer = "llama-3-8b",
+    settings: dict[str, Any] | None = None,
+    **of_plan: Any,
+) -> Plan:
     """A plan with these configurations."""
     records = []
     for row in rows:
         record = DegreesRecord(**(DEGREES | row))
         numbers = {"step_s": 1.0, "tokens_per_s_per_chip": 1.0, "mfu": 0.5, "hfu": 0.5}
         records.append(StepRecord(degrees=record, parts_s={}, memory_bytes=1, memory_parts={}, **numbers))
+    own = load_model(model) if isinstance(model, str) else model
+    chips = records[0].degrees.num_chips
+    cluster = load_cluster("dgx-h100").with_chips(chips if chips % 8 == 0 else 8)
+    description = describe(own, cluster).model_copy(update={"settings": settings or {}})
+    sizes = {"batch": 64, "sequence": 8192, "dtype": "bfloat16", "overlap": "layers"} | of_plan
+    steps = StepsRecord(memory_limit_bytes=1, ranked=tuple(records), overlap=sizes.pop("overlap"))
     return Plan(
-        kind="step", model=model, cluster="h100-node", num_chips=records[0].degrees.num_chips, batch=64,
-        sequence=8192, dtype="bfloat16", steps=StepsRecord(memory_limit_bytes=1, ranked=tuple(records)),
+        kind="step", model=own.name, cluster=cluster.name, num_chips=chips, steps=steps,
+        description=description, **sizes,
     )  # fmt: skip
 
 
@@ -106,6 +128,133 @@ def test_degrees_are_kept_or_spoken_of(degrees: dict[str, Any], target: str) -> 
         assert any("order of ranks" in sentence for sentence in export.left_out)
 
 
+SIZES = {
+    "num_layers": 40, "hidden": 8192, "num_heads": 64, "num_kv_heads": 16, "head_dim": 64, "ffn_hidden": 9999,
+    "vocab_size": 4096, "gated_ffn": False, "tied_embeddings": True,
+}  # fmt: skip
+OWN = {
+    "model_type": "gemma2", "norm": "layer", "norm_eps": 1e-3, "activation": "gelu", "qkv_bias": True,
+    "out_bias": True, "ffn_bias": True, "positions": "learned", "max_positions": 9000,
+    "rotary_base": 7.5, "rotary_share": 0.5, "rotary_scaling": '{"rope_type": "yarn", "factor": 2.0}',
+    "window": 4096, "qk_norm": True, "init_std": 0.1, "others": ("final_logit_softcapping = 30.0",),
+}  # fmt: skip
+STEP = {
+    "data": 4, "pipeline": 4, "context": 2, "tensor": 2, "strategy": "megatron", "zero": 3, "schedule": "zb-1p",
+    "virtual_stages": 2, "micro_batch": 2, "recompute": "full", "order": ("data", "tensor", "context", "pipeline"),
+}  # fmt: skip
+OF_PLAN = {"batch": 128, "sequence": 4096, "dtype": "float32", "overlap": "sites"}
+PRICED_WITH = {
+    "gradient_dtype": "bfloat16", "optimizer": "sgd", "product_dtype": "fp8", "attention": "plain",
+    "loss": "eager", "reserve": 0.1, "attention_share": 0.5, "dropout": True, "stack": "torchtitan",
+}  # fmt: skip
+
+
+def changes() -> dict[str, Plan]:
+    """Plans in each of which one field of the model, of its parallelism or of the step is another."""
+    model = load_model("llama-3-8b")
+    plans = {name: plan_of({}, model=replace(model, **{name: value})) for name, value in SIZES.items()}
+    for name, value in OWN.items():
+        other = replace(model.architecture, **{name: value})
+        plans[name] = plan_of({}, model=replace(model, architecture=other))
+    plans |= {name: plan_of({name: value}) for name, value in STEP.items()}
+    plans |= {name: plan_of({}, **{name: value}) for name, value in OF_PLAN.items()}
+    return plans | {name: plan_of({}, settings={name: value}) for name, value in PRICED_WITH.items()}
+
+
+def test_every_field_has_another_value() -> None:
+    own = {item.name for item in fields(Architecture)}
+    assert own == set(OWN)
+    of_model = {item.name for item in fields(Transformer)} - {"name", "source", "not_priced", "architecture"}
+    assert of_model == set(SIZES)
+    assert set(DegreesRecord.model_fields) == set(STEP)
+    # the ranks among which ZeRO shards are no part of what a search chooses
+    assert {item.name for item in fields(Parallelism)} - set(STEP) == {"zero_group"}
+    of_problem = {item.name for item in fields(StepProblem)} - {
+        "model",
+        "cluster",
+        "seq",
+        "batch",
+        "dtype",
+        "overlap",
+    }
+    assert of_problem <= set(PRICED_WITH)
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_each_field_is_told_or_said_to_be_left_out(target: str) -> None:
+    """Changes each field alone: an export that stays the same leaves it out in silence."""
+    before = export_plan(plan_of({}), target)
+    silent = []
+    for name, plan in changes().items():
+        try:
+            after = export_plan(plan, target)
+        except UnsupportedError:
+            continue
+        if after == before:
+            silent.append(name)
+    assert not silent
+
+
+def parsed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron-LM makes of arguments, by the names of a description."""
+    norm = {"RMSNorm": "rms", "LayerNorm": "layer"}[arguments["--normalization"]]
+    is_without = "--disable-bias-linear" in arguments
+    positions = {"rope": "rotary", "learned_absolute": "learned"}[arguments["--position-embedding-type"]]
+    return {
+        "num_layers": arguments["--num-layers"], "hidden": arguments["--hidden-size"],
+        "num_heads": arguments["--num-attention-heads"], "head_dim": arguments["--kv-channels"],
+        "num_kv_heads": arguments.get("--num-query-groups", arguments["--num-attention-heads"]),
+        "ffn_hidden": arguments["--ffn-hidden-size"], "vocab_size": arguments["--vocab-size"],
+        "gated_ffn": "--swiglu" in arguments, "activation": "silu" if "--swiglu" in arguments else "gelu_new",
+        "tied_embeddings": "--untie-embeddings-and-output-weights" not in arguments,
+        "norm": norm, "norm_eps": arguments["--norm-epsilon"], "init_std": arguments["--init-method-std"],
+        "qkv_bias": not is_without or "--add-qkv-bias" in arguments, "out_bias": not is_without,
+        "ffn_bias": not is_without, "positions": positions, "qk_norm": "--qk-layernorm" in arguments,
+        "rotary_base": arguments.get("--rotary-base"), "rotary_share": arguments.get("--rotary-percent"),
+        "max_positions": arguments["--max-position-embeddings"],
+        "rotary_scaling": arguments.get("--rope-scaling-factor", ""),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama-2-70b", "llama-3-8b", "llama-3.1-405b", "gpt3"])
+def test_megatron_arguments_read_back_are_the_model(name: str) -> None:
+    model = load_model(name)
+    plan = plan_of({}, model=name, sequence=2048)
+    export = export_plan(plan, "megatron-lm")
+    expected = defining(model)
+    back = parsed(export.settings)
+    scaling = expected["rotary_scaling"]
+    expected["rotary_scaling"] = json.loads(scaling)["factor"] if scaling else ""
+    assert back == {key: expected[key] for key in back}
+    assert not any(sentence.startswith("The model has") for sentence in export.left_out)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@given(st.integers(0, 2**31))
+@examples(20)
+def test_a_config_read_back_is_the_model(family: str, seed: int) -> None:
+    draw = random.Random(seed)
+    heads, groups = draw.choice([(8, 8), (8, 2), (12, 4)])
+    config = {
+        "model_type": family, "num_hidden_layers": draw.randint(1, 40), "num_attention_heads": heads,
+        "num_key_value_heads": groups, "head_dim": draw.choice([64, 128]), "hidden_size": heads * 64,
+        "intermediate_size": draw.randint(1, 9999), "vocab_size": draw.randint(1, 99999), "rms_norm_eps": 1e-5,
+        "rope_theta": draw.choice([1e4, 5e5]), "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": 16384, "initializer_range": draw.choice([0.01, 0.02]),
+    }  # fmt: skip
+    if draw.random() < 0.5:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    if family in ("llama", "qwen3"):
+        config["attention_bias"] = draw.random() < 0.5
+    if family == "mistral":
+        config["sliding_window"] = draw.choice([None, 4096])
+    model = transformer_from_config(config, "folder/config.json")
+    export = export_plan(plan_of({"tensor": 1, "strategy": "megatron"}, model=model), "hf")
+    back = transformer_from_config(json.loads(json.dumps(export.settings["config"])), "folder/config.json")
+    assert back == model
+    assert not any("not told" in sentence and "The model has" in sentence for sentence in export.left_out)
+
+
 def test_the_verb_prints_settings_and_what_they_leave_out(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan_of({}).save(path)
@@ -126,6 +275,20 @@ def test_styles_are_those_of_transformers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "llama-3.1-405b"])
+def test_the_config_is_one_of_transformers(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    exported = export_plan(plan_of({"strategy": "megatron"}, model=name), "hf").settings["config"]
+    config = transformers.AutoConfig.for_model(**exported)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(load_model(name).num_parameters, rel=1e-3)
+    read = json.loads(config.to_json_string(use_diff=False))
+    assert transformer_from_config(read, "f/config.json").architecture == load_model(name).architecture
+
+
+@pytest.mark.slow
 def test_overrides_are_fields_of_torchtitan() -> None:
     configs = pytest.importorskip("torchtitan.config.configs", reason="torchtitan is not installed")
     settings = export_plan(plan_of({"schedule": "1f1b", "virtual_stages": 2}), "torchtitan").settings
@@ -137,7 +300,9 @@ def test_overrides_are_fields_of_torchtitan() -> None:
 OF_TRAINING = {
     "--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size", "--swiglu",
     "--group-query-attention", "--untie-embeddings-and-output-weights", "--use-tp-pp-dp-mapping",
-    "--num-layers-per-virtual-pipeline-stage",
+    "--num-layers-per-virtual-pipeline-stage", "--norm-epsilon", "--position-embedding-type", "--rotary-base",
+    "--rotary-percent", "--vocab-size", "--make-vocab-size-divisible-by", "--disable-bias-linear", "--optimizer",
+    "--bf16", "--use-megatron-fsdp",
 }  # fmt: skip
 """Arguments of megatron/training/arguments.py, which PyPI does not have; they are no fields of its configs."""
 
@@ -164,6 +329,10 @@ def test_arguments_are_fields_of_megatron_core(degrees: dict[str, Any]) -> None:
         known = {field.name for field in fields(config)}
         tables.append({name: value for name, value in named.items() if name in known})
     assert named.keys() == tables[0].keys() | tables[1].keys()
-    made = core.TransformerConfig(**tables[0], pipeline_dtype=torch.bfloat16)
+    made = core.TransformerConfig(**tables[0], pipeline_dtype=torch.bfloat16, layernorm_epsilon=1e-5)
+    assert made.normalization == "RMSNorm" and made.hidden_dropout == 0.0 and made.init_method_std == 0.02
+    words = inspect.signature(pytest.importorskip("megatron.core.models.gpt.gpt_model").GPTModel).parameters
+    of_model = {"position_embedding_type", "rotary_base", "rotary_percent", "vocab_size"}
+    assert of_model <= set(words) and "rope" in str(words["position_embedding_type"].annotation)
     assert made.num_query_groups == 8 and made.sequence_parallel == ("strategy" not in degrees)
     assert ddp(**tables[1]).use_distributed_optimizer

@@ -29,7 +29,8 @@ def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = 
     """
     problem = next(entry.examples())
     assert is_dataclass(problem) and not isinstance(problem, type)
-    known = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    values = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    known = {name: value for name, value in values.items() if isinstance(value, bool) or _setting_text(value)}
     changes = {}
     for setting in settings:
         name, equals, text = setting.partition("=")

@@ -78,6 +78,10 @@ class DescriptionError(MeshweaveError):
     """A cluster, model, workload or plan file (or its values) is wrong."""
 
 
+class CheckpointError(DescriptionError):
+    """A checkpoint is damaged, of another model, or could not be written; the same on all ranks."""
+
+
 class LayoutError(MeshweaveError):
     """A mesh, shape or placement does not fit the tensor it is meant for."""
 
@@ -110,6 +114,10 @@ class UnsupportedError(MeshweaveError):
 
 class PlanError(MeshweaveError):
     """A plan counts on something that what is to run it does not do."""
+
+
+class ProofError(MeshweaveError):
+    """A parallelised model does not compute what its original does."""
 
 
 class RankLostError(MeshweaveError, RuntimeError):

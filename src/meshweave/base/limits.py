@@ -35,6 +35,9 @@ class Limit:
 
 FILE_BYTES = Limit(1 << 22, "bytes", "a JSON file")
 TOML_BYTES = Limit(1 << 20, "bytes", "a TOML file")
+MANIFEST_BYTES = Limit(1 << 27, "bytes", "the manifest of a checkpoint")
+MANIFEST_BRACKETS = Limit(1_000_000, "lists and tables", "the manifest of a checkpoint")
+MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 PROGRAM_BYTES = Limit(32_000_000, "bytes", "the text of a program")
 SCHEDULE_BYTES = Limit(32_000_000, "bytes", "a CSV of a pipeline's actions")
 NESTING = Limit(64, "levels of nested tables and lists", "a TOML or JSON file")
@@ -45,6 +48,9 @@ KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
 
 CHIPS = Limit(1 << 16, "chips", "a cluster")
 MODEL_TENSORS = Limit(1 << 12, "tensors", "the state dict of a model that is resharded")
+
+RUNS = Limit(1_000, "rows", "a file of published runs")
+MEASUREMENTS = Limit(20_000, "rows", "a file of measured kernels")
 
 # --- programs -------------------------------------------------------------------------------------------
 
@@ -74,6 +80,9 @@ PROOF_ELEMENTS = Limit(
 PROOF_WORK = Limit(
     60_000_000, "elements that its ops read and write", "a program whose results are proved on index labels"
 )
+RING_NUMBERS = Limit(
+    1 << 22, "numbers in the steps of its rings", "a program whose collectives are lowered to rings"
+)
 _SIMULATED = "a program that `simulate` runs without --no-limits"
 SIMULATED_DIMS = Limit(8, "dims", "a buffer of a program that is simulated")
 SIMULATED_RANKS = Limit(1 << 14, "ranks", _SIMULATED)
@@ -82,15 +91,24 @@ SIMULATED_RANK_OPS = Limit(20_000, "ops on one rank", _SIMULATED)
 SIMULATED_MESSAGES = Limit(30_000_000, "messages", _SIMULATED)
 SIMULATED_ROUTES = Limit(200_000, "pairs of ranks that send to each other", _SIMULATED)
 
+SCHEDULE_STAGES = Limit(1 << 12, "stages", "a pipeline schedule")
+SCHEDULE_FORWARDS = Limit(
+    1 << 16, "forwards, stages times micro-batches", "a pipeline schedule that is written by name"
+)
+SEARCHED_FORWARDS = Limit(
+    1 << 14, "forwards, stages times micro-batches", "a pipeline schedule that is searched, zb-1p or zb-2p"
+)
+SCHEDULE_CELLS = Limit(1 << 19, "cells", "a CSV of a pipeline's actions")
 SCHEDULED_PRODUCTS = Limit(
     2048, "local products on all ranks", "a product whose issue order `tune schedule` searches"
 )
 
 LIMITS = (
     *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, SCHEDULE_BYTES, NESTING, VALUES, KEY_PARTS),
-    *(CHIPS, MODEL_TENSORS),
+    *(MANIFEST_BYTES, MANIFEST_BRACKETS, MANIFEST_COMMAS),
+    *(CHIPS, MODEL_TENSORS, RUNS, MEASUREMENTS),
     *(EXPRESSION_DEPTH, DIMS, MESH_RANKS, PIECES, SLOTS, RANK_STEPS, CHECKED_STEPS, LISTED_STEPS),
-    *(PROOF_ELEMENTS, PROOF_WORK),
+    *(PROOF_ELEMENTS, PROOF_WORK, RING_NUMBERS),
     *(
         SIMULATED_DIMS,
         SIMULATED_RANKS,
@@ -99,6 +117,6 @@ LIMITS = (
         SIMULATED_MESSAGES,
         SIMULATED_ROUTES,
     ),
-    SCHEDULED_PRODUCTS,
+    *(SCHEDULE_STAGES, SCHEDULE_FORWARDS, SEARCHED_FORWARDS, SCHEDULE_CELLS, SCHEDULED_PRODUCTS),
 )
 """All limits, in the order in which the reference lists them."""

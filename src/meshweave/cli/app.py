@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from meshweave import __version__
-from meshweave.base.errors import MeshweaveError, printable, shortened, without_control_characters
+from meshweave.base.errors import MeshweaveError, shortened, without_control_characters
+from meshweave.base.outputs import Outputs, outputs_of_command
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -38,8 +36,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Plan, predict and run the communication of distributed training: one program, three readings.",
     epilog="Errors are one line on stderr (one a problem of a file) and exit status 2; verify ends with 1 where a "
-    "result is wrong; Ctrl-C ends with 130. Every verb takes --json. For completion of verbs and options by Tab: "
-    "meshweave --install-completion, then start the shell again.",
+    "result is wrong; Ctrl-C ends with 130. Outputs are checked before work and written whole. Every verb takes "
+    "--json. For completion of verbs and options by Tab: meshweave --install-completion, then start the shell "
+    "again.",
 )
 app.command()(plan)
 app.command()(export)
@@ -85,7 +84,11 @@ def _command() -> Any:
 def run_app(args: list[str]) -> int:
     """Run one command and return the exit status."""
     _print_anything()
-    began_ns = time.time_ns()
+    with outputs_of_command() as outputs:
+        return _run(args, outputs)
+
+
+def _run(args: list[str], outputs: Outputs) -> int:
     try:
         status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:
@@ -103,7 +106,7 @@ def run_app(args: list[str]) -> int:
         typer.echo(f"error: {shortened(without_control_characters(' '.join(message.split())))}", err=True)
         return 2
     if status == INTERRUPTED:  # some versions of typer return it, others raise
-        typer.echo(f"interrupted; {_written_since(args, began_ns)}", err=True)
+        typer.echo(f"interrupted; {outputs.summary()}", err=True)
     return status if isinstance(status, int) else 0
 
 
@@ -112,18 +115,3 @@ def _print_anything() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
-
-
-def _written_since(args: Sequence[str], began_ns: int) -> str:
-    """Return in words which files and folders named on the command line have been written since an instant."""
-    written = [
-        path for path in dict.fromkeys(arg.rpartition("=")[2] for arg in args) if _is_new(path, began_ns)
-    ]
-    return f"written: {', '.join(map(printable, written))}" if written else "nothing was written"
-
-
-def _is_new(path: str, began_ns: int) -> bool:
-    try:
-        return Path(path).exists() and Path(path).stat().st_mtime_ns >= began_ns
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return False

@@ -56,7 +56,7 @@ def matmul(
     from meshweave.lab.bench.rounds import bench_layer
 
     described, shape = options.load_lab_and_mesh(lab, mesh)
-    options.check_run(repeat, timeout, out, svg)
+    options.check_run(repeat, timeout)
     names = options.read_algorithms_2d(algorithms)
     calibrated = None if cluster is None else options.load_calibrated(cluster, described)
     measured = bench_layer(
@@ -119,7 +119,7 @@ def shapes(
     """
     from meshweave.lab.bench.shapes import compare_shapes
 
-    options.check_run(repeat, timeout, out, svg)
+    options.check_run(repeat, timeout)
     options.check_ratio(ratio)
     described = options.load_labs_and_clusters(labs, clusters)
     comparison = compare_shapes(

@@ -10,6 +10,7 @@ import typer
 
 import meshweave.cli.bench_options as options
 from meshweave.base.errors import DescriptionError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import load_cluster
@@ -44,7 +45,7 @@ def fused(
     from meshweave.lab import Lab
     from meshweave.lab.bench.fused import NOT_RUN, bench_fused
 
-    options.check_run(repeat, timeout, out, None)
+    options.check_run(repeat, timeout)
     if ratio <= 0:
         raise DescriptionError(f"--ratio is {ratio:g}; it must be positive")
     described = Lab.load(lab)
@@ -65,7 +66,7 @@ def fused(
         "rivals": [times.to_json() for times in measured],
     }
     if out is not None:
-        out.write_text(dumps(record, indent=1) + "\n")
+        write_file(out, dumps(record, indent=1) + "\n")
     if json:
         print_json(record)
         return

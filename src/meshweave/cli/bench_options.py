@@ -13,7 +13,7 @@ from meshweave.algorithms.matmul2d import DATAFLOWS, Dataflow
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
-from meshweave.cli.options import JSON_HELP, check_writable, read_algorithms, read_mesh, read_slices
+from meshweave.cli.options import JSON_HELP, OutputOption, read_algorithms, read_mesh, read_slices
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds after which everything is 
 MeshShape = Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab.")]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 Out = Annotated[
-    Path | None, typer.Option(help="Write all times, yardsticks, machine and versions here as JSON.")
+    Path | None, OutputOption(help="Write all times, yardsticks, machine and versions here as JSON.")
 ]
 Slices = Annotated[str, typer.Option(help="Run MeshSlice at these slice counts too, such as 4,8.")]
 DataflowName = Annotated[
@@ -75,7 +75,7 @@ Widths = Annotated[
     str, typer.Option(help="Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1.")
 ]
 OverBoundPicture = Annotated[
-    Path | None, typer.Option(help="Write a picture with bars of time over bound here.")
+    Path | None, OutputOption(help="Write a picture with bars of time over bound here.")
 ]
 
 # --- of `shapes` ------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ CalibratedFiles = Annotated[
     typer.Option(help="Cluster descriptions with measured constants, one per lab, separated by commas."),
 ]
 TimeoutOfEach = Annotated[float, typer.Option(help="Seconds after which each lab is stopped.")]
-SecondsPicture = Annotated[Path | None, typer.Option(help="Write a picture with bars of seconds here.")]
+SecondsPicture = Annotated[Path | None, OutputOption(help="Write a picture with bars of seconds here.")]
 
 # --- of `fidelity` ----------------------------------------------------------------------------------------
 
@@ -124,17 +124,17 @@ Seed = Annotated[int, typer.Option(help="Seed of the cases and operands.")]
 CaseRepeat = Annotated[int, typer.Option(help="Measured runs of each case, after one to warm up.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
+    OutputOption(
         help="Write estimate, simulation and measurement of one case as a Chrome / Perfetto trace here."
     ),
 ]
 TimelinePicture = Annotated[
-    Path | None, typer.Option(help="Write these three timelines of rank 0 as a picture here.")
+    Path | None, OutputOption(help="Write these three timelines of rank 0 as a picture here.")
 ]
 TracedCase = Annotated[
     int, typer.Option(help="Number of the case to draw; -1: the case of median error.", min=-1)
 ]
-ResultsFile = Annotated[Path | None, typer.Option(help="Write the results of all cases as JSON here.")]
+ResultsFile = Annotated[Path | None, OutputOption(help="Write the results of all cases as JSON here.")]
 
 
 # --- what the texts mean ----------------------------------------------------------------------------------
@@ -246,17 +246,10 @@ def check_ratio(ratio: float) -> None:
         raise LayoutError(f"a ratio of {ratio:g} makes no sense here; give 0.001 to 1000, or 0 for unpaced")
 
 
-def check_run(repeat: int, timeout: float, *outputs: Path | None) -> None:
-    """Check options before anything is measured.
-
-    Raises:
-        LayoutError: `repeat` is not 1 to 100, or `timeout` no positive number of seconds.
-        DescriptionError: one of the output files cannot be written.
-    """
+def check_run(repeat: int, timeout: float) -> None:
+    """Raise LayoutError where `repeat` is not 1 to 100, or `timeout` no positive number of seconds."""
     if not (1 <= repeat <= 100 and 0 < timeout < 1e5):
         raise LayoutError("repeat must be 1 to 100, timeout positive seconds")
-    for path in outputs:
-        check_writable(path)
 
 
 def load_calibrated(path: Path, lab: Lab) -> Cluster:

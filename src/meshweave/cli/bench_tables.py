@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.options import print_json
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:
     from meshweave.lab.bench.results import MeasuredRound, RivalTimes
@@ -53,9 +53,9 @@ def report_results(
         ProgramError: a result differs from the dense product.
     """
     if svg is not None:
-        write_text(svg, picture(measured, headings, title, in_seconds=comparison is not None))
+        write_file(svg, picture(measured, headings, title, in_seconds=comparison is not None))
     if out is not None:
-        write_text(out, dumps(record, indent=1) + "\n")
+        write_file(out, dumps(record, indent=1) + "\n")
     if json:
         print_json(record)
     else:

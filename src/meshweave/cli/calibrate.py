@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from meshweave.base.errors import DescriptionError, printable
+from meshweave.base.outputs import claim_output, write_file
 from meshweave.base.units import format_bytes
 from meshweave.calibrate import Calibration, FitLimits, Sweep, to_toml
 from meshweave.calibrate.run import rate_format, run_calibration, summary_lines
@@ -20,7 +22,7 @@ from meshweave.calibrate.target import (
     local_target,
     torchrun_target,
 )
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
+from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 from meshweave.describe.layout.shapes import near_square
 
 if TYPE_CHECKING:
@@ -102,18 +104,17 @@ def calibrate(
 
     Example: meshweave calibrate --lab examples/labs/torus-4x4-50mbit.toml --out torus.toml
     """
+    if os.environ.get("RANK", "0") == "0":  # under torchrun the others have nothing to write
+        _check_out(out, force)
     limits = _read_limits(repeat, timeout, median_error, worst_error)
     if device:
         if lab is not None or ranks:
             raise DescriptionError("--device calibrates one device; leave out --lab and --ranks")
-        _check_out(out, force)
         _calibrate_device(out, device, dtype, products, repeat, seed, json)
         return
     part_sizes = _read_sizes(sizes)
     remarks: list[str] = []
     target = _target(lab, ranks, flops_per_s, remarks)
-    if target.rank == 0:  # under torchrun the others have nothing to write
-        _check_out(out, force)
     calibration = run_calibration(
         target,
         read_mesh(mesh) if mesh else None,
@@ -134,7 +135,7 @@ def calibrate(
     if is_refused:
         _refuse(calibration.problems)
     comments = summary_lines(calibration, "; ".join(remarks))
-    out.write_text(to_toml(calibration.cluster, comments), encoding="utf-8")
+    write_file(out, to_toml(calibration.cluster, comments))
     if not json:
         typer.echo(f"written: {out}")
 
@@ -142,8 +143,8 @@ def calibrate(
 def _calibrate_device(
     out: Path, device: str, dtype: str, products: int, repeat: int, seed: int, json: bool
 ) -> None:
+    from meshweave.calibrate.cluster_toml import kernels_toml
     from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
-    from meshweave.calibrate.kernels_toml import kernels_toml
     from meshweave.calibrate.tpu_compiler import calibrate_tpu
 
     is_tpu = device.startswith("tpu")
@@ -162,7 +163,7 @@ def _calibrate_device(
         made = calibrate_tpu(device, products, seed, say)
     else:
         made = calibrate_device(device, dtype, products, repeat, seed, say)
-    out.write_text(kernels_toml(made.kernels, [made.quality]), encoding="utf-8")
+    write_file(out, kernels_toml(made.kernels, [made.quality]))
     if json:
         errors = {"mean": made.mean_error, "worst": made.worst_error}
         print_json({"kernels": asdict(made.kernels), "errors": errors, "written": str(out)})
@@ -171,7 +172,7 @@ def _calibrate_device(
 
 
 def _check_out(out: Path, force: bool) -> None:
-    check_writable(out)
+    claim_output(out, "--out")
     if out.exists() and not force:
         raise DescriptionError(f"{printable(out)}: is there already; give another --out, or --force")
 

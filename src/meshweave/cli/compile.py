@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names
+from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
 from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget
-from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:
     from meshweave.execute.jax.compiled import CompiledProgram
@@ -40,7 +40,7 @@ def compile_plan(
         typer.Option(help="How it is given to XLA: collectives, fused, rings or ordered-rings; or 'all'."),
     ] = "fused",
     text: Annotated[
-        Path | None, typer.Option(help="Write the scheduled module of the last one here.")
+        Path | None, OutputOption(help="Write the scheduled module of the last one here.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
@@ -54,13 +54,11 @@ def compile_plan(
     Example: meshweave compile plan.json --topology v5e:4x4 --layer ff1 --algorithm meshslice
     """
     from meshweave.execute.jax.compiled import EMISSIONS, compile_program, emission_named
-    from meshweave.tune import load_plan
     from meshweave.tune.selection import select_products
 
     target = _target(topology)
     emissions = list(EMISSIONS.values()) if emission == "all" else [emission_named(emission)]
-    loaded = load_plan(plan)
-    check_writable(text)
+    loaded = read_plan(plan)
     names = [loaded.best.algorithm] if algorithms == "best" else read_names(algorithms)
     chosen = select_products(loaded, algorithms=names, layers=[layer], passes=read_names(passes))
     listed: list[dict[str, Any]] = []
@@ -73,7 +71,7 @@ def compile_plan(
             if not json:
                 _print(title, compiled, said)
             if text is not None:
-                write_text(text, compiled.text)
+                write_file(text, compiled.text)
     if json:
         print_json(listed)
 

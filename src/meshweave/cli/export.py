@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, print_json
+from meshweave.cli.options import JSON_HELP, print_json, read_plan
 from meshweave.tune.exports import TARGETS, export_plan
-from meshweave.tune.plan import load_plan
 
 
 def export(
@@ -26,7 +25,7 @@ def export(
 
     Example: meshweave export plan.json --to megatron-lm
     """
-    export = export_plan(load_plan(plan), to, row)
+    export = export_plan(read_plan(plan), to, row)
     if json:
         print_json(asdict(export))
         return

@@ -11,11 +11,12 @@ import typer
 
 import meshweave.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.provenance import describe_environment
-from meshweave.report.timeline import timeline_svg, write_chrome, write_text
+from meshweave.report.timeline import timeline_svg, write_chrome
 
 if TYPE_CHECKING:
     from meshweave.lab.fidelity.measure import FidelityReport
@@ -49,7 +50,7 @@ def fidelity(
 
     described_lab, shape = options.load_lab_and_full_mesh(lab, mesh)
     _check_cases(cases, repeat, timeout, trace_case)
-    options.check_run(repeat, timeout, trace, svg, out)
+    options.check_run(repeat, timeout)
     described = _cluster(cluster, described_lab.cluster())
     report = run_fidelity(
         described_lab,
@@ -92,7 +93,7 @@ def _check_cases(cases: int, repeat: int, timeout: float, trace_case: int) -> No
 
 def _write_json(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
-        write_text(path, dumps(result, indent=1) + "\n")
+        write_file(path, dumps(result, indent=1) + "\n")
 
 
 def _print_written(*paths: Path | None) -> None:
@@ -128,7 +129,7 @@ def _write_timelines(
     if trace is not None:
         write_chrome(trace, [replace(line, source=f"{name}, {title}") for name, line in timelines.items()])
     if svg is not None:
-        write_text(svg, timeline_svg([(f"{title}, {name}", line) for name, line in timelines.items()]))
+        write_file(svg, timeline_svg([(f"{title}, {name}", line) for name, line in timelines.items()]))
 
 
 def _print(report: FidelityReport, lab: str, cluster: Cluster, is_calibrated: bool) -> None:

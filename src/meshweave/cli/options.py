@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from meshweave.base.errors import (
     printable,
 )
 from meshweave.base.limits import PROGRAM_BYTES
+from meshweave.base.outputs import claim_output
 from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import read_stdin, read_text
@@ -32,11 +33,23 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
+from meshweave.tune import Plan, load_plan
+from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.unrolled import planned_names
 
 MAX_RANKS = 1 << 12
 MAX_SHOWN_RANKS = 64
 JSON_HELP = "Print JSON instead of text."
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Return the plan of a file; what it does not price, or has otherwise than the catalog, goes to stderr."""
+    plan = load_plan(Path(path))
+    for sentence in catalog_differences(plan):
+        typer.echo(f"note: {sentence}", err=True)
+    for text in plan.not_priced:
+        typer.echo(f"note: {printable(text)}", err=True)
+    return plan
 
 
 def read_mesh(text: str) -> tuple[int, ...]:
@@ -152,24 +165,15 @@ def read_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise DescriptionError where a file cannot be written to `path`: to be called before any work is done."""
-    if path is None:
-        return
-    try:
-        is_dir, has_parent = path.is_dir(), path.parent.is_dir()
-        writable = os.access(path if path.exists() else path.parent, os.W_OK)
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        is_dir, has_parent, writable = False, True, False
-    if is_dir:
-        reason = "it is a directory; give a file"
-    elif not has_parent:
-        reason = f"there is no directory {printable(path.parent)}"
-    elif not writable:
-        reason = "not permitted; give a file in a directory of yours"
-    else:
-        return
-    raise DescriptionError(f"{printable(path)}: cannot write: {reason}")
+def _claimed(context: typer.Context, param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Return the path that an output option gives, checked before anything is computed."""
+    if value is not None and not context.resilient_parsing:
+        claim_output(value, next(name for name in param.opts if name.startswith("--")))
+    return value
+
+
+OutputOption = partial(typer.Option, callback=_claimed)
+"""Of a file that a verb writes: refused at once where it cannot be written, or is an input or another output."""
 
 
 def print_json(data: Any) -> None:

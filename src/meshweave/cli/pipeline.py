@@ -6,15 +6,25 @@ from pathlib import Path
 
 import typer
 
+from meshweave.algorithms.pipeline import ENTRIES
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name, schedule_names
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
+from meshweave.algorithms.pipeline.zero_bubble import ZeroBubbleAuto
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, printable
-from meshweave.base.limits import SCHEDULE_BYTES
-from meshweave.cli.options import check_writable, print_json
+from meshweave.base.limits import (
+    SCHEDULE_BYTES,
+    SCHEDULE_CELLS,
+    SCHEDULE_FORWARDS,
+    SCHEDULE_STAGES,
+    SEARCHED_FORWARDS,
+    Limit,
+)
+from meshweave.base.outputs import write_file
+from meshweave.cli.options import print_json
 from meshweave.cli.pipeline_options import (
     Activation,
     Beside,
@@ -49,10 +59,8 @@ from meshweave.cli.pipeline_tables import (
     to_json,
 )
 from meshweave.describe.files import read_stdin, read_text
-from meshweave.report.timeline import write_text
 
-MOST_ACTIONS = 1 << 20
-"""Forwards of a named schedule, stages times micro-batches."""
+_SEARCHED = tuple(entry.name for entry in ENTRIES if isinstance(entry, ZeroBubbleAuto))
 
 
 def pipeline(
@@ -93,8 +101,6 @@ def pipeline(
              meshweave pipeline zb-2p --stages 8 --micro-batches 24 --forward 18.5ms --input-grad 18.1ms \
 --weight-grad 9.3ms --transfer 0.6ms --stash-rest 0.37 --out zb.csv
     """
-    for path in (out, svg, report):
-        check_writable(path)
     chosen = read_runtime(runtime)
     request = _read_request(stages, micro_batches, per_rank, delay, stash_rest)
     costs = _Costs((forward, input_grad, weight_grad), transfer, cluster, activation, chips_per_rank)
@@ -106,11 +112,11 @@ def pipeline(
             f"--out writes a schedule given by name, and {printable(what)} is a file already"
         )
     if svg is not None:
-        write_text(svg, schedules_picture(shown, chosen))
+        write_file(svg, schedules_picture(shown, chosen))
     if report is not None:
-        write_text(report, schedules_page(shown, chosen))
+        write_file(report, schedules_page(shown, chosen))
     if out is not None and written is not None:
-        write_text(out, written)
+        write_file(out, written)
     if json:
         print_json(to_json(shown, chosen))
     elif written is not None and out is None and beside is None:
@@ -142,21 +148,22 @@ class _Costs:
 def _read_request(
     stages: int, micro_batches: int, per_rank: int, delay: int, stash_rest: float
 ) -> ScheduleRequest:
-    for option, value, least in (
-        ("--stages", stages, 1),
-        ("--micro-batches", micro_batches, 1),
-        ("--per-rank", per_rank, 0),
-        ("--delay", delay, 0),
+    for option, value, least, most in (
+        ("--stages", stages, 1, SCHEDULE_STAGES.most),
+        ("--micro-batches", micro_batches, 1, SCHEDULE_FORWARDS.most),
+        ("--per-rank", per_rank, 0, SCHEDULE_STAGES.most),
+        ("--delay", delay, 0, SCHEDULE_FORWARDS.most),
     ):
-        if not least <= value <= MOST_ACTIONS:
-            raise LayoutError(f"{option} is {value}; give {least} to {MOST_ACTIONS}")
-    if stages * micro_batches > MOST_ACTIONS:
-        raise LayoutError(
-            f"{stages} stages of {micro_batches} micro-batches are more than the {MOST_ACTIONS} forwards written"
-        )
+        if not least <= value <= most:
+            raise LayoutError(f"{option} is {value}; give {least} to {most}")
     if not 0 <= stash_rest <= 1:
         raise LayoutError(f"--stash-rest is {stash_rest}; give 0 to 1")
     return ScheduleRequest(stages, micro_batches, per_rank, delay, stash_rest)
+
+
+def _refuse_over(limit: Limit, count: int, what: str) -> None:
+    if count > limit.most:
+        raise LayoutError(f"{printable(what)}: {limit.refusal(count)}; give fewer stages or micro-batches")
 
 
 def _is_named(what: str) -> bool:
@@ -167,6 +174,8 @@ def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: Transf
     """Return a schedule, given by name or file, proved and timed with its transfers."""
     if not _is_named(what):
         text = read_stdin(SCHEDULE_BYTES) if what == "-" else read_text(what, SCHEDULE_BYTES)
+        _refuse_over(SCHEDULE_CELLS, text.count(",") + text.count("\n"), what)
+        _refuse_over(SCHEDULE_STAGES, text.count("\n"), what)
         schedule = schedule_from_csv(text, what)
         times = costs.times(schedule.stage_ranks)
     else:
@@ -185,6 +194,8 @@ def _further(error: MeshweaveError) -> tuple[object, ...]:
 
 def _named(what: str, request: ScheduleRequest, costs: _Costs) -> tuple[Schedule, ActionTimes]:
     """Return the schedule of a name; where its stages lie may change the time of transfers."""
+    limit = SEARCHED_FORWARDS if what in _SEARCHED else SCHEDULE_FORWARDS
+    _refuse_over(limit, request.num_stages * request.num_micro_batches, what)
     flat = costs.times(tuple(range(request.num_stages)))
     schedule = schedule_by_name(what, request, flat)
     if schedule.stage_ranks == tuple(range(request.num_stages)):

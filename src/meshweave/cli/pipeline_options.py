@@ -15,7 +15,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.base.units import to_ps, work_ps
-from meshweave.cli.options import JSON_HELP, read_bytes
+from meshweave.cli.options import JSON_HELP, OutputOption, read_bytes
 from meshweave.cli.reshard_problem import fitting_cluster
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
@@ -87,7 +87,7 @@ RuntimeName = Annotated[
 ]
 Beside = Annotated[str | None, typer.Option(help="A second schedule to time and draw: a name or a CSV file.")]
 OutPath = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Write the CSV of a named schedule here, not on stdout.")
+    Path | None, OutputOption("--out", "-o", help="Write the CSV of a named schedule here, not on stdout.")
 ]
 ListTransfers = Annotated[
     bool,
@@ -95,8 +95,8 @@ ListTransfers = Annotated[
         "--with-transfers", help="Write sends and receives too. torchtitan and torch's default take none."
     ),
 ]
-PicturePath = Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")]
-PagePath = Annotated[Path | None, typer.Option(help="Write a page with table and timeline.")]
+PicturePath = Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")]
+PagePath = Annotated[Path | None, OutputOption(help="Write a page with table and timeline.")]
 PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 

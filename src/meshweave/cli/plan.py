@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshweave.base.errors import DescriptionError, printable
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_bytes
+from meshweave.base.outputs import write_file
+from meshweave.cli.options import JSON_HELP, OutputOption, print_json, progress_bar, read_bytes
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
@@ -62,11 +63,11 @@ OverlapOption = Annotated[
 _RESERVE = "5%"
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
+    OutputOption("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
 ]
 ReportOption = Annotated[
     Path | None,
-    typer.Option(help="Write a page here: tables, timelines and curves, self-contained HTML."),
+    OutputOption(help="Write a page here: tables, timelines and curves, self-contained HTML."),
 ]
 
 
@@ -111,8 +112,6 @@ def plan(
     """
     target, architecture = load_cluster(cluster), load_model(model)
     workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
-    for path in (out, report):
-        check_writable(path)
     if products:
         from meshweave.cli.plan_products import plan_products
 
@@ -183,7 +182,6 @@ def _plan_step(
 
 def _write_page(path: Path, problem: StepProblem, chosen: Plan) -> None:
     from meshweave.report.step_page import step_page
-    from meshweave.report.timeline import write_text
     from meshweave.tune.step import layer_timeline, step_of, step_timeline
     from meshweave.tune.step_search.curves import step_curves
     from meshweave.tune.step_search.planner import parallelism_of
@@ -197,7 +195,7 @@ def _write_page(path: Path, problem: StepProblem, chosen: Plan) -> None:
     timelines += [(title, timeline) for title, timeline in layers if timeline is not None]
     with progress_bar("curves of the report", plain_lines=True) as progress:
         curves = step_curves(problem, choices, steps.memory_limit_bytes, progress)
-    write_text(path, step_page(chosen, choice_text, *_reasons(steps), timelines, curves))
+    write_file(path, step_page(chosen, choice_text, *_reasons(steps), timelines, curves))
 
 
 def _reasons(steps: StepsRecord) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_json, progress_bar, read_algorithms
 from meshweave.describe.machine.cluster import Cluster
@@ -14,7 +15,6 @@ from meshweave.describe.machine.left_out import costs_left_out
 from meshweave.describe.model import Transformer
 from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
-from meshweave.report.timeline import write_text
 from meshweave.tune import Plan, plan_model
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def plan_products(
 
         with progress_bar("report") as progress:
             explanation = explain(chosen, cluster, progress)
-        write_text(report, plan_page(explanation, memory))
+        write_file(report, plan_page(explanation, memory))
     if out is not None:
         chosen.save(out)
     if json:
@@ -70,6 +70,8 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
         f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
         f"tokens, {plan.dtype}"
     )
+    for text in plan.not_priced:
+        console.print(f"note: {text}", markup=False)
     if plan.unmeasured:
         console.print(plan.unmeasured)
     table = Table(

@@ -22,6 +22,8 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
         f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
     )
+    for text in plan.not_priced:
+        typer.echo(f"note: {text}")
     if plan.unmeasured:
         typer.echo(plan.unmeasured)
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")

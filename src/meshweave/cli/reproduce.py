@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import check_writable, print_json, progress_bar
+from meshweave.base.outputs import claim_output, write_file
+from meshweave.cli.options import OutputOption, print_json, progress_bar
 from meshweave.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave.describe.machine.cluster import load_cluster
 
@@ -274,9 +275,11 @@ def nccl(report: Report = None, json: Json = False) -> None:
     from meshweave.reproduce.nccl.score import bandwidth_rows
     from meshweave.reproduce.nccl.tables import bandwidth_page, bandwidth_table, summary_line
 
+    if report is not None:
+        claim_output(report, "--report")
     rows = bandwidth_rows()
     if report is not None:
-        report.write_text(bandwidth_page(rows), "utf-8")
+        write_file(report, bandwidth_page(rows))
     if json:
         print_json([row.to_json() for row in rows])
         return
@@ -294,7 +297,7 @@ def published(
     worst: Annotated[
         int, typer.Option(help="How many of the rows with the largest errors to list.", min=0)
     ] = 10,
-    report: Annotated[Path | None, typer.Option(help="Write the tables as a Markdown page here.")] = None,
+    report: Annotated[Path | None, OutputOption(help="Write the tables as a Markdown page here.")] = None,
     json: Json = False,
 ) -> None:
     """Predict published training runs, and score step time (or MFU, tokens/s) and memory by source.
@@ -311,7 +314,6 @@ def published(
     from meshweave.reproduce.training_runs.tables import runs_page, runs_table
 
     runs = read_runs(cases) if cases is not None else shipped_runs()
-    check_writable(report)
     with progress_bar("runs") as progress:
         rows = score_runs(runs, progress=progress)
     sweeps = sweeps_of(runs, rows)
@@ -319,7 +321,7 @@ def published(
         cells = sweep_cells(runs, progress)
     cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}" if cells else ""
     if report is not None:
-        report.write_text(runs_page(rows, sweep_table(sweeps), cells_text), "utf-8")
+        write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
     if json:
         scores = [score.to_json() for score in source_scores(rows)]
         print_json(

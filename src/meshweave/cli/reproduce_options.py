@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.errors import UnsupportedError
-from meshweave.cli.options import JSON_HELP, check_writable, print_json
+from meshweave.base.errors import DescriptionError, UnsupportedError, printable
+from meshweave.base.outputs import claim_output
+from meshweave.cli.options import JSON_HELP, print_json
 
 if TYPE_CHECKING:
     from meshweave.reproduce import Reproduction
@@ -60,7 +61,12 @@ class Outputs:
         if self.png:
             require_png()
         prepare_directory(self.out)
-        check_writable(self.report)  # may lie in the directory
+        if self.report is not None:  # may lie in the directory
+            if self.out is not None and self.report.suffix != ".html" and _in(self.out, self.report):
+                raise DescriptionError(
+                    f"{printable(self.report)}: lies among the tables of --out; name the page *.html"
+                )
+            claim_output(self.report, "--report")
 
     def write(self, reproduction: Reproduction) -> None:
         """Write the files that the options name, and print JSON or tables."""
@@ -77,6 +83,10 @@ class Outputs:
         _print_tables(reproduction)
         for path in written:
             typer.echo(f"written: {path}")
+
+
+def _in(directory: Path, path: Path) -> bool:
+    return path.resolve().parent == directory.resolve()
 
 
 _STYLES = {"holds": "green", "near": "yellow", "differs": "red"}

@@ -11,7 +11,8 @@ from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.algorithms.reshard.strategies import check_known
 from meshweave.base.errors import LayoutError, UnsupportedError, printable
-from meshweave.cli.options import check_writable, print_json, progress_bar, read_ranks
+from meshweave.base.outputs import write_file
+from meshweave.cli.options import print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_options import (
     ClusterName,
     DestinationFirst,
@@ -34,7 +35,7 @@ from meshweave.cli.reshard_options import (
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
 from meshweave.ir.program.text import to_text
-from meshweave.report.timeline import write_chrome, write_text
+from meshweave.report.timeline import write_chrome
 from meshweave.tune.reshard import ReshardCandidate, ReshardComparison, compare_reshards
 
 
@@ -68,8 +69,6 @@ def reshard(
     Example: meshweave reshard llama-2-7b --from 8x8 --to 4x2 --cluster dgx-h100
     """
     paths = (svg, trace, out)
-    for path in paths:
-        check_writable(path)
     names = _listed(strategies, STRATEGIES, "strategy", has_all=True), _listed(orders, ORDERS, "order")
     shown_ranks = read_ranks(ranks)
     request = read_request(model, from_, to, cluster, shape, dtype, MeshPositions(at, to_at, row_per_host))
@@ -141,8 +140,8 @@ def _write(
                 rank_timeline(chosen.simulation, r, f"rank {r}", f"host {chosen.plan.network.host_of[r]}")
                 for r in shown
             ]
-            write_text(svg, draw_rank_timelines(chosen.title, timelines, subtitle=request.what))
+            write_file(svg, draw_rank_timelines(chosen.title, timelines, subtitle=request.what))
         if trace is not None:
             write_chrome(trace, [chosen.simulation.trace(shown)])
     if out is not None:
-        write_text(out, to_text(chosen.program))
+        write_file(out, to_text(chosen.program))

@@ -9,7 +9,7 @@ import typer
 
 from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
-from meshweave.cli.options import JSON_HELP
+from meshweave.cli.options import JSON_HELP, OutputOption
 
 SourceMesh = Annotated[
     str,
@@ -93,16 +93,16 @@ ShownRanks = Annotated[
 ]
 
 PicturePath = Annotated[
-    Path | None, typer.Option(help="Write the simulated timeline of the chosen plan as a picture.")
+    Path | None, OutputOption(help="Write the simulated timeline of the chosen plan as a picture.")
 ]
 
 TracePath = Annotated[
-    Path | None, typer.Option(help="Write a Chrome / Perfetto trace of the same simulation.")
+    Path | None, OutputOption(help="Write a Chrome / Perfetto trace of the same simulation.")
 ]
 
 ProgramPath = Annotated[
     Path | None,
-    typer.Option(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
+    OutputOption(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
 ]
 
 PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]

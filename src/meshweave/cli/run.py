@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names
+from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome, write_text
+from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome
 from meshweave.trace import Trace
-from meshweave.tune import load_plan
 
 if TYPE_CHECKING:
     from meshweave.check import MeasuredProduct, RunReport
@@ -36,7 +36,7 @@ MachineOption = Annotated[
     ),
 ]
 TraceOption = Annotated[
-    Path | None, typer.Option(help="Write a Chrome / Perfetto trace, predicted beside measured.")
+    Path | None, OutputOption(help="Write a Chrome / Perfetto trace, predicted beside measured.")
 ]
 
 
@@ -52,7 +52,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
     machine: MachineOption = "",
     trace: TraceOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the timeline of rank 0 as a picture.")] = None,
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline of rank 0 as a picture.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 120.0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
@@ -68,9 +68,7 @@ def run(
     """
     from meshweave import check
 
-    loaded = load_plan(plan)
-    for path in (trace, svg):
-        check_writable(path)
+    loaded = read_plan(plan)
     report = check.run(
         loaded,
         load_cluster(machine) if machine else None,
@@ -108,7 +106,7 @@ def _write(report: RunReport, trace: Path | None, svg: Path | None, *, quiet: bo
     if trace is not None:
         write_chrome(trace, [Trace(record.program, title, record.spans) for title, record in named])
     if svg is not None:
-        write_text(svg, timeline_svg(named))
+        write_file(svg, timeline_svg(named))
     for path in (trace, svg):
         if path is not None and not quiet:
             typer.echo(f"written: {path}")

@@ -12,14 +12,16 @@ import typer
 
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError, printable
 from meshweave.base.limits import SIMULATED_RANKS
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
 from meshweave.cli.options import (
     JSON_HELP,
-    check_writable,
+    OutputOption,
     print_json,
     read_mesh,
     read_names,
+    read_plan,
     read_ranks,
 )
 from meshweave.cli.simulate_options import (
@@ -44,9 +46,8 @@ from meshweave.cli.simulate_options import (
     ThresholdOption,
     TraceOption,
 )
-from meshweave.report.timeline import write_chrome, write_text
+from meshweave.report.timeline import write_chrome
 from meshweave.trace import Trace
-from meshweave.tune import load_plan
 
 if TYPE_CHECKING:
     from meshweave.tune.cases import SimulatedCase, SimulationCase
@@ -72,7 +73,7 @@ def simulate(
     starvation: StarvationOption = None,
     ranks: RanksOption = "",
     trace: TraceOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")] = None,
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None,
     png: PngOption = None,
     report: ReportOption = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
@@ -95,8 +96,6 @@ def simulate(
 
     More:    meshweave simulate program.txt --cluster t3-8 --arbitration communication-aware --report memory.html
     """
-    for path in (trace, svg, png, report):
-        check_writable(path)
     if png is not None:
         from meshweave.report.png import require_png
 
@@ -162,7 +161,7 @@ def _plan_cases(
     from meshweave.tune.cases import plan_cases
     from meshweave.tune.step_cases import step_case
 
-    plan = load_plan(Path(what))
+    plan = read_plan(what)
     if plan.kind == "step":
         return [step_case(plan, cluster, place, calls=calls or None)]
     best = [plan.best.algorithm]
@@ -260,7 +259,7 @@ def _write(
 
         picture = draw_cases(simulated)
         if svg is not None:
-            write_text(svg, picture)
+            write_file(svg, picture)
         if png is not None:
             from meshweave.report.png import write_png
 
@@ -268,7 +267,7 @@ def _write(
     if report is not None:
         from meshweave.report.simulation_page import simulation_page
 
-        write_text(report, simulation_page(simulated))
+        write_file(report, simulation_page(simulated))
 
 
 # --- text -----------------------------------------------------------------------------------------------

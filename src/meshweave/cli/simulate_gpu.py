@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshweave.base.errors import ProgramError, UnsupportedError, printable
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.gpu import ARBITRATIONS
-from meshweave.report.timeline import write_chrome, write_text
+from meshweave.report.timeline import write_chrome
 from meshweave.simulate.gpu import Arbiter
 from meshweave.tune.gpu_case import GpuCase, simulate_gpu_case
 
@@ -77,7 +78,7 @@ def simulate_on_gpu(
         from meshweave.report.memory_page import memory_page
 
         shown = (_lead(simulated), simulated.trace(), _traffic(simulated), _waits(simulated))
-        write_text(report, memory_page(case.title, case.subject, *shown))
+        write_file(report, memory_page(case.title, case.subject, *shown))
     if json:
         print_json([simulated.to_json()])
         return

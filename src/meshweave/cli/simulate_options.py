@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from meshweave.cli.options import OutputOption
+
 
 class Lowering(StrEnum):
     """What collectives are written out as."""
@@ -79,14 +81,14 @@ RanksOption = Annotated[
         "one in the middle of the mesh, the one that ends last, and 0."
     ),
 ]
-TraceOption = Annotated[Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")]
-PngOption = Annotated[Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")]
+TraceOption = Annotated[Path | None, OutputOption(help="Write a Chrome / Perfetto trace of these ranks.")]
+PngOption = Annotated[Path | None, OutputOption(help="Write the same picture as PNG (needs meshweave[png]).")]
 LimitsOption = Annotated[
     bool, typer.Option("--limits/--no-limits", help="Of a program: refuse one that takes more than seconds.")
 ]
 ReportOption = Annotated[
     Path | None,
-    typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
+    OutputOption(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
 ]
 
 # --- a GPU in detail ---------------------------------------------------------------------------------------------

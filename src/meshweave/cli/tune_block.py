@@ -10,10 +10,11 @@ import typer
 
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import (
     JSON_HELP,
-    check_writable,
+    OutputOption,
     print_json,
     print_table,
     progress_bar,
@@ -67,7 +68,7 @@ def block(
         ),
     ] = "layers",
     count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
-    svg: Annotated[Path | None, typer.Option(help="Draw the listed strategies into this SVG file.")] = None,
+    svg: Annotated[Path | None, OutputOption(help="Draw the listed strategies into this SVG file.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Rank the strategies for a model's layers on a machine: every strategy, mesh and number of chunks.
@@ -82,7 +83,6 @@ def block(
     from meshweave.describe.model.workload import Workload
     from meshweave.tune.blocks import rank_blocks
 
-    check_writable(svg)
     with progress_bar("ranking strategies") as progress:
         ranking = rank_blocks(
             load_model(model),
@@ -96,9 +96,7 @@ def block(
             progress=progress,
         )
     if svg is not None:
-        from meshweave.report.timeline import write_text
-
-        write_text(svg, _picture(ranking, count))
+        write_file(svg, _picture(ranking, count))
     if json:
         print_json(_ranking_json(ranking, count))
         return

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshweave.cli.entries import SettingsOption, is_file, read_entry
-from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names
-from meshweave.tune import load_plan
+from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names, read_plan
 
 if TYPE_CHECKING:
     from meshweave.check import VerifyReport
@@ -63,7 +61,7 @@ def verify(
         return _verify_entry(what, settings, json)
     verify_plan = partial(
         check.verify,
-        load_plan(Path(what)),
+        read_plan(what),
         num_ranks=ranks,
         layers=read_names(layer),
         algorithms=read_names(algorithms),

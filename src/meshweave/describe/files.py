@@ -27,6 +27,7 @@ from meshweave.base.errors import (
     without_control_characters,
 )
 from meshweave.base.limits import FILE_BYTES, KEY_PARTS, NESTING, TOML_BYTES, VALUES, Limit
+from meshweave.base.outputs import refuse_input
 
 MAX_PROBLEMS = 20
 """Problems of a file that one error lists; it counts the others."""
@@ -34,25 +35,25 @@ MAX_JUDGED = 1000
 """Problems of a file that are looked at."""
 
 
-def _whole_float_to_int(value: object) -> object:
+def whole_float_to_int(value: object) -> object:
     """Return a float that is a whole number as an int: files write large counts as `32e9`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _require_printable(value: str) -> str:
+def require_printable(value: str) -> str:
     """Return a name. Raises ValueError for control characters: names are printed in one-line messages."""
     if not value.isprintable():
         raise ValueError("not printable")
     return value
 
 
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_require_printable)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(require_printable)]
 # A rate below one per second would round to zero inside the simulator; a duration above 1e6 s would not
 # fit 64 bits of picoseconds.
 Rate = Annotated[float, Field(ge=1.0, le=1e24, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_whole_float_to_int), Field(ge=1, le=2**24)]
-Size = Annotated[int, BeforeValidator(_whole_float_to_int), Field(ge=1, le=2**60)]
+Count = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**24)]
+Size = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=2**60)]
 
 
 class FileModel(BaseModel):
@@ -121,7 +122,8 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
     """Return the text of a regular file (UTF-8), of at most `limit.most` bytes.
 
     Raises:
-        DescriptionError: the file is missing, unreadable, too large or binary, a directory, a device or a pipe.
+        DescriptionError: the file is missing, unreadable, too large or binary, a directory, a device or a pipe,
+            or the command that reads it is to write over it.
     """
     file = Path(path)
     try:
@@ -131,6 +133,7 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
         if not stat.S_ISREG(mode):
             fail(path, "", "is not a regular file; give one")
         with file.open("rb") as opened:
+            refuse_input(opened.fileno(), path)
             data = opened.read(limit.most + 1)  # the size that the system reports may be anything
     except DescriptionError:
         raise
@@ -144,6 +147,7 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
 
 def read_stdin(limit: Limit = FILE_BYTES) -> str:
     """Return what stdin gives until it ends, as `read_text` does of a file. Raises DescriptionError."""
+    refuse_input(0, "stdin")
     binary = getattr(sys.stdin, "buffer", None)
     try:
         data = sys.stdin.read(limit.most + 1).encode() if binary is None else binary.read(limit.most + 1)

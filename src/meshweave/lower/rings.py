@@ -11,12 +11,14 @@ The pass works on the template: parts are addressed by expressions in the member
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.limits import RING_NUMBERS
 from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Index, Var, maximum, names_in, select, substitute
 from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
@@ -29,6 +31,10 @@ BACK = "_back"
 
 INBOX_SLOTS = 3
 """Slots for partial sums: one is passed on, one arrives, and the receive of the next can already be posted."""
+
+
+_NUMBERS_OF_STEP = 16
+"""What a step of a ring is counted as, beside the bounds of uneven parts."""
 
 
 def lower_rings(
@@ -70,21 +76,42 @@ class _DirectedPart:
     starts: tuple[Index, ...]
     num_directions: int = 1
 
-    def bounds(self, member: Index, count: int) -> tuple[Index, Index]:
+    @cached_property
+    def sizes(self) -> tuple[Index, ...]:
+        """Return the size of each member's share."""
+        return tuple(substitute(self.size, "peer", p) for p in range(len(self.starts)))
+
+    @cached_property
+    def _begins(self) -> tuple[Index, ...]:
+        return tuple(start + substitute(self.skip, "peer", p) for p, start in enumerate(self.starts))
+
+    @cached_property
+    def _ends(self) -> tuple[Index, ...]:
+        return tuple(begin + size for begin, size in zip(self._begins, self.sizes, strict=True))
+
+    @cached_property
+    def _step(self) -> int | None:
+        """Return what separates the shares of neighbours, where they all have one size; None elsewhere."""
+        step = _stride(self._begins)
+        return step if step == _stride(self._ends) else None
+
+    @property
+    def num_written(self) -> int:
+        """Return the numbers that a view of a share has."""
+        return 2 if self._step is not None else 2 * len(self.starts)
+
+    def bounds(self, member: Index) -> tuple[Index, Index]:
         """Return [start, stop) of a member's share within the gathered dim."""
-        begins = [self.starts[p] + substitute(self.skip, "peer", p) for p in range(count)]
-        ends = [begins[p] + substitute(self.size, "peer", p) for p in range(count)]
-        step = _stride(begins), _stride(ends)
-        if step[0] is not None and step[0] == step[1]:
-            return member * step[0] + begins[0], member * step[0] + ends[0]
-        return select(begins, member), select(ends, member)
+        if self._step is not None:
+            return member * self._step + self._begins[0], member * self._step + self._ends[0]
+        return select(self._begins, member), select(self._ends, member)
 
-    def extent(self, member: Index, count: int) -> Index:
+    def extent(self, member: Index) -> Index:
         """Return the size of a member's share."""
-        return select([substitute(self.size, "peer", p) for p in range(count)], member)
+        return select(self.sizes, member)
 
 
-def _stride(values: list[Index]) -> int | None:
+def _stride(values: Sequence[Index]) -> int | None:
     """Return the common difference of integers in arithmetic progression, or None."""
     if not all(isinstance(value, int) for value in values):
         return None
@@ -104,6 +131,7 @@ class _RingLowering:
         self.new_buffers: dict[str, Buffer] = {}
         self.dropped = self._buffers_only_gathered(program)
         self._pending_copy: Copy | None = None
+        self._num_written = 0
 
     def replacement(self, op: Op) -> list[Statement]:
         """Return the ops that replace `op`. A copy into a dropped buffer waits for the gather after it."""
@@ -145,15 +173,25 @@ class _RingLowering:
         if (
             self.num_directions == 1 or count < 3 or size == 1
         ):  # on two members both directions are the same link
-            return [_DirectedPart(1, op.lane, 0, size, tuple(starts))]
+            return self._counted([_DirectedPart(1, op.lane, 0, size, tuple(starts))])
         half = (size + 1) // 2
         back = op.lane + BACK
         if back not in self.program.lane_of:
             self.new_lanes[back] = replace(self.program.lane_of[op.lane], name=back)
-        return [
-            _DirectedPart(1, op.lane, 0, half, tuple(starts), 2),
-            _DirectedPart(-1, back, half, size - half, tuple(starts), 2),
-        ]
+        return self._counted(
+            [
+                _DirectedPart(1, op.lane, 0, half, tuple(starts), 2),
+                _DirectedPart(-1, back, half, size - half, tuple(starts), 2),
+            ]
+        )
+
+    def _counted(self, parts: list[_DirectedPart]) -> list[_DirectedPart]:
+        """Return the parts of a ring. Raises ProgramError where the rings so far are too much to write."""
+        for part in parts:
+            self._num_written += len(part.starts) * (_NUMBERS_OF_STEP + part.num_written)
+        if self._num_written > RING_NUMBERS.most:
+            raise ProgramError(f"as rings, the program {RING_NUMBERS.refusal()}; keep its collectives")
+        return parts
 
     def _part_size(self, op: AllGather | ReduceScatter, count: int) -> Index:
         """Return the size of member `peer`'s part along the dim."""
@@ -180,7 +218,7 @@ class _RingLowering:
         """Return the ring; `pending` is the copy of its `src` that can write the own part directly, or None."""
         count, at = self._ring(op)
         parts = self._parts(op, count)
-        own = sub_view(op.out, op.dim, *_whole_part(parts, at, count))
+        own = sub_view(op.out, op.dim, *_whole_part(parts, at))
         out: list[Statement] = []
         if pending is None:
             out.append(Copy(out=own, src=op.src, lane=op.lane, name=_name(op, "own")))
@@ -189,17 +227,15 @@ class _RingLowering:
         for step in range(count - 1):
             for part in parts:
                 sender: Index = (at - part.shift * step) % count if step else at
-                sent = sub_view(op.out, op.dim, *part.bounds(sender, count))
-                received = sub_view(
-                    op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count)
-                )
+                sent = sub_view(op.out, op.dim, *part.bounds(sender))
+                received = sub_view(op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count))
                 out.append(self._permute(op, part, step, count, received, sent))
         return out
 
     def _scatter(self, op: ReduceScatter) -> list[Statement]:
         count, at = self._ring(op)
         parts = self._parts(op, count)
-        whole = sub_view(op.src, op.dim, *_whole_part(parts, at, count))
+        whole = sub_view(op.src, op.dim, *_whole_part(parts, at))
         out: list[Statement] = [Copy(out=op.out, src=whole, lane=op.lane, name=_name(op, "own"))]
         for step in range(count - 1):
             for part in parts:
@@ -211,14 +247,14 @@ class _RingLowering:
     ) -> list[Op]:
         inbox = self._inbox(op, part, count)
         sends, takes = (at - part.shift * (1 + step)) % count, (at - part.shift * (2 + step)) % count
-        received = self._box(op, inbox, part.extent(takes, count), step % INBOX_SLOTS)
+        received = self._box(op, inbox, part.extent(takes), step % INBOX_SLOTS)
         if step:
-            sent = self._box(op, inbox, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
+            sent = self._box(op, inbox, part.extent(sends), (step - 1) % INBOX_SLOTS)
         else:
-            sent = sub_view(op.src, op.dim, *part.bounds(sends, count))
+            sent = sub_view(op.src, op.dim, *part.bounds(sends))
         permute = self._permute(op, part, step, count, received, sent)
         if step < count - 2:
-            own_term = sub_view(op.src, op.dim, *part.bounds(takes, count))
+            own_term = sub_view(op.src, op.dim, *part.bounds(takes))
             return [permute, Add(out=received, src=own_term, lane=part.lane, name=_name(op, "add"))]
         first = substitute(part.skip, "peer", at)
         last = first + substitute(part.size, "peer", at)
@@ -258,7 +294,7 @@ class _RingLowering:
             0 if d == op.dim else extent if _is_fixed(extent) else self._whole_extent(op.src, d)
             for d, extent in enumerate(self._extent(op.src, d) for d in range(len(op.src.selectors)))
         ]
-        pieces = [substitute(part.size, "peer", p) for p in range(count)]
+        pieces = part.sizes
         known = self.new_buffers.get(name)
         if all(isinstance(piece, int) for piece in pieces):
             shape[op.dim] = max(piece for piece in pieces if isinstance(piece, int))
@@ -286,8 +322,8 @@ class _RingLowering:
         return View(inbox.name, tuple(selectors), slot)
 
 
-def _whole_part(parts: list[_DirectedPart], member: Index, count: int) -> tuple[Index, Index]:
-    return parts[0].bounds(member, count)[0], parts[-1].bounds(member, count)[1]
+def _whole_part(parts: list[_DirectedPart], member: Index) -> tuple[Index, Index]:
+    return parts[0].bounds(member)[0], parts[-1].bounds(member)[1]
 
 
 def _is_fixed(extent: Index) -> bool:

@@ -25,6 +25,12 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
+def notes(texts: Sequence[str]) -> str:
+    """Return an HTML list of what the numbers of a page do not know; "" for nothing."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<p>Not in these numbers:</p><ul>{items}</ul>" if items else ""
+
+
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], left: Sequence[str]) -> str:
     """Return an HTML table of `rows` of (class, cells as HTML). `head` is text; columns in `left` align left."""
     classes = [' class="l"' if name in left else "" for name in head]

@@ -10,7 +10,7 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.memory import ChipMemory
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.page import page, table
+from meshweave.report.page import notes, page, table
 from meshweave.report.timeline import timeline_svg
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def plan_page(explanation: PlanExplanation, memory: ChipMemory | None = None) ->
             f'<p class="quiet">Batch {plan.batch} x {plan.sequence} tokens, {escape(plan.dtype)}. A plan by '
             "meshweave for the fully connected layers of one transformer block, forward and both backward "
             f"products. {escape(plan.unmeasured)}</p>",
+            notes(plan.not_priced),
             _lead(explanation),
             _algorithms(explanation),
             _layers(explanation),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshweave.base.errors import DescriptionError, UnsupportedError, printable
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.outputs import write_file
 
 
 def require_png() -> None:
@@ -27,7 +28,4 @@ def to_png(svg: str) -> bytes:
 
 def write_png(path: Path, svg: str) -> None:
     """Write an SVG picture as PNG. Raises UnsupportedError; DescriptionError where writing fails."""
-    try:
-        path.write_bytes(to_png(svg))
-    except OSError as error:
-        raise DescriptionError(f"{printable(path)}: cannot write: {error.strerror}") from None
+    write_file(path, to_png(svg))

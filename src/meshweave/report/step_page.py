@@ -10,7 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from meshweave.base.units import format_bytes, format_s
-from meshweave.report.page import asset, page
+from meshweave.report.page import asset, notes, page
 from meshweave.report.step_data import step_data
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def step_page(
             f"<h1>{escape(title)}</h1>",
             f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}. '
             f"A plan of a training step by meshweave.{escape(_sentence(plan.unmeasured))}</p>",
+            notes(plan.not_priced),
             _lead(steps, choice_text, difference, advice),
             _versus(steps, choice_text),
             _section("Timeline", "timelines", _TIMELINE_HELP) if timelines else "",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from meshweave.base.errors import DescriptionError
+from meshweave.base.outputs import write_file
 from meshweave.base.units import PS_PER_S, format_s
 from meshweave.trace import Span, Trace, to_chrome
 
@@ -94,15 +94,6 @@ def _box(span: Span, begin: int, left: int, y: int, height: int, per_second: flo
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a report file. Raises DescriptionError where that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise DescriptionError(f"{path}: cannot write: {error.strerror}") from None
-
-
 def write_chrome(path: Path, traces: Sequence[Trace]) -> None:
     """Write a Chrome / Perfetto trace of several traces beside each other. Raises DescriptionError."""
-    write_text(path, json.dumps(to_chrome(traces)) + "\n")
+    write_file(path, json.dumps(to_chrome(traces)) + "\n")

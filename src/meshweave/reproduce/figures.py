@@ -8,6 +8,7 @@ from typing import Any
 
 from meshweave.base.errors import UnsupportedError, printable
 from meshweave.base.progress import Progress
+from meshweave.report.markdown import markdown_table, markdown_words
 
 Cell = str | float | None
 
@@ -63,15 +64,17 @@ class Figure:
         """Return the figure as Markdown tables."""
         parts = [f"## Figure {self.number}: {self.title} ({self.unit})"]
         for panel in self.panels:
-            head = f"| {' | '.join(panel.columns)} |"
-            rule = "|---" + "|---:" * (len(panel.columns) - 1) + "|"
-            lines = [f"| {' | '.join(map(_cell, row))} |" for row in panel.rows]
-            parts.append("\n".join([f"{panel.model}\n", head, rule, *lines]))
+            cells = (tuple(map(_cell, row)) for row in panel.rows)
+            table = markdown_table(panel.columns, "l" + "r" * (len(panel.columns) - 1), cells)
+            parts.append(f"{markdown_words(panel.model)}\n\n{table.rstrip()}")
             if panel.published:
-                points = ", ".join(f"{row}, {column}: {value:.4g}" for row, column, value in panel.published)
+                points = ", ".join(
+                    f"{markdown_words(str(row))}, {column}: {value:.4g}"
+                    for row, column, value in panel.published
+                )
                 parts.append(f"Published, or derived from published numbers: {points}.")
             if panel.notes:
-                parts.append("\n".join(f"- {note}" for note in panel.notes))
+                parts.append("\n".join(f"- {markdown_words(note)}" for note in panel.notes))
         return "\n\n".join(parts) + "\n"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import DescriptionError, printable
-from meshweave.report.png import to_png
-from meshweave.report.timeline import write_text
+from meshweave.base.outputs import write_file
+from meshweave.report.png import write_png
 from meshweave.reproduce.pictures import pictures
 from meshweave.reproduce.reproduction import Reproduction
 from meshweave.reproduce.tables import html, markdown
@@ -25,6 +27,8 @@ def prepare_directory(directory: Path | None) -> None:
     try:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or "not a path"
         raise DescriptionError(
@@ -34,7 +38,7 @@ def prepare_directory(directory: Path | None) -> None:
 
 def write_page(reproduction: Reproduction, path: Path) -> Path:
     """Write the table and all pictures as one self-contained HTML page; return its path."""
-    write_text(path, html(reproduction))
+    write_file(path, html(reproduction))
     return path
 
 
@@ -60,7 +64,7 @@ def _written(reproduction: Reproduction, directory: Path, png: bool) -> Iterator
             path = _write(directory / files[panel], svg)
             yield path
             if png:
-                path.with_suffix(".png").write_bytes(to_png(svg))
+                write_png(path.with_suffix(".png"), svg)
                 yield path.with_suffix(".png")
         links = "".join(f"![{panel}]({file})\n" for panel, file in files.items())
         yield _write(directory / f"{name}.md", f"{figure.markdown()}\n{links}")
@@ -69,7 +73,7 @@ def _written(reproduction: Reproduction, directory: Path, png: bool) -> Iterator
 
 
 def _write(path: Path, text: str) -> Path:
-    write_text(path, text)
+    write_file(path, text)
     return path
 
 

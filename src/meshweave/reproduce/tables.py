@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from meshweave.report.markdown import markdown_table, markdown_words
 from meshweave.report.page import page, table
 from meshweave.reproduce.pictures import pictures
 from meshweave.reproduce.reproduction import CheckedOrdering, Reproduction
@@ -41,13 +42,12 @@ def verdict_summary(reproduction: Reproduction) -> str:
 def markdown(reproduction: Reproduction) -> str:
     """Return the rows as a Markdown table, with orderings and findings below."""
     findings = reproduction.summary.findings
-    lines = [verdict_summary(reproduction), ""]
-    lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in reproduction.rows]
+    lines = [markdown_words(verdict_summary(reproduction)), ""]
+    lines.append(markdown_table(HEAD, "llrrllll", map(cells, reproduction.rows)).rstrip())
     if reproduction.orderings:
-        lines += ["", f"| {' | '.join(ORDERINGS_HEAD)} |", "|---|---:|---:|---|---|"]
-        lines += [f"| {' | '.join(ordering_cells(one))} |" for one in reproduction.orderings]
-    lines += ["", *(f"- {finding}" for finding in findings)] if findings else []
+        orderings = map(ordering_cells, reproduction.orderings)
+        lines += ["", markdown_table(ORDERINGS_HEAD, "lrrll", orderings).rstrip()]
+    lines += ["", *(f"- {markdown_words(finding)}" for finding in findings)] if findings else []
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,6 @@ from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, U
 from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.catalog import cluster_names
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.ir.program import Program
 from meshweave.lower import lower_chains, lower_rings
@@ -27,6 +26,7 @@ from meshweave.simulate.rank_timeline import RankTimeline, rank_timeline
 from meshweave.simulate.summary import LinkClass, busiest_links, link_classes, mean_parts
 from meshweave.tune.explain import entry_of, title_of
 from meshweave.tune.plan import Candidate, Plan
+from meshweave.tune.plan_description import planned_cluster
 from meshweave.tune.product import tune_product
 from meshweave.tune.selection import select_candidates, select_layers, select_passes, select_products
 
@@ -235,12 +235,8 @@ def plan_cases(
     """
     select_layers(plan, [layer])
     wanted = None if passes is None else select_passes(passes)
-    if cluster is None and plan.cluster not in cluster_names():
-        raise DescriptionError(
-            f"the plan is for {plan.cluster}, which the catalog does not have; give --cluster FILE"
-        )
     named = cluster or plan.cluster
-    whole = load_cluster(named)
+    whole = planned_cluster(plan) if cluster is None else load_cluster(cluster)
     cases: list[SimulationCase] = []
     for candidate in select_candidates(plan, algorithms):
         if mesh_shape is not None and not _has_mesh(candidate, mesh_shape):

@@ -2,23 +2,22 @@
 
 A plan of products has the algorithms for the layers of one block on all chips. A plan of steps has
 configurations of a whole training step: degrees of parallelism with time and memory. Both are one JSON file
-with one loader.
+with one loader (`tune.plan_file`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_rule
+from meshweave.algorithms.matmul2d.common.passes import PassName, Stationary
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
-from meshweave.describe import files
-from meshweave.tune.plan_records import Bytes, Dim, Record, Seconds, StepsRecord, Width
+from meshweave.base.outputs import write_file
+from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, Seconds, StepsRecord, Width
 
 
 class PassPlan(Record):
@@ -106,14 +105,16 @@ class Plan(Record):
 
     Attributes:
         kind: "products": algorithms for the fully connected layers of one block; "step": configurations of a whole
-            training step. Files of format 1 are of products.
+            training step. Files of format 1 are of products; formats 1 and 2 have no description.
         candidates: of a plan of products, all algorithms at their best, the fastest first.
         steps: of a plan of a step, the ranked configurations.
         note: what the estimated times leave out.
+        not_priced: what of the model the estimated times do not know, a few words each.
+        description: the model and the cluster, whole; None in files of older formats.
         unmeasured: at which rate products are priced that nobody measured; "" where somebody did.
     """
 
-    format: Literal["meshweave-plan-1", "meshweave-plan-2"] = "meshweave-plan-2"
+    format: Literal["meshweave-plan-1", "meshweave-plan-2", "meshweave-plan-3"] = "meshweave-plan-3"
     kind: Literal["products", "step"] = "products"
     model: str
     cluster: str
@@ -124,6 +125,8 @@ class Plan(Record):
     candidates: tuple[Candidate, ...] = ()
     steps: StepsRecord | None = None
     note: str = ""
+    not_priced: tuple[str, ...] = ()
+    description: DescriptionRecord | None = None
     unmeasured: str = ""
 
     @property
@@ -152,74 +155,4 @@ class Plan(Record):
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
-        try:
-            path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
-        except OSError as error:
-            raise DescriptionError(f"{path}: cannot write: {error.strerror}") from None
-
-
-def load_plan(path: Path) -> Plan:
-    """Return the plan in a JSON file.
-
-    Raises:
-        DescriptionError: the file is no plan or contradicts itself; the message names file and key.
-    """
-    plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
-    _check_kind(plan, path)
-    if plan.kind == "step":
-        _check_steps(plan, path)
-        return plan
-    names = [layer.name for layer in plan.best.layers]
-    for i, candidate in enumerate(plan.candidates):
-        at = f"candidates.{i}"
-        if any(other.algorithm == candidate.algorithm for other in plan.candidates[:i]):
-            files.fail(path, f"{at}.algorithm", f"{candidate.algorithm} is listed twice; give each once")
-        if math.prod(candidate.mesh_shape) != plan.num_chips:
-            shape = "x".join(map(str, candidate.mesh_shape))
-            files.fail(
-                path, f"{at}.mesh_shape", f"{shape} is not a mesh of the {plan.num_chips} chips planned"
-            )
-        if [layer.name for layer in candidate.layers] != names or len(set(names)) != len(names):
-            files.fail(path, f"{at}.layers", "give the same layers for each candidate, each once")
-        for j, layer in enumerate(candidate.layers):
-            _check_layer(layer, path, f"{at}.layers.{j}")
-    return plan
-
-
-def _check_kind(plan: Plan, path: Path) -> None:
-    if plan.format == "meshweave-plan-1" and plan.kind != "products":
-        files.fail(path, "format", "plans of a step are of format meshweave-plan-2")
-    wanted, other = ("steps", "candidates") if plan.kind == "step" else ("candidates", "steps")
-    if not getattr(plan, wanted):
-        files.fail(path, wanted, f"a plan of kind '{plan.kind}' has at least one of them")
-    if getattr(plan, other):
-        files.fail(path, other, f"a plan of kind '{plan.kind}' has none")
-
-
-def _check_steps(plan: Plan, path: Path) -> None:
-    for key in ("ranked", "front"):
-        for i, record in enumerate(getattr(plan.step, key)):
-            if record.degrees.num_chips != plan.num_chips:
-                files.fail(
-                    path,
-                    f"steps.{key}.{i}.degrees",
-                    f"they make {record.degrees.num_chips} chips, not the {plan.num_chips} planned",
-                )
-    times = [record.step_s for record in plan.step.ranked]
-    if times != sorted(times):
-        files.fail(path, "steps.ranked", "list the fastest first")
-    for i, record in enumerate(plan.step.sensitivity):
-        if record.best >= len(times):
-            files.fail(path, f"steps.sensitivity.{i}.best", f"give a position from 0 to {len(times) - 1}")
-
-
-def _check_layer(layer: LayerPlan, path: Path, at: str) -> None:
-    if tuple(item.name for item in layer.passes) != PASSES:
-        files.fail(path, f"{at}.passes", f"give exactly {', '.join(PASSES)}")
-    size = {"t": layer.tokens, "i": layer.in_features, "o": layer.out_features}
-    for number, item in enumerate(layer.passes):
-        rule = pass_rule(layer.stationary, item.name, layer.transposed)
-        m, n, k = (size[letter] for letter in rule.sizes)
-        if (item.m, item.n, item.k) != (m, n, k):
-            given = f"{item.m} x {item.n} x {item.k}"
-            files.fail(path, f"{at}.passes.{number}", f"M x N x K is {given}; this layer has {m} x {n} x {k}")
+        write_file(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")

@@ -25,6 +25,20 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class DescriptionRecord(Record):
+    """What a plan was made for, whole: see `tune.plan_description`.
+
+    Attributes:
+        model: the table of a model file.
+        cluster: the table of a cluster file, with the constants of its kernels.
+        settings: of a plan of a step, the attributes of `mw.StepProblem` that are not the default ones.
+    """
+
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
 class DegreesRecord(Record):
     """One configuration of a step: the fields of `mw.Parallelism`."""
 
@@ -109,7 +123,7 @@ class StepsRecord(Record):
         pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
         ceiling: the most of its peak that products of a chip have shown; None in files of before.
         defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
-            cannot be laid out.
+            cannot be laid out, for the reason in `defaults_refused`.
         above_ceiling: why utilizations in the ranking are above that; "" where none is.
     """
 
@@ -126,6 +140,7 @@ class StepsRecord(Record):
     ceiling: Share | None = None
     above_ceiling: str = ""
     defaults: StepRecord | None = None
+    defaults_refused: str = ""
 
     def reason_above(self, *utilizations: float) -> str:
         """Return why the highest of some utilizations is above the ceiling; "" where it is not."""

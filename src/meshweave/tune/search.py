@@ -18,6 +18,7 @@ from meshweave.describe.model.workload import Workload
 from meshweave.tune.dataflow import LayerDataflow, block_products, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
+from meshweave.tune.plan_description import describe
 from meshweave.tune.product import SearchCounts, TunedProduct, finish_search, tune_product
 from meshweave.tune.unrolled import (
     REFERENCE_ALGORITHM,
@@ -103,6 +104,8 @@ def plan_model(
         dtype=workload.dtype,
         candidates=tuple(_candidates(search, names, shapes, progress)),
         note=_note(missing, cluster.num_chips),
+        not_priced=model.not_priced_at(workload.sequence),
+        description=describe(model, cluster),
         unmeasured=unmeasured_kernels(cluster.chip, workload.dtype),
     )
 

@@ -5,40 +5,30 @@ from __future__ import annotations
 from functools import partial
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.describe.model import load_model
 from meshweave.tune.cases import SimulationCase
 from meshweave.tune.plan import Plan
-from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.plan_description import planned_problem
+from meshweave.tune.step import Parallelism, Step, step_of
 from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.program import lay_step, outside_s
 
 
 def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step:
-    """Return a configuration of the plan of a step, priced anew with what problems have by default.
+    """Return a configuration of the plan of a step, priced anew with the plan's own settings.
 
     Args:
         cluster: name or file of a cluster; None for the plan's own, with as many chips as it had.
         place: the place of the configuration in the ranking, from 1.
 
     Raises:
-        DescriptionError: the catalog has no such model or cluster, or the ranking no such place.
+        DescriptionError: there is no such cluster, or the ranking has no such place.
         LayoutError: the configuration does not fit the cluster.
     """
     ranked = plan.step.ranked
     if not 1 <= place <= len(ranked):
         raise DescriptionError(f"the plan has no place {place}; give one from 1 to {len(ranked)}")
-    if plan.model not in model_names():
-        raise DescriptionError(f"the plan is for {plan.model}, which the catalog does not have")
-    if cluster is None and plan.cluster not in cluster_names():
-        raise DescriptionError(
-            f"the plan is for {plan.cluster}, which the catalog does not have; give --cluster FILE"
-        )
-    machine = load_cluster(cluster or f"{plan.cluster}:{plan.num_chips}")
-    problem = StepProblem(
-        load_model(plan.model), machine, plan.batch, plan.sequence, plan.dtype, overlap=plan.step.overlap
-    )
+    problem = planned_problem(plan, None if cluster is None else load_cluster(cluster))
     return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
 
 

@@ -50,7 +50,8 @@ def _compare(case: Mapping[str, Any], count: WireCount) -> dict[str, Any]:
         return {}
     degrees = case.get("degrees")
     plan = Parallelism(strategy=case["strategy"], **degrees) if degrees else case["strategy"]
-    made = parallelize(model, plan, mesh, config=BlockConfig(**case.get("config", {})))
+    check = case.get("check", False)
+    made = parallelize(model, plan, mesh, config=BlockConfig(**case.get("config", {})), check=check)
     with KeepDoubles():
         count.num_bytes = 0
         own = made.loss(tokens, targets)

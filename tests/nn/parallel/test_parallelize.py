@@ -23,7 +23,7 @@ FEW: tuple[dict[str, Any], ...] = (
     {"model": "plain gpt", "strategy": "meshslice_block", "mesh": [2, 2]},
     {"model": "plain gpt", "strategy": "megatron", "mesh": [4], "options": {"is_tied": False}},
     {"model": "plain llama", "strategy": "atp", "mesh": [2, 2]},
-    {"model": "plain llama", "strategy": "ring_attention", "mesh": [4]},
+    {"model": "plain llama", "strategy": "ring_attention", "mesh": [4], "check": True},
     {
         "model": "plain llama",
         "strategy": "megatron_sp",

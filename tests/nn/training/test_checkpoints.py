@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,11 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import meshweave as mw  # noqa: E402
-from meshweave.base.errors import DescriptionError  # noqa: E402
+from meshweave.base.errors import CheckpointError, DescriptionError  # noqa: E402
 from meshweave.execute.torch import waits  # noqa: E402
 from meshweave.nn.training.checkpoints import Checkpoints  # noqa: E402
-from meshweave.nn.training.manifest import MANIFEST, Manifest, make_whole, part_name, whole_steps  # noqa: E402
+from meshweave.nn.training.folder import part_name, read_manifest, whole_steps  # noqa: E402
+from meshweave.nn.training.manifest import MANIFEST  # noqa: E402
 from meshweave.nn.training.pieces import ShardPieces  # noqa: E402
 from meshweave.nn.training.state import TrainingState  # noqa: E402
 
@@ -69,71 +71,49 @@ def test_a_step_that_is_trained_again_is_saved_again(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_cut_short_is_never_loaded(harm: str, tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 2, 4)
     folder = tmp_path / "step-00000004"
-    files = [path for path in folder.iterdir() if path.name != MANIFEST]
-    assert len(files) >= 2  # tensors, and torch's metadata
+    (file,) = (path for path in folder.iterdir() if path.name != MANIFEST)
     harms = {
-        "shorter": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        "gone": lambda path: path.unlink(),
-        "no manifest": lambda path: (folder / MANIFEST).unlink(missing_ok=True),
-        "half a manifest": lambda path: (folder / MANIFEST).write_text('{"step": 4, "fi'),
-        "still in its part": lambda path: folder.exists() and folder.rename(tmp_path / part_name(4)),
+        "shorter": lambda: file.write_bytes(file.read_bytes()[:-1]),
+        "gone": file.unlink,
+        "no manifest": (folder / MANIFEST).unlink,
+        "half a manifest": lambda: (folder / MANIFEST).write_text('{"step": 4, "fi'),
+        "still in its part": lambda: folder.rename(tmp_path / part_name(4)),
     }
-    harms[harm](files[0])
-    assert checkpoints.latest() == 2
-    with pytest.raises(DescriptionError, match="no whole checkpoint of step 4"):
+    harms[harm]()
+    why = "" if harm == "still in its part" else "step 4 in .* is not whole: .*; step 2 is taken"
+    with pytest.warns(UserWarning, match=why) if why else contextlib.nullcontext():
+        assert checkpoints.latest() == 2
+    with pytest.raises(CheckpointError, match=r"whole.*; that of step 2 is whole"):
         checkpoints.load(4, {"w": torch.zeros(3, 2)})
-    again = Checkpoints(tmp_path)
-    assert again.latest() == 2
+    again = saved(tmp_path, 6)
+    assert again.latest() == 6
     assert not (tmp_path / part_name(4)).exists()
 
 
-@pytest.mark.parametrize("which", ["tensors", "metadata of torch"])
-def test_a_checkpoint_whose_bytes_changed_is_refused_by_the_name_of_the_file(
-    which: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_bytes_changed_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
     """The size stays, so that it looks whole; no tensor is touched."""
-    checkpoints = saved(tmp_path, 2)
-    files = sorted(path for path in (tmp_path / "step-00000002").iterdir() if path.name != MANIFEST)
-    harmed = next(path for path in files if (path.name == ".metadata") == (which != "tensors"))
+    checkpoints = saved(tmp_path, 1, 2)
+    (harmed,) = (path for path in (tmp_path / "step-00000002").iterdir() if path.name != MANIFEST)
     data = bytearray(harmed.read_bytes())
     data[len(data) // 2] ^= 1
     harmed.write_bytes(data)
     value = torch.zeros(3, 2)
-    with pytest.raises(
-        DescriptionError, match=rf"has a file {harmed.name} with other bytes than were written"
-    ):
+    assert checkpoints.latest() == 2
+    told = rf"has a file {harmed.name} with other bytes than were written"
+    with pytest.raises(CheckpointError, match=f"{told}; that of step 1 is whole"):
         checkpoints.load(2, {"w": value})
     assert not value.any()
+    with pytest.warns(UserWarning, match=f"{told}; step 1 is taken"):
+        assert checkpoints.latest(checked=True) == 1
 
 
 def test_files_have_their_checksums_from_those_who_wrote_them(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     folder = tmp_path / "step-00000002"
-    manifest = Manifest.read(folder)
-    assert manifest is not None
-    assert (
-        set(manifest.checksums)
-        == set(manifest.files)
-        == {path.name for path in folder.iterdir()} - {MANIFEST}
-    )
-    for name, value in manifest.checksums.items():
-        assert value == zlib.crc32((folder / name).read_bytes())
-
-
-def test_a_folder_has_its_name_only_with_its_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever call to the system is the last one, the step is whole or not there."""
-    part = tmp_path / part_name(3)
-    part.mkdir()
-    (part / "data").write_bytes(b"1234")
-    monkeypatch.setattr("json.dump", lambda value, out: out.write("{") and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        make_whole(tmp_path, 3, {})
-    assert whole_steps(tmp_path) == []
-    monkeypatch.undo()
-    make_whole(tmp_path, 3, {})
-    assert whole_steps(tmp_path) == [3]
+    manifest = read_manifest(folder)
+    assert set(manifest.files) == {path.name for path in folder.iterdir()} - {MANIFEST}
+    for name, file in manifest.files.items():
+        assert file.crc32 == zlib.crc32((folder / name).read_bytes())
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

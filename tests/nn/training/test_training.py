@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.fork_server import active_fork_servers
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.training.manifest import whole_steps
+from meshweave.nn.training.folder import whole_steps
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{EXAMPLES}"}

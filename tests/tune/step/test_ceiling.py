@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from tests.sampling import mostly_slow
 
 import meshweave as mw
 from meshweave.base.errors import MeshweaveError
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.left_out import best_product_rate, unmeasured_kernels
+from sampling import mostly_slow
 
 TPU = "tpu-v5p:64"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
+from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.memory import Recompute, activation_bytes
 from meshweave.tune.step import memory_of, peak_memory
 from meshweave.tune.step.memory import ActivationRule, layer_activations
@@ -243,3 +245,39 @@ def test_gradients_that_wait_and_buckets_are_counted() -> None:
         problem, mw.Parallelism(), "none"
     )
     assert more == 2 * 2 * model.hidden
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, ()),
+        ({"data": 2}, (2,)),
+        ({"data": 4, "tensor": 2, "pipeline": 8}, (4, 2, 8)),
+        ({"data": 4, "tensor": (2, 4), "strategy": "meshslice_block"}, (4, 2, 4)),
+        ({"data": 8, "zero": 3, "zero_group": 2}, (2, 4)),
+        ({"data": 2, "context": 4}, (4, 8)),
+    ],
+)
+def test_context_and_communicators_are_terms_outside_of_the_allocator(
+    options: dict[str, Any], groups: tuple[int, ...]
+) -> None:
+    """One communicator a group of ranks that a step communicates in; none of them are in `allocated`."""
+    p = mw.Parallelism(**options)
+    cluster = mw.load_cluster(f"dgx-h100:{p.num_ranks}")
+    problem = mw.StepProblem(mw.load_model("gpt3"), cluster, 64, 2048)
+    peak, cuda = memory_of(problem, p).peak, cluster.chip.driver
+    assert peak.context == cuda.context_bytes > 400e6
+    assert peak.communication == sum(cuda.pair_bytes if size == 2 else cuda.group_bytes for size in groups)
+    assert peak.total == peak.allocated + peak.context + peak.communication
+    bare = replace(cluster, chip=replace(cluster.chip, runtime="none"))
+    alone = memory_of(replace(problem, cluster=bare), p).peak
+    assert alone.total == alone.allocated == peak.allocated
+
+
+def test_runtimes_are_named_and_known() -> None:
+    assert (
+        mw.load_cluster("tpu-v5p").chip.runtime == "tpu"
+        and mw.load_cluster("local-cpu").chip.runtime == "none"
+    )
+    with pytest.raises(DescriptionError, match="there is no runtime 'cud'"):
+        replace(CLUSTER.chip, runtime="cud")

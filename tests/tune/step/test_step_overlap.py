@@ -16,7 +16,7 @@ from meshweave.estimate import skeleton_ps
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton, skeleton_of
 from meshweave.ir.work import Compute, Transfer, Work
-from meshweave.tune.plan import load_plan
+from meshweave.tune.plan_file import load_plan
 from meshweave.tune.step import StepProblem, simulate_step, step_of
 from meshweave.tune.step.block_time import _without_gradients
 from meshweave.tune.step.layers import hidden_between_sites_s, layer_time

@@ -22,6 +22,7 @@ from meshweave.tune.step.pipeline import least_makespan_ps, num_stashes, time_pi
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
 from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
+from meshweave.tune.step_search.reasons import defaults_text
 from meshweave.tune.step_search.space import StepLayout
 from sampling import examples
 
@@ -341,3 +342,50 @@ def test_zero_bubble_schedules_take_at_least_their_bound(
     count = rounds * ranks
     least = least_makespan_ps(name, ranks, virtual, count, times)
     assert least <= time_pipeline(name, ranks, virtual, count, times).makespan_ps
+
+
+def test_a_plan_says_which_defaults_of_a_step_are_not_the_best() -> None:
+    """The line follows from the fields of both configurations: setting those in `mw.step` gives the winner."""
+    for chips, options in (
+        (8, {}),
+        (8, {"tp": 2, "zero": 0, "memory_bytes": 1 << 40}),
+        (16, {"cp": 1, "vp": 1}),
+    ):
+        steps = mw.plan("llama-2-7b", f"dgx-h100:{chips}", batch=16, seq=2048, **options).step
+        assert steps.defaults is not None
+        fixed = {name: value for name, value in options.items() if name != "memory_bytes"}
+        default = mw.step("llama-2-7b", f"dgx-h100:{chips}", batch=16, seq=2048, **fixed)
+        assert steps.defaults.mfu == default.mfu and steps.defaults.memory_bytes == default.memory.total
+        text, best = defaults_text(steps), steps.best.degrees
+        named = {name for name in type(best).model_fields if f" {name} " in f" {text.split(': ')[-1]} "}
+        differing = {name for name in named if getattr(best, name) != getattr(steps.defaults.degrees, name)}
+        assert named == differing
+        changed = {name: getattr(best, name) for name in differing}
+        again = mw.step_of(default.problem, replace(default.parallelism, **changed))
+        assert again.time_s == steps.best.step_s
+        assert ("does not fit" in text) == (default.memory.total > steps.memory_limit_bytes)
+    refused = mw.plan("llama-2-7b", "dgx-h100:16", batch=8, seq=2048).step
+    assert "cannot be laid out: " in defaults_text(refused) and refused.defaults is None
+    same = steps.model_copy(update={"defaults": steps.best})
+    assert defaults_text(same) == ""
+
+
+def test_a_reserve_stays_free() -> None:
+    """A share, or bytes, of the chip's memory or of the one given; what leaves nothing is refused."""
+    options = {"batch": 16, "seq": 2048, "tp": 1, "pp": 1, "cp": 1}
+    for reserve, memory_bytes, kept in ((0.05, None, 4e9), (0.0, 60 * 10**9, 0), (6e9, 60 * 10**9, 6e9)):
+        asked = {**options, "reserve": reserve, "memory_bytes": memory_bytes}
+        steps = mw.plan("llama-2-7b", "dgx-h100:8", **asked).step
+        assert steps.reserve_bytes == kept
+        assert steps.memory_limit_bytes + kept == (memory_bytes or 80 * 10**9)
+        assert all(row.memory_bytes <= steps.memory_limit_bytes for row in (*steps.ranked, *steps.front))
+    for reserve in (80e9, -0.1, "5%", float("nan")):
+        with pytest.raises(DescriptionError, match="reserve"):
+            mw.plan("llama-2-7b", "dgx-h100:8", reserve=reserve, **options)  # type: ignore[arg-type]
+    step = mw.step("llama-2-7b", "dgx-h100:8", batch=16, seq=2048, zero=1, micro_batch=2)
+    bare = mw.StepProblem(step.problem.model, step.problem.cluster, 16, 2048, reserve=step.memory.total)
+    assert bare.usable_bytes(2 * step.memory.total) == step.memory.total
+    assert (
+        step.fits()
+        and not mw.step_of(replace(bare, reserve=80e9 - step.memory.total + 1), step.parallelism).fits()
+    )

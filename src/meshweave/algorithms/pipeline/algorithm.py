@@ -106,6 +106,10 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         fitting = (each for each in placements if self.refusal(chain_of_ranks(each, many)) is None)
         return next(fitting, None)
 
+    def takes_stages(self, per_rank: int) -> bool:
+        """Return whether ranks may have so many stages each."""
+        return self.for_stages(per_rank).place_stages(2, per_rank) is not None
+
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
         """Return whether a plan may have the schedule with these numbers; the stages can be placed."""
         placement = self.place_stages(num_ranks, per_rank)

@@ -89,7 +89,8 @@ class Cluster:
             raise DescriptionError(f"cluster {self.name}: {error}") from None
 
 
-def _cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
+def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
+    """Return the cluster that the table of a file describes. Raises DescriptionError with every problem."""
     top, network_file = read_cluster_file(data, file)
     try:
         return Cluster(
@@ -121,8 +122,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if chips is not None and not re.fullmatch(r"[0-9]{1,9}", chips):
         fail(name, "", "what follows the colon is the number of chips; give a whole number such as :64")
     if isinstance(name_or_path, Path) or (where not in cluster_names() and is_path(where)):
-        cluster = _cluster_from(load_table(where), where)
+        cluster = cluster_from(load_table(where), where)
     else:
         file = f"{where}.toml"
-        cluster = _cluster_from(parse_table(catalog_text("clusters", where), file, "toml"), file)
+        cluster = cluster_from(parse_table(catalog_text("clusters", where), file, "toml"), file)
     return cluster if chips is None else cluster.with_chips(int(chips))

@@ -25,8 +25,9 @@ from meshweave.describe.files import (
     validate_table,
 )
 from meshweave.describe.machine.chip import WORK_KINDS, Chip
-from meshweave.describe.machine.gpu import gpu_reference
-from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.describe.machine.gpu import GpuFile, gpu_reference
+from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels_file import KernelsFile, kernels_of, load_kernels
 from meshweave.describe.machine.network import (
     COMM_KINDS,
     CommConstants,
@@ -46,7 +47,9 @@ class ChipFile(FileModel):
     """The table `chip`."""
 
     name: Name = Field(description="the chip's name, a string of printable characters")
-    source: str = Field("", description="where the chip's numbers are from, a string")
+    source: str | None = Field(
+        None, description="where the chip's numbers are from, a string (left out: as the cluster's)"
+    )
     peak_flops_per_s: dict[str, Rate] = Field(
         description="a table of peak FLOP/s by dtype, each a number of at least 1", min_length=1
     )
@@ -91,16 +94,17 @@ class ChipFile(FileModel):
         ge=0,
         le=1e18,
     )
-    kernels: str | None = Field(
+    kernels: str | KernelsFile | None = Field(
         None,
-        description="the constants of its kernels: an entry of the catalog or a file, found from this one's "
-        "folder (left out: one rate for all shapes)",
+        description="the constants of its kernels: an entry of the catalog, a file, found from this one's "
+        "folder, or the table of such a file (left out: one rate for all shapes)",
     )
 
-    gpu: str | None = Field(
+    gpu: str | GpuFile | None = Field(
         None,
         description="the GPU in detail on which `meshweave simulate` runs programs, down to its memory: an entry "
-        "of the catalog or a file, found from this one's folder (left out: the rates above alone)",
+        "of the catalog, a file, found from this one's folder, or the table of such a file (left out: the rates "
+        "above alone)",
     )
 
     runtime: Literal["cuda", "tpu", "none"] = Field(
@@ -124,17 +128,22 @@ class ChipFile(FileModel):
             self.memory_bytes,
             self.memory_bytes_per_s,
             self.launch_s,
-            self.source or source,
+            source if self.source is None else self.source,
             (self.gemm_tile[0], self.gemm_tile[1], self.gemm_tile[2]) if self.gemm_tile else None,
             self.accumulate_share,
             tuple((by_dtype | self.dtype_flops_per_s).items()),
             tuple(self.call_flops_per_s.items()),
-            load_kernels(self.kernels, folder) if self.kernels else None,
+            self._kernels(folder),
             self.pack_launch_s,
             self.pack_bytes_per_s,
             gpu_reference(self.gpu, folder) if self.gpu else "",
             self.runtime,
         )
+
+    def _kernels(self, folder: Path | None) -> ChipKernels | None:
+        if isinstance(self.kernels, KernelsFile):
+            return kernels_of(self.kernels, "kernels", folder)
+        return load_kernels(self.kernels, folder) if self.kernels else None
 
 
 class CommFile(FileModel):

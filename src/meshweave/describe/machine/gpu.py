@@ -118,12 +118,19 @@ class GpuFile(FileModel):
     tracker: TrackerFile = Field(description="a table that describes the tracker and the DMA engine")
 
 
-def gpu_reference(name_or_path: str, folder: Path | None = None) -> str:
-    """Return what names a GPU from anywhere: its catalog name, or the whole path of a file found from `folder`.
+def is_catalog_gpu(name: str) -> bool:
+    """Return whether the catalog has a GPU of this name."""
+    return name in gpu_names()
+
+
+def gpu_reference(name_or_path: str | GpuFile, folder: Path | None = None) -> str:
+    """Return what names a GPU from anywhere: its catalog name, the path of a file from `folder`, or its JSON.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.
     """
+    if isinstance(name_or_path, GpuFile):
+        return name_or_path.model_dump_json(by_alias=True)
     known = name_or_path in gpu_names() or not is_path(name_or_path)
     reference = name_or_path if known else str(((folder or Path()) / name_or_path).resolve())
     load_gpu(reference)
@@ -131,11 +138,13 @@ def gpu_reference(name_or_path: str, folder: Path | None = None) -> str:
 
 
 def load_gpu(name_or_path: str) -> GpuFile:
-    """Return the GPU of a catalog name, or of a TOML or JSON file.
+    """Return the GPU of a catalog name, of a TOML or JSON file, or of the text of one in JSON.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.
     """
+    if name_or_path.startswith("{"):
+        return _gpu_from(parse_table(name_or_path, "gpu", "json"), "gpu")
     if name_or_path not in gpu_names() and is_path(name_or_path):
         return _gpu_from(load_table(name_or_path), name_or_path)
     return _from_catalog(name_or_path)

@@ -155,9 +155,14 @@ class TableFile(FileModel):
     """One table of `tables`: measured products, which then take the place of constants."""
 
     dtypes: list[str] = Field(description="a list of dtypes that these products are taken for", min_length=1)
-    file: str = Field(description="a file of measured products (CSV), found from the folder of this file")
-    device: str = Field(description="the device whose rows are taken, a string")
-    dtype: str = Field(description="the dtype whose rows are taken, a string")
+    file: str = Field(
+        "", description="a file of measured products (CSV), found from the folder of this file (or points)"
+    )
+    device: str = Field("", description="the device whose rows are taken, a string")
+    dtype: str = Field("", description="the dtype whose rows are taken, a string")
+    points: list[list[float]] = Field(
+        [], description="the products themselves, in place of a file: a list of m, n, k and seconds each"
+    )
 
 
 class KernelsFile(FileModel):
@@ -212,6 +217,11 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
     top, problems = validate_table(KernelsFile, data)
     if top is None or problems:
         fail_with_all(file, problems)
+    return kernels_of(top, file, folder)
+
+
+def kernels_of(top: KernelsFile, file: str | Path, folder: Path | None) -> ChipKernels:
+    """Return the kernels of a checked table, whose files are found from `folder`. Raises DescriptionError."""
     for kind in ("products", "systolic", "cpu_products", "attention", "tables"):
         for at, entry in enumerate(getattr(top, kind)):
             unknown = [dtype for dtype in entry.dtypes if dtype not in KERNEL_DTYPES]
@@ -246,6 +256,12 @@ def _constants(entry: FileModel) -> dict[str, Any]:
 
 
 def _table(entry: TableFile, folder: Path | None) -> ProductTable:
+    if entry.points:
+        if any(len(point) != 4 or not all(size.is_integer() for size in point[:3]) for point in entry.points):
+            raise DescriptionError("points of a table are m, n, k (whole numbers) and seconds each")
+        return ProductTable(tuple((int(m), int(n), int(k), s) for m, n, k, s in entry.points), entry.file)
+    if not (entry.file and entry.device and entry.dtype):
+        raise DescriptionError("a table of products needs file, device and dtype, or points")
     shipped = folder is None or (entry.file in SHIPPED and not (folder / entry.file).exists())
     measured = shipped_measured(entry.file) if shipped else read_measured((folder or Path()) / entry.file)
     if measured.kind != PRODUCTS:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from meshweave.base.errors import did_you_mean, printable
+from meshweave.base.limits import MEASUREMENTS
 from meshweave.describe.files import fail, read_text
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives"
@@ -98,14 +100,16 @@ def parse_measured(text: str, file: str | Path) -> MeasuredKernels:
         rows = tuple(_rows(reader, header, kind, file))
     except csv.Error as error:
         fail(file, f"line {reader.line_num}", f"is no row of comma-separated values ({error})")
+    if len(rows) > MEASUREMENTS.most:
+        fail(file, "", MEASUREMENTS.refusal(len(rows)))
     if not rows:
         fail(file, "", "has no rows; give one at least")
     return MeasuredKernels(kind, rows)
 
 
 def _kind(header: list[str], file: str | Path) -> str:
-    for name in header:
-        if name and header.count(name) > 1:
+    for name, count in Counter(header).items():
+        if name and count > 1:
             fail(file, "line 1", f"column '{printable(name)}' stands twice")
     kind = next((kind for kind, counts in _COUNTS.items() if set(counts) <= set(header)), None)
     if kind is None:

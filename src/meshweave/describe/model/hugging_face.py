@@ -12,31 +12,27 @@ from typing import Any
 
 from meshweave.base.errors import UnsupportedError, printable
 from meshweave.describe.files import Problem, fail_with_all, format_value
+from meshweave.describe.model.config_architecture import read_architecture
+from meshweave.describe.model.config_features import (
+    ACTIVATION,
+    FFN,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    not_priced,
+    refusal,
+)
+from meshweave.describe.model.model_types import (
+    KnownModelType,
+    known_model_type,
+    model_type_of,
+    not_causal_reason,
+)
 from meshweave.describe.model.transformer import Transformer
 
 MAX_SIZE = 2**31
-
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function")
-
-# `model_type`s whose FFN is gated whatever the activation, and ones whose FFN is plain.
-_GATED = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"),
-    *("granite", "cohere", "stablelm", "internlm2", "baichuan", "glm"),
-)
-_PLAIN = (
-    *("gpt2", "gptj", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2"),
-    *("codegen", "mpt", "xglm"),
-)
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
-_TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "cohere")
-_MULTI_QUERY = ("gpt_bigcode", "falcon")
-"""Families whose `multi_query` is true where the config leaves it out."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transformer:
@@ -46,20 +42,27 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
         DescriptionError: sizes are missing or wrong; the error lists all of them.
         UnsupportedError: the model is not a dense decoder-only transformer.
     """
-    _refuse_other_architectures(data, file)
-    config = _ConfigReader(data)
-    layers = config.required(_LAYERS, "the number of blocks")
-    hidden = config.required(_HIDDEN, "the hidden size")
-    heads = config.required(_HEADS, "the number of heads")
+    own = model_type_of(data)
+    known = known_model_type(own)
+    data = {**(known.defaults if known else {}), **data}
+    reason = refusal(data, is_known=known is not None) or not_causal_reason(own)
+    if reason is not None:
+        raise UnsupportedError(f"{printable(file)}: {reason}")
+    config = _ConfigReader(data, known)
+    layers = config.required(LAYERS, "the number of blocks")
+    hidden = config.required(HIDDEN, "the hidden size")
+    heads = config.required(HEADS, "the number of heads")
     kv_heads, head_dim = config.kv_heads(), config.optional("head_dim")
     ffn, vocab_size = config.ffn_hidden(hidden), config.optional("vocab_size")
     if not config.problems:
         config.problems += head_problems(hidden, heads, kv_heads, head_dim, "num_key_value_heads")
     if config.problems:
         fail_with_all(file, config.problems)
-    tied, name = data.get("tie_word_embeddings"), data.get("_name_or_path")
+    tied = data.get("tie_word_embeddings")
+    architecture = read_architecture(data, known, head_dim or hidden // heads)
+    learned = architecture.positions == "learned"
     return Transformer(
-        printable(name if isinstance(name, str) and name else config.model_type or "model"),
+        model_name(file),
         layers,
         hidden,
         heads,
@@ -69,8 +72,19 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
         vocab_size,
         config.has_gated_ffn,
         printable(file),
-        tied if isinstance(tied, bool) else config.model_type in _TIED,
+        tied is True,
+        architecture,
+        tuple(not_priced(data, hidden, is_known=known is not None, learned=learned)),
     )
+
+
+def model_name(file: str | Path) -> str:
+    """Return the name of a model in a file: that of the folder of a `config.json`, else the file's own."""
+    path = Path(file).absolute()
+    if path.name.lower() != "config.json":
+        return printable(path.stem)[:200]
+    hub = path.parents[2].name if path.parent.parent.name == "snapshots" else ""
+    return printable(hub.rpartition("--")[2] or path.parent.name or path.stem)[:200]
 
 
 def head_problems(
@@ -88,11 +102,10 @@ def head_problems(
 class _ConfigReader:
     """A config whose sizes are read one by one, and the problems that this has shown so far."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
+    def __init__(self, data: dict[str, Any], known: KnownModelType | None = None) -> None:
         self.data = data
+        self.known = known
         self.problems: list[Problem] = []
-        model_type = data.get("model_type")
-        self.model_type = model_type if isinstance(model_type, str) else ""
 
     def optional(self, *keys: str) -> int | None:
         """Return the value of the first of `keys` that the config has and that is not null."""
@@ -126,45 +139,22 @@ class _ConfigReader:
             kv_heads = grouped.optional("attn_config.kv_n_heads")
             self.problems += grouped.problems
         else:
-            kv_heads = self.optional(*_KV_HEADS)
-        is_multi_query = self.data.get("multi_query", self.model_type in _MULTI_QUERY) is True
+            kv_heads = self.optional(*KV_HEADS)
+        is_multi_query = self.data.get("multi_query") is True
         return 1 if is_multi_query and not self.data.get("new_decoder_architecture") else kv_heads
 
     def ffn_hidden(self, hidden: int) -> int:
         """Return the inner size of the FFN; plain families default to four times the hidden size."""
-        ffn = self.optional(*_FFN)
+        ffn = self.optional(*FFN)
         if ffn is not None:
             return ffn
-        if self.model_type not in _PLAIN and not {"n_embd", "n_embed"} & self.data.keys():
-            self.problems.append(Problem(_FFN[0], "missing; give the inner size of the FFN"))
+        if not (self.known and self.known.default_ffn) and not {"n_embd", "n_embed"} & self.data.keys():
+            self.problems.append(Problem(FFN[0], "missing; give the inner size of the FFN"))
         return (self.optional("expansion_ratio") or 4) * hidden
 
     @property
     def has_gated_ffn(self) -> bool:
         """Whether the FFN is gated, by the family or else by the activation."""
-        activation = next((self.data[key] for key in _ACTIVATION if key in self.data), None)
-        return self.model_type in _GATED or (
-            self.model_type not in _PLAIN and activation in _GATED_ACTIVATIONS
-        )
-
-
-def _refuse_other_architectures(data: dict[str, Any], file: str | Path) -> None:
-    """Raise UnsupportedError for a mixture of experts, an encoder-decoder, latent attention or several modes."""
-
-    def refuse(message: str) -> None:
-        raise UnsupportedError(f"{printable(file)}: {message}")
-
-    for key in _EXPERTS:
-        experts = data.get(key)
-        if isinstance(experts, list):  # some families give one number per layer
-            experts = max((e for e in experts if isinstance(e, int | float)), default=0)
-        if isinstance(experts, int | float) and experts > 1:
-            refuse(
-                f"{key}: a mixture of {format_value(experts)} experts is not supported; give a dense model"
-            )
-    if data.get("is_encoder_decoder") is True:
-        refuse("is_encoder_decoder: only decoder-only models are supported")
-    if data.get("kv_lora_rank") is not None:
-        refuse("kv_lora_rank: latent attention is not supported; give a model without it")
-    if isinstance(data.get("text_config"), dict) and "hidden_size" not in data:
-        refuse("text_config: a multimodal model; give its text_config as a file of its own")
+        if self.known:
+            return self.known.is_gated
+        return any(self.data.get(key) in _GATED_ACTIVATIONS for key in ACTIVATION)

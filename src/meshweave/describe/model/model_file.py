@@ -5,25 +5,81 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from meshweave.describe.catalog import catalog_text, model_names
 from meshweave.describe.files import (
-    Count,
     FileModel,
     Name,
     fail_with_all,
     is_path,
     load_table,
     parse_table,
+    require_printable,
     validate_table,
+    whole_float_to_int,
 )
-from meshweave.describe.model.hugging_face import head_problems, transformer_from_config
+from meshweave.describe.model.architecture import (
+    Architecture,
+    NotPriced,
+    positions_not_priced,
+    window_not_priced,
+)
+from meshweave.describe.model.hugging_face import MAX_SIZE, head_problems, transformer_from_config
 from meshweave.describe.model.transformer import Transformer
+
+ModelSize = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_SIZE)]
+Words = Annotated[str, Field(max_length=100_000), AfterValidator(require_printable)]
+
+
+def _require_json_table(text: str) -> str:
+    """Return the text of a JSON table, or "". Raises ValueError."""
+    if text and not isinstance(json.loads(text), dict):
+        raise ValueError("no table")
+    return text
+
+
+class ArchitectureFile(FileModel):
+    """What defines a model beside its sizes, for other software; what is left out is not said."""
+
+    model_type: Words = Field("", description="the family, as transformers names it, a string")
+    norm: Literal["rms", "layer"] | None = Field(None, description="the norm: rms or layer")
+    norm_eps: float | None = Field(None, description="what the norm adds to a variance, a number", ge=0)
+    activation: Words | None = Field(None, description="the activation of the FFN, as transformers names it")
+    qkv_bias: bool | None = Field(
+        None, description="true where queries, keys and values add a bias, else false"
+    )
+    out_bias: bool | None = Field(None, description="true where attention's output adds a bias, else false")
+    ffn_bias: bool | None = Field(None, description="true where the FFN adds biases, else false")
+    positions: Literal["rotary", "learned", "alibi", "other"] | None = Field(
+        None, description="how tokens know their places: rotary, learned, alibi or other"
+    )
+    max_positions: ModelSize | None = Field(None, description="the most tokens of a sequence, at least 1")
+    rotary_base: float | None = Field(None, description="the base of rotary angles, a positive number", gt=0)
+    rotary_share: float | None = Field(None, description="the share of a head that turns, to 1", gt=0)
+    rotary_scaling: str = Field(
+        "", description="how angles are scaled for longer sequences, JSON in a string"
+    )
+    window: ModelSize | None = Field(None, description="the tokens that a token attends to in some layers")
+    qk_norm: bool | None = Field(None, description="true where queries and keys are normalised, else false")
+    init_std: float | None = Field(None, description="the standard deviation of initial weights", ge=0)
+    others: list[Words] = Field([], description="what else defines the model, a list of strings")
+
+    def architecture(self) -> Architecture:
+        """Return what this table describes."""
+        return Architecture(**{**self.model_dump(), "others": tuple(self.others)})
+
+
+class NotPricedFile(FileModel):
+    """Something of a model that its price does not know."""
+
+    text: Words = Field(description="what it is, a string")
+    beyond: int = Field(0, description="the most tokens of a sequence that it does not touch", ge=0)
 
 
 class ModelFile(FileModel):
@@ -32,22 +88,31 @@ class ModelFile(FileModel):
     name: Name = Field(description="the model's name, a string of printable characters")
     source: str = Field(description="where the sizes are from, a string", min_length=1)
     note: str = Field("", description="what to know before use, a string")
-    num_layers: Count = Field(description="the number of blocks, a whole number of at least 1")
-    hidden: Count = Field(description="the hidden size, a whole number of at least 1")
-    num_heads: Count = Field(description="the number of attention heads, a whole number of at least 1")
-    num_kv_heads: Count | None = Field(
+    num_layers: ModelSize = Field(description="the number of blocks, a whole number of at least 1")
+    hidden: ModelSize = Field(description="the hidden size, a whole number of at least 1")
+    num_heads: ModelSize = Field(description="the number of attention heads, a whole number of at least 1")
+    num_kv_heads: ModelSize | None = Field(
         None, description="the number of key and value heads (left out: num_heads), at least 1"
     )
-    head_dim: Count | None = Field(
+    head_dim: ModelSize | None = Field(
         None, description="the size of one head (left out: hidden / num_heads), at least 1"
     )
-    ffn_hidden: Count = Field(description="the inner size of the FFN, a whole number of at least 1")
-    vocab_size: Count | None = Field(None, description="the number of tokens (left out: unknown), at least 1")
+    ffn_hidden: ModelSize = Field(description="the inner size of the FFN, a whole number of at least 1")
+    vocab_size: ModelSize | None = Field(
+        None, description="the number of tokens (left out: unknown), at least 1"
+    )
     gated_ffn: bool = Field(description="true for a gated FFN (SwiGLU and kin), else false")
     tied_embeddings: bool = Field(True, description="true where input and output share one embedding")
+    architecture: ArchitectureFile = Field(
+        default_factory=lambda: ArchitectureFile.model_validate({}),
+        description="a table of what else defines the model",
+    )
+    not_priced: list[NotPricedFile] = Field(
+        default_factory=list, description="a list of tables of what its price does not know"
+    )
 
 
-def _transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
+def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     """Return the model that a TOML table describes. Raises DescriptionError with every problem."""
     table, problems = validate_table(ModelFile, data)
     if table is not None:
@@ -68,7 +133,39 @@ def _transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
         table.gated_ffn,
         table.source,
         table.tied_embeddings,
+        table.architecture.architecture(),
+        _all_not_priced(table),
     )
+
+
+def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
+    """Return what a table says is not priced, and what follows from its window and positions."""
+    found = [NotPriced(item.text, item.beyond) for item in table.not_priced]
+    window, positions = table.architecture.window, table.architecture.max_positions
+    if window is not None and not any(item.beyond == window for item in found):
+        found.append(window_not_priced(window))
+    if positions is not None and not any(item.beyond == positions for item in found):
+        found.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))
+    return tuple(found)
+
+
+def model_table(model: Transformer) -> dict[str, Any]:
+    """Return the table of a file that is read as this very model."""
+    sizes = {
+        key: value
+        for key, value in vars(model).items()
+        if key not in ("architecture", "not_priced") and value is not None
+    }
+    architecture = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in vars(model.architecture).items()
+        if value not in (None, "", ())
+    }
+    return {
+        **sizes,
+        **({"architecture": architecture} if architecture else {}),
+        **({"not_priced": [vars(item) for item in model.not_priced]} if model.not_priced else {}),
+    }
 
 
 def load_model(name_or_path: str | Path) -> Transformer:
@@ -82,10 +179,10 @@ def load_model(name_or_path: str | Path) -> Transformer:
     file_name = str(name_or_path)
     if not isinstance(name_or_path, Path) and (file_name in model_names() or not is_path(file_name)):
         file = f"{file_name}.toml"
-        return _transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
+        return transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
     if os.path.isdir(file_name):  # noqa: PTH112  (unlike Path.is_dir, never raises)
         file_name = str(Path(file_name) / "config.json")
     data = load_table(file_name)
     if file_name.lower().endswith(".json"):
         return transformer_from_config(data, file_name)
-    return _transformer_from(data, file_name)
+    return transformer_from(data, file_name)

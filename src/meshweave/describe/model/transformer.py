@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshweave.base.errors import DescriptionError
+from meshweave.describe.model.architecture import Architecture, NotPriced
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Transformer:
         gated_ffn: whether the FFN is gated (SwiGLU and kin).
         source: where the sizes are from.
         tied_embeddings: whether input and output share one embedding table.
+        architecture: what else defines it, for other software.
+        not_priced: what of it the price does not know.
 
     Raises:
         DescriptionError: a size is below 1, or `num_kv_heads` does not divide `num_heads`.
@@ -44,6 +47,8 @@ class Transformer:
     gated_ffn: bool
     source: str
     tied_embeddings: bool = True
+    architecture: Architecture = field(default_factory=Architecture)
+    not_priced: tuple[NotPriced, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {
@@ -73,6 +78,10 @@ class Transformer:
             FcLayer("ff1", self.hidden, self.ffn_hidden * (2 if self.gated_ffn else 1)),
             FcLayer("ff2", self.ffn_hidden, self.hidden),
         )
+
+    def not_priced_at(self, sequence: int) -> tuple[str, ...]:
+        """Return what the price of sequences of so many tokens does not know, a few words each."""
+        return tuple(item.text for item in self.not_priced if sequence > item.beyond)
 
     @property
     def num_parameters(self) -> int:

@@ -16,7 +16,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError, printable
 from meshweave.describe.layout import Layout, Partial, Shard, StridedShard, Tile
 from meshweave.execute.jax.devices import DeviceMesh, quoted
 from meshweave.execute.jax.rank_steps import RankStepWriter, as_messages, is_by_rank
@@ -142,6 +142,11 @@ class _SourceWriter:
 
     def _body(self) -> str:
         inputs, outputs = self._of_kind("input"), self._of_kind("output")
+        if not inputs or not outputs:
+            raise UnsupportedError(
+                f"program {printable(self.program.name)} has no {'outputs' if inputs else 'inputs'}: a "
+                "jax function is of inputs and returns outputs"
+            )
         for buffer in inputs:
             self.views.held[buffer.name].is_written = True
         writer = self._writer()

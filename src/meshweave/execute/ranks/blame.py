@@ -232,7 +232,11 @@ def blame(
     by_reason: dict[str, list[int]] = {}
     for culprit in blamed:
         by_reason.setdefault(_reason(watch.beats.get(culprit)), []).append(culprit)
-    reason_text = ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
+    said = [
+        (rs, f"were{reason[3:]}" if rs[1:] and reason.startswith("was ") else reason)
+        for reason, rs in by_reason.items()
+    ]
+    reason_text = ", ".join(f"{ranks_text(rs)} {reason}" for rs, reason in said)
     return BlamedRanks(tuple(blamed), reason_text, has_left=has_left)
 
 

@@ -57,7 +57,7 @@ def install_last_words(current: Callable[[], Liveness | None]) -> None:
 
 
 def _line(liveness: Liveness | None, signum: signal.Signals, is_ignored: bool) -> tuple[str, tuple[int, ...]]:
-    if liveness is None or liveness.is_closed:
+    if liveness is None or not liveness.can_explain:
         return "", ()
     return liveness.signal_line(signum, is_ignored)
 
@@ -77,7 +77,7 @@ def _explained(
     while traceback is not None:
         place = user_line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno) or place
         traceback = traceback.tb_next
-    if liveness is None or liveness.is_closed:
+    if liveness is None:
         return None
     try:
         with liveness.guard(f"a collective of torch at {place}"):

@@ -27,8 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -44,82 +43,10 @@ from meshweave.execute.ranks.blame import (
     given_up_text,
     ranks_text,
 )
+from meshweave.execute.ranks.guard import Guard
 from meshweave.execute.ranks.heart import Heart, Store, hosts_store
 from meshweave.execute.ranks.monitor import PeerMonitor
-from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
-
-_FIRST_LOOK_S, _LOOK_S = 0.3, 0.2  # at whether the processes of ranks that are waited for still run
-
-
-class Guard:
-    """Wraps one blocking wait; see `Liveness.guard`."""
-
-    __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
-
-    def __init__(self, liveness: Liveness, what: str, deadline_s: float, peers: Iterable[int] | None) -> None:
-        self._liveness, self._peers = liveness, peers
-        self.what, self.deadline_s, self._start = what, deadline_s, time.monotonic()
-        self.unheard: Sequence[int] = ()
-        """The ranks that have not come, where the caller knows; a missed deadline names them."""
-        self._next_look = self._start + _FIRST_LOOK_S
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the wait began."""
-        return time.monotonic() - self._start
-
-    @property
-    def timeout(self) -> timedelta:
-        """What is left of the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
-        # gloo takes a timeout of zero to mean its default.
-        return timedelta(seconds=max(self.deadline_s - self.waited_s, 0.001))
-
-    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """See whether ranks that have yet to come have ended; for waits that poll, at each look.
-
-        Args:
-            unheard: returns the ranks that have not come; called where one of the peers has ended. It may fail
-                as the store does, and then nothing is known.
-
-        Raises RanksEndedError, which this guard explains. Only processes on this host are seen, on Linux.
-        """
-        if self._peers is None or (now := time.monotonic()) < self._next_look:
-            return
-        self._next_look = now + _LOOK_S
-        if ended := set(self._liveness.heart.ended(self._peers)):
-            try:
-                ended.intersection_update(unheard())
-            except (RuntimeError, OSError):
-                return
-            if ended:
-                raise RanksEndedError(ended)
-
-    def __enter__(self) -> Self:
-        self._start = time.monotonic()
-        self._next_look = self._start + _FIRST_LOOK_S
-        self._liveness._waits[id(self)] = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if isinstance(error, RuntimeError | OSError) and not isinstance(error, MeshweaveError):
-                overdue = self.waited_s >= self.deadline_s or _says_timeout(error)
-                peers = error.ranks if isinstance(error, RanksEndedError) else self._peers
-                explained = self._liveness._explain(self, overdue, peers)
-                if explained is None and isinstance(error, RanksEndedError):
-                    explained = RankLostError(f"{error} while waiting for {self.what}", error.ranks)
-                if explained is not None:
-                    raise explained from error
-        finally:
-            self._liveness._waits.pop(id(self), None)
-
-
-def _says_timeout(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
 
 class Liveness:
@@ -164,7 +91,7 @@ class Liveness:
         if store_rank is None:
             store_rank = rank if hosts_store(store) else NO_RANK if rank == likely_store_rank else None
         self._likely_store_rank = likely_store_rank
-        self._waits: dict[int, Guard] = {}  # to be named when a signal comes
+        self.waits: dict[int, Guard] = {}  # to be named when a signal comes
         self._monitor: PeerMonitor | None = None
         self._verdict: BlamedRanks | None = None  # what the monitor has found
         self.end_process: Callable[[RankLostError], None] | None = None
@@ -251,7 +178,7 @@ class Liveness:
 
     def waits_since(self, seconds: float) -> bool:
         """Return whether a guarded wait of this process has taken as long."""
-        return any(wait.waited_s >= seconds for wait in list(self._waits.values()))
+        return any(wait.waited_s >= seconds for wait in list(self.waits.values()))
 
     def install_signal_report(
         self,
@@ -282,6 +209,11 @@ class Liveness:
     def is_closed(self) -> bool:
         """Whether this rank has said farewell, or its store has ended."""
         return self._closed or self.heart.store_gone
+
+    @property
+    def can_explain(self) -> bool:
+        """Whether this rank may still find out why a wait failed, be it that the store has ended."""
+        return not self._closed and self._is_wanted()
 
     def close(self, error: BaseException | None = None) -> None:
         """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace.
@@ -326,9 +258,9 @@ class Liveness:
 
     # -- finding out -----------------------------------------------------------------------------------------
 
-    def _explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
-        """The error that a failed wait deserves, announced to the others; None if nobody else is to blame."""
-        if self._closed or not self._is_wanted():
+    def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
+        """Return the error that a failed wait deserves, which the others are told; None if nobody is to blame."""
+        if not self.can_explain:
             return None
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
@@ -352,7 +284,7 @@ class Liveness:
 
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
         """Return what to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
-        waits = " and ".join(sorted({wait.what for wait in list(self._waits.values())}))
+        waits = " and ".join(sorted({wait.what for wait in list(self.waits.values())}))
         while_ = f" while waiting for {waits}" if waits else ""
         finding = self._look(patient=False, overdue=True, peers=None)
         why = finding.reason or finding.given_up or "every other rank still answers"
@@ -394,6 +326,8 @@ class Liveness:
             return BlamedRanks((), "", f"rank {host} gave up first ({detail})")
         if state == "failed":
             return BlamedRanks((host,), f"rank {host} failed ({detail})")
+        if state == "done":
+            return BlamedRanks((host,), f"rank {host} left early", has_left=True)
         return BlamedRanks((host,), f"rank {host}, which hosts the store, stopped answering")
 
     def _listen(self, watch: HeartbeatWatch, start: float, patient: bool) -> None:
@@ -417,7 +351,7 @@ class Liveness:
     def _announce(self, state: State, detail: str = "", accused: Iterable[int] = ()) -> None:
         """Put our state (the first farewell stays) and whom we accuse into the store, until all have heard it."""
         heart = self.heart
-        farewell = f"{state} {detail}" if self._hosts_store and state != "done" else ""
+        farewell = f"{state} {detail}" if self._hosts_store else ""
         if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._stale_s):
             self._wait_for_others(lambda beat: beat.heard == heart.news.digest, self._stale_s / 2)
 

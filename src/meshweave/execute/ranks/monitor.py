@@ -71,14 +71,14 @@ class PeerMonitor:
         liveness, cleared = self._liveness, frozenset[int]()
         rounds, quiet_s, last = -1, 0.0, time.monotonic()
         heart = liveness.heart
-        while not liveness.is_closed:
+        while liveness.can_explain:
             time.sleep(heart.interval_s)
             now = time.monotonic()
             # No more than that: a signal may have stopped this process, and no clock.
             quiet_s = quiet_s + min(now - last, 2 * heart.interval_s) if heart.num_rounds == rounds else 0.0
             rounds, last = heart.num_rounds, now
             suspects = frozenset(self._watch.out_of_order) | heart.news.lost
-            is_quiet = quiet_s >= self._limit_s
+            is_quiet = heart.store_gone or quiet_s >= self._limit_s
             if is_quiet:
                 suspects |= {liveness.rank}  # or the host of the store
             if not suspects - cleared:
@@ -87,6 +87,7 @@ class PeerMonitor:
             lost = liveness.find_lost(store_hangs=is_quiet)
             if lost is not None:
                 self._end_stuck_waits(lost)
+            if lost is not None or heart.store_gone:
                 return
             cleared = suspects
 
@@ -130,8 +131,9 @@ class _WaitingThreads:
                 self.longest_s, self.place = now - since, _place_of(frame)
 
 
-_WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}meshweave{os.sep}")
-_OF_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}meshweave{os.sep}", f"{os.sep}threading.py", "<")
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_WAITS = (_OURS, f"{os.sep}torch{os.sep}distributed{os.sep}")
+_OF_LIBRARIES = (_OURS, f"{os.sep}torch{os.sep}", f"{os.sep}threading.py", "<")
 
 
 def _is_in_a_wait(frame: FrameType | None) -> bool:

@@ -37,7 +37,7 @@ class SignalReport:
         write: Callable[[str, tuple[int, ...]], None],
     ) -> None:
         self._signum, self._line, self._write = signum, line, write
-        self._reported = False
+        self._reported = self._is_called = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._run, name="meshweave-signals", daemon=True)
@@ -71,6 +71,7 @@ class SignalReport:
         # Before the report the thread is at it, or is told here, where somebody took the wakeup descriptor. It
         # sends the signal again when it is done.
         if not self._reported:
+            self._is_called = True
             with contextlib.suppress(OSError):
                 os.write(self._writer, bytes([signum]))
         elif callable(self._previous):
@@ -82,7 +83,7 @@ class SignalReport:
                 with contextlib.suppress(OSError):
                     os.write(self._next_fd, received)
             # Whoever has set another handler meanwhile takes care of the signal.
-            is_ours = signal.getsignal(self._signum) == self._on_signal
+            is_ours = self._is_called or signal.getsignal(self._signum) == self._on_signal
             if self._signum in received and is_ours and not self._reported:
                 with contextlib.suppress(Exception):  # whatever goes wrong, the signal must have its way
                     self._write(*self._line(self._signum, self._previous == signal.SIG_IGN))

@@ -106,6 +106,8 @@ class _WaitWithoutLiveness:
                 ) from error
 
 
+_COMPARISONS = -1
+"""The channel of no program."""
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, TorchContext] = weakref.WeakValueDictionary()
 
@@ -243,18 +245,28 @@ class TorchContext:
                 raise BindError(
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
-            with self.guard(f"ranks {ranks} to form a group", ranks) as wait:
-                if self.device.type == "cuda":  # whose current device is one of the thread
-                    group = self._new_group(channel, ranks, among_members)
-                    if self.rank in ranks:
-                        # NCCL connects a group at its first use, which must be one by all of its ranks.
-                        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-                else:
-                    form = partial(self._new_group, channel, ranks, among_members)
-                    others = [rank for rank in ranks if rank != self.rank]
-                    look = partial(wait.check_peers, others.copy)
-                    group = call_within(wait.timeout.total_seconds(), form, look)
-            self._groups[known] = group
+            self._groups[known] = self._formed(channel, ranks, among_members)
+
+    def group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return a process group of `ranks` for what they compare; all make the first call, which forms it."""
+        known = (_COMPARISONS, ranks), ranks
+        if known not in self._groups:
+            self._groups[known] = self._formed(_COMPARISONS, ranks, len(ranks) < self.num_ranks)
+        return self._groups[known]
+
+    def _formed(self, channel: int, ranks: tuple[int, ...], among_members: bool) -> Any:
+        with self.guard(f"ranks {ranks} to form a group", ranks) as wait:
+            if self.device.type == "cuda":  # whose current device is one of the thread
+                group = self._new_group(channel, ranks, among_members)
+                if self.rank in ranks:
+                    # NCCL connects a group at its first use, which must be one by all of its ranks.
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            else:
+                form = partial(self._new_group, channel, ranks, among_members)
+                others = [rank for rank in ranks if rank != self.rank]
+                look = partial(wait.check_peers, others.copy)
+                group = call_within(wait.timeout.total_seconds(), form, look)
+        return group
 
     def _new_group(self, channel: int, ranks: Sequence[int], among_members: bool) -> Any:
         naming = compat.override_group_names(group_name) if among_members else contextlib.nullcontext()

@@ -53,6 +53,9 @@ class ShardDropout:
         self.part = 0
         for dim, size, at in zip(dims, strategy.mesh.shape, strategy.coordinates, strict=True):
             self.part = self.part * size + (at if dim else 0)
+        has_copies = any(size > 1 and not dim for dim, size in zip(dims, strategy.mesh.shape, strict=True))
+        self.is_shared = self.p > 0 and has_copies
+        """Whether ranks must draw the same: some have copies of a part."""
 
     def __call__(self, x: Tensor, training: bool) -> Tensor:
         """Return the tensor with elements dropped, in training."""

@@ -31,10 +31,10 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         self.layouts = {"weight": layout}
         self.token_dims: AxisDims = tuple(d if d in TOKENS else "" for d in roles.operand(False))
         self.first, self.end = strategy.span(sides[0], used)
-        padding: int | None = embedding.padding_idx
-        self.padding: int | None = None
+        padding = getattr(embedding, "padding_idx", None)
+        self.padding_row: int | None = None
         if padding is not None and self.first <= padding < self.end:
-            self.padding = padding - self.first
+            self.padding_row = int(padding) - self.first
         arriving = gradient_dims(roles.product(False))
         natural = product(self.token_dims, arriving, TOKENS)
         of_table: AxisDims = tuple(
@@ -64,11 +64,11 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
             (table,) = self.sum_gradient([table])
         table = self.gather(table, 1, 1)
         if self.end - self.first == self.words:
-            rows = nn.functional.embedding(here, table, self.padding)
+            rows = nn.functional.embedding(here, table, self.padding_row)
         else:
             is_here = (here >= self.first) & (here < self.end)
-            own = (here - self.first) * is_here
-            rows = nn.functional.embedding(own, table, self.padding) * is_here[..., None]
+            places = (here - self.first) * is_here
+            rows = nn.functional.embedding(places, table, self.padding_row) * is_here[..., None]
         return self.leave(rows, batch, sequence)
 
     def extra_repr(self) -> str:

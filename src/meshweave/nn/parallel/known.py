@@ -205,6 +205,11 @@ def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
         )
     _check_parts(module)
     _check_config(config, known)
+    layers = getattr(module.get_submodule(known.names.layers), "__len__", lambda: 0)()
+    if config.num_hidden_layers != layers:
+        raise UnsupportedError(
+            f"{known.names.layers} has {layers} layers; config.num_hidden_layers is {config.num_hidden_layers}"
+        )
     title = f"{known.title} (transformers {_version()})"
     if not _version().startswith(f"{TRIED}."):
         title = f"{known.title} (transformers {_version()}, not tried: {TRIED} is)"

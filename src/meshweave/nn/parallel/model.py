@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
-from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
@@ -25,13 +27,21 @@ from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
+from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.plans import PlanLike, resolve
 from meshweave.nn.parallel.rotary import Rotary
+from meshweave.nn.parallel.same_model import ranks_of, require_same_model
+from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
+from meshweave.nn.parallel.takeable import check_takeable
 from meshweave.nn.parallel.tied import TiedWeight
+from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.parallel.unaltered import check_unaltered
+from meshweave.nn.prove.check import check_layers
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class ParallelReport:
         replaced: the names of modules with what stands there now.
         left: the names of modules that were left, each with the reason.
         overlap: what communication runs beside.
+        proved: what was compared with the model's own forward pass.
     """
 
     model: str
@@ -51,13 +62,14 @@ class ParallelReport:
     replaced: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, str], ...]
     overlap: str
+    proved: str
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
         lines += [f"  {name}: {what}" for name, what in self.replaced]
         lines.append(f"left: {len(self.left)} modules")
         lines += [f"  {name}: {why}" for name, why in self.left]
-        lines.append(f"overlap: {self.overlap}")
+        lines += [f"overlap: {self.overlap}", f"proved: {self.proved}"]
         return "\n".join(lines)
 
 
@@ -82,7 +94,14 @@ class ParallelModel:
     """
 
     def __init__(
-        self, module: nn.Module, names: ModelMap, strategy: LayerStrategy, title: str, recompute: bool
+        self,
+        module: nn.Module,
+        names: ModelMap,
+        strategy: LayerStrategy,
+        title: str,
+        recompute: bool,
+        proved: str = "",
+        debug_every: int = 0,
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
         self.context: TorchContext | None = None
@@ -98,7 +117,16 @@ class ParallelModel:
             tuple((n, type(module.get_submodule(n)).__name__) for n in sorted(names_of)),
             tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
             overlap_of(strategy),
+            proved,
         )
+        positions = None if self.positions is None else int(self.positions.weight.shape[0])
+        limits = TokenLimits(self.embedding.words, self.head.site.units, positions)
+        of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
+        draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
+        self.agreement = StepAgreement(
+            module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
+        )
+        module.forward = self.forward
 
     # --- replacing: all is planned, and may be refused, before the first module is replaced -----------------
 
@@ -219,6 +247,7 @@ class ParallelModel:
         """
         targets = self._arguments.targets(input_ids, args, given, targets)
         assert input_ids is not None
+        self.agreement.check(input_ids, targets)
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
             return ParallelOutput(self.head_loss(x, targets), None)
@@ -258,7 +287,10 @@ def parallelize(
     mapping: ModelMap | None = None,
     config: BlockConfig | None = None,
     overlap: Overlap | None = None,
+    check: bool = True,
     context: TorchContext | None = None,
+    broadcast_weights: bool = False,
+    debug_every: int = 0,
 ) -> ParallelModel:
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
@@ -276,26 +308,57 @@ def parallelize(
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
+            with few layers and words; False trains it unproved, and says so in the log.
         context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
             default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
+        broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
+            are an error.
+        debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
+            weights and modes of modules among it, as they do in the first; 0 for the first alone.
 
     Returns:
         The model, to train: see `ParallelModel`.
 
     Raises:
         UnsupportedError: the model is none that is known, or has parameters that would not take part.
-        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan.
+        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
+            other models, arguments, versions or settings: on all of them, before anything is replaced.
         PlanError: the plan counts on overlap that is not obtained here.
+        ProofError: the model is not what it was taken for; it is as it was.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     require_process_group()
-    resolved = resolve(plan, device_mesh, config, overlap, context)
-    check_unaltered(module)
-    title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-    model = ParallelModel(module, names, resolved.strategy, title, resolved.recompute)
+    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
+    given = {
+        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
+        "debug_every": debug_every,
+    }  # fmt: skip
+    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+        require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
+        resolved = resolve(plan, device_mesh, config, overlap, context)
+        check_unaltered(module)
+        title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
+        check_modules(module, names)
+        check_takeable(module, names.embedding, names.head, names.positions)
+        strategy, recompute = resolved.strategy, resolved.recompute
+        proved = "nothing (check=False)"
+        if check:
+            proved = check_layers(
+                module,
+                names,
+                strategy,
+                lambda part: ParallelModel(part, names, strategy, title, recompute),
+                title,
+            )
+        else:
+            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
+        before = dict(module.named_parameters())
+        model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
+    _seed_alike(strategy)
     model.context = context
-    _seed_alike(resolved.strategy)
-    module.forward = model.forward
+    watch_optimizers(model.agreement, before)
     refuse_features(module, names.layers)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
-from meshweave.tune.plan import load_plan
+from meshweave.tune.plan_description import catalog_differences
+from meshweave.tune.plan_file import load_plan
 from meshweave.tune.step import Parallelism, Step
 from meshweave.tune.step.layers import best_config, hidden_between_sites_s
 from meshweave.tune.step.strategies import StrategyAround
@@ -65,7 +67,10 @@ def resolve(
     if isinstance(plan, Parallelism):
         return _of_parallelism(plan, device_mesh, config, context)
     if isinstance(plan, Path) or str(plan).endswith(".json"):
-        return resolve(planned_step(load_plan(Path(plan))), device_mesh, config, overlap, context)
+        loaded = load_plan(Path(plan))
+        for sentence in catalog_differences(loaded):
+            warnings.warn(sentence, stacklevel=2)
+        return resolve(planned_step(loaded), device_mesh, config, overlap, context)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")

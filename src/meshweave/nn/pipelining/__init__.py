@@ -9,6 +9,7 @@ file               what it does
 `saved_memory`     counts the bytes that autograd keeps, at any moment
 `stage_problem`    profiles of all stages, told from rank to rank, as a `PipelineProblem`
 `stage_functions`  the parts of a stage as functions of a program's calls
+`stage_words`      what ranks of a stage compare in the first step that trains
 `gradients`        gradients of parameters as one vector, for stages with several data-parallel ranks
 `torch_runtime`    schedules of ours in torch's own runtime, with a trace
 """

@@ -54,6 +54,8 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
             x: tokens (rows, sequence) at the first stage, else what the stage before returns.
         """
         rows = len(x)
+        if self.is_first:
+            self.check(x)
         residual = self._model.embed(x) if self.is_first else self._taken_apart(x)
         blocks = self._model.blocks[self._first : self._end]
         residual = self._model.run_blocks(residual, rows, self._sequence, blocks)
@@ -61,8 +63,13 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of what the last stage returns, for `meshweave.pipeline`."""
+        self.check(targets=targets)
         loss: Tensor = self._model.head_loss(self._taken_apart(x), targets)
         return loss
+
+    def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
+        """Raise LayoutError where the model has no words for tokens or targets (rows, sequence)."""
+        self._model.agreement.limits.check(tokens, targets)
 
     def example(self, rows: int) -> Tensor:
         """Return what the stage passes on for so many rows, as zeros: for `outputs` of `meshweave.pipeline`."""

@@ -25,11 +25,14 @@ from meshweave.execute.torch.call_order import require_process_group, share_refu
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
+from meshweave.nn.parallel.agreed import agree as agree_on_words
 from meshweave.nn.pipelining.binding import BoundPipeline, bind_stages
+from meshweave.nn.pipelining.parallel_stage import ParallelStage
 from meshweave.nn.pipelining.plan import PipelineOptions, meshes_of, plan_of
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
+from meshweave.nn.pipelining.stage_words import stage_words
 from meshweave.trace import Trace
 
 Batch: TypeAlias = Tensor | Sequence[Tensor] | None
@@ -157,6 +160,7 @@ class Pipeline:
         self._rank = context.rank or 0
         self._memory = SavedMemory() if options.count_memory else None
         self._bound: dict[bool, BoundPipeline] = {}
+        self._is_compared = False
         self.trace: Trace | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -193,6 +197,7 @@ class Pipeline:
     ) -> tuple[Tensor | None, Any]:
         bound = self.prepare(batch, target, trains=trains)
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
+            self._compare(batch, target, trains=trains)
             steps = self._give(bound, batch, target, wants_outputs)
         if self._memory is not None and trains:
             self._memory.reset_peak()
@@ -205,6 +210,24 @@ class Pipeline:
         for gradients in bound.gradients.values() if trains else ():
             gradients.end(divisor)
         return self._loss(bound, steps), self._outputs(steps)
+
+    def _compare(self, batch: Batch, target: Tensor | None, *, trains: bool) -> None:
+        """Compare what ranks of a stage give the first step that trains, and check tokens that stages know.
+
+        Raises LayoutError where ranks that are to give the same do not, or a stage does not take its tokens.
+        """
+        if trains and not self._is_compared:
+            words = stage_words(
+                self._stages, self.places, batch=_tensors(batch), target=target, options=self._options
+            )
+            agree_on_words(self._context, self.places.ranks, words, "all ranks to compare their stages")
+            self._is_compared = True
+        for number, stage in self._stages.items():
+            if isinstance(stage, ParallelStage):
+                for tokens in _tensors(batch) if number == 0 else ():
+                    stage.check(tokens)
+                if target is not None and stage.is_last:
+                    stage.check(targets=target)
 
     @property
     def _is_last(self) -> bool:

@@ -1,57 +1,53 @@
-"""`meshweave.Checkpoints`: the tensors of all ranks, saved beside the training by torch's distributed checkpoint.
+"""`meshweave.Checkpoints`: the tensors of all ranks, saved beside the training.
 
-`save` copies the tensors and returns. A thread of each rank writes them, as torch's `async_save` does it, over a
-process group of its own. A checkpoint gets its name when all of it is on the disk (`manifest`).
+`save` copies what this rank writes and returns. A thread of each rank writes it (`files`). When all have written,
+the first rank gives the checkpoint its name (`folder`). What ranks tell each other goes through the store
+(`rounds`), and whatever one of them refuses, all of them refuse.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from datetime import timedelta
+import hashlib
+import json
+import operator
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import CheckpointError, did_you_mean
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.training.manifest import (
-    Manifest,
-    folder_name,
+from meshweave.nn.training.files import bytes_of, check_bytes, load_pieces, opened_folder, write_synced
+from meshweave.nn.training.folder import (
+    FolderLock,
+    found_checkpoint,
+    found_checkpoints,
     make_whole,
-    note_checksums,
     part_name,
+    read_manifest,
+    remove,
     remove_older,
-    remove_parts,
-    whole_steps,
+    sweep,
 )
-from meshweave.nn.training.pieces import PiecesLoadPlanner, PiecesSavePlanner, ShardPieces
+from meshweave.nn.training.manifest import (
+    MAX_STEP,
+    Manifest,
+    SavedBox,
+    SavedFile,
+    SavedTensor,
+    checked_notes,
+)
+from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, share_out
+from meshweave.nn.training.rounds import Round, Rounds
 
-Saved: TypeAlias = Tensor | ShardPieces
-"""What a checkpoint takes under a name."""
-
-
-class _ChecksumWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Writes the files of a rank, and then their checksums, in the thread that writes.
-
-    What was written is read again at once, from the memory in which the system keeps it.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder, overwrite=True)
-        self._folder, self._rank = folder, rank
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write what a plan has for this rank. Returns torch's future of the results."""
-        written = super().write_data(plan, planner)
-        names = {result.storage_data.relative_path for result in written.wait()}
-        note_checksums(self._folder, self._rank, sorted(names))
-        return written
+_POLL_S = 0.02
+_LEFT_S = 3.0
+"""Seconds in which a rank must be seen to write, where the program has ended without a `wait`."""
 
 
 class Checkpoints:
@@ -62,29 +58,45 @@ class Checkpoints:
     pipeline do, save all of them, and each rank loads those that it gives, whichever ranks had them.
 
     Args:
-        folder: is made where it is not there. What an earlier run left unfinished in it is removed.
-        keep: how many whole checkpoints stay; the oldest go.
+        folder: is made where it is not there. What an earlier run left unfinished in it goes with the first save.
+        keep: how many whole checkpoints stay. Those go first that a training saved which another one, gone on from
+            an earlier step, has replaced; then the oldest.
         context: deadline and liveness of waits for other ranks; default: those of the default process group.
 
     Raises:
+        CheckpointError: the folder cannot be made; on all ranks.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, context: TorchContext | None = None) -> None:
-        self.folder, self._keep = Path(folder), max(keep, 1)
+        self.folder, self._keep = Path(folder), keep
         self._context = context or TorchContext.default()
-        self._ranks = range(self._context.num_ranks)
-        self._is_first = not self._context.rank
-        self._saving: tuple[int, Future[None]] | None = None
-        self._group: Any = None
-        if self._is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_parts(self.folder)
-        if self._context.is_distributed:
-            timeout = timedelta(seconds=self._context.deadline_s)
-            with self._context.guard("all ranks to open the checkpoints", self._ranks):
-                self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-                dist.barrier(self._group)  # nobody writes before what was unfinished is gone
+        self._rank, self._num_ranks = self._context.rank or 0, self._context.num_ranks
+        self._parent: int | None = None
+        self._saving: tuple[int, Round] | None = None
+        self._writer: threading.Thread | None = None
+        self._rounds = Rounds(self._context)
+        round_ = self._rounds.begin("all ranks to open the checkpoints")
+        wrong = "" if type(keep) is int and keep > 0 else f"keep={keep!r} checkpoints, and one at least stays"
+        if not wrong and self._is_first:
+            wrong = self._wrong_in(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        self._rounds.agree(round_, "open checkpoints", {"wrong": wrong})
+
+    @property
+    def _is_first(self) -> bool:
+        return not self._rank
+
+    def _wrong_in(self, act: Callable[[], object]) -> str:
+        """Do something in the folder. Return what was said against it; "" where it is done."""
+        try:
+            act()
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or self.folder}: {error.strerror or error}"
+        except Exception as error:  # of one rank: the others must not wait for it
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     # --- saving ----------------------------------------------------------------------------------------------
 
@@ -97,34 +109,118 @@ class Checkpoints:
             notes: what else there is, the same on all ranks, as JSON.
 
         Raises:
-            RankLostError, DeadlineError, OSError: of the save before this one, see `wait`.
+            CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves into the
+                folder, or the save before this one failed, see `wait`.
+            RankLostError, DeadlineError: of the save before this one too.
         """
         self.wait()
-        writer = _ChecksumWriter(self.folder / part_name(step), self._context.rank or 0)
-        plain, pieces = _sorted(tensors)
-        planner = PiecesSavePlanner({name: each.copied() for name, each in pieces.items()})
-        written: Any = dcp.async_save(
-            plain,
-            storage_writer=writer,
-            planner=planner,
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        whole: Future[None] = Future()
-        written.add_done_callback(lambda future: self._finish(future, whole, step, dict(notes or {})))
-        self._saving = step, whole
-
-    def _finish(self, written: Future[Any], whole: Future[None], step: int, notes: dict[str, Any]) -> None:
-        """Make a checkpoint whole once this rank's writer says that all ranks have written."""
+        pieces: dict[str, ShardPieces] = {}
+        words: dict[str, Any] = {}
+        topic = "save"
+        round_ = self._rounds.begin("all ranks to save a step")
         try:
-            written.result()
+            step, kept = _checked_step(step), checked_notes(notes or {})
+            digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+            topic = f"save step {step} with notes {digest}"
+            pieces = {name: pieces_of(name, value) for name, value in tensors.items()}
+            words["tensors"] = [_offer(name, own) for name, own in pieces.items() if own.tensors or own.dtype]
             if self._is_first:
-                make_whole(self.folder, step, notes)
-                remove_older(self.folder, self._keep)
-        except BaseException as error:
-            whole.set_exception(error)
-        else:
-            whole.set_result(None)
+                words["wrong"] = self._wrong_in(lambda: self._begin(step))
+        except CheckpointError as error:
+            words = {"wrong": str(error)}
+        try:
+            said = self._rounds.agree(round_, topic, words)
+            whole, shares = share_out([each["tensors"] for each in said])
+        except CheckpointError as error:
+            if self._is_first and not words.get("wrong"):
+                self._wrong_in(lambda: remove(self.folder / part_name(step)))
+            raise CheckpointError(f"the checkpoint of step {step} cannot be saved: {error}") from None
+        round_ = self._rounds.begin(f"the checkpoint of step {step}")
+        self._saving = step, round_
+        copies: list[Tensor] = []
+        wrong = self._wrong_in(
+            lambda: copies.extend(_copy(pieces[box.name], box) for box in shares[self._rank])
+        )
+        self._writer = threading.Thread(
+            target=self._write,
+            args=(round_, step, whole, shares, copies, kept, wrong),
+            name="meshweave-checkpoint",
+        )
+        self._writer.start()
+
+    def _begin(self, step: int) -> None:
+        """Take the folder, and make room for a checkpoint. Raises CheckpointError and OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        FolderLock.take(
+            self.folder, self, lambda other: other._writer is not None and other._writer.is_alive()
+        )
+        sweep(self.folder)
+        (self.folder / part_name(step)).mkdir()
+
+    def _write(
+        self,
+        round_: Round,
+        step: int,
+        whole: Mapping[str, SavedTensor],
+        shares: Sequence[Sequence[SavedBox]],
+        copies: list[Tensor],
+        notes: Mapping[str, Any],
+        wrong: str,
+    ) -> None:
+        """Write what this rank has to; on the first rank, make the checkpoint whole once all have."""
+        own: dict[str, Any] = {}
+
+        def write() -> None:
+            with opened_folder(self.folder / part_name(step)) as part:
+                parts = map(bytes_of, copies)
+                own["bytes"], own["crc32"] = write_synced(part, _file_name(self._rank), parts, round_.tick)
+
+        try:
+            wrong = wrong or (self._wrong_in(write) if copies else "")
+            round_.give({**own, "wrong": f"rank {self._rank}: {wrong}" if wrong else ""})
+            copies.clear()  # the others may take long
+            if self._is_first and (said := self._said_by_all(round_)) is not None:
+                wrong = next((each["wrong"] for each in said if each["wrong"]), "")
+                files = {
+                    _file_name(rank): SavedFile(each["bytes"], each["crc32"], tuple(boxes))
+                    for rank, (each, boxes) in enumerate(zip(said, shares, strict=True))
+                    if boxes and not wrong
+                }
+                wrong = wrong or self._wrong_in(lambda: self._finish(round_, step, whole, files, notes))
+                if wrong:
+                    self._wrong_in(lambda: remove(self.folder / part_name(step)))
+                round_.give({"wrong": wrong}, "result")
+        except (RuntimeError, OSError):  # the store is gone; `wait` says so
+            pass
+
+    def _said_by_all(self, round_: Round) -> list[Any] | None:
+        """Return what all ranks say of what they wrote; None where nobody waits for it any more."""
+        seen: dict[int, tuple[int, float]] = {}
+        while (said := round_.given(range(self._num_ranks))) is None:
+            is_over = not threading.main_thread().is_alive() and not round_.is_at_work(_LEFT_S, seen)
+            if round_.is_given_up or is_over:
+                return None
+            time.sleep(_POLL_S)
+        return said
+
+    def _finish(
+        self,
+        round_: Round,
+        step: int,
+        whole: Mapping[str, SavedTensor],
+        files: Mapping[str, SavedFile],
+        notes: Mapping[str, Any],
+    ) -> None:
+        round_.tick()
+        serials = [each.manifest.serial for each in found_checkpoints(self.folder) if each.manifest]
+        serial = max(serials, default=0) + 1
+        make_whole(self.folder, Manifest(step, serial, self._parent, whole, files, notes))
+        self._parent = serial
+        round_.tick()
+        if left := self._wrong_in(lambda: remove_older(self.folder, self._keep)):
+            warnings.warn(
+                f"step {step} is saved, and an older checkpoint cannot be removed: {left}", stacklevel=2
+            )
 
     @property
     def is_saving(self) -> bool:
@@ -132,116 +228,246 @@ class Checkpoints:
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` is on the disk; on the first rank until it is whole.
+        """Wait until the last `save` is whole on the disk, however long that takes while ranks work at it.
 
         Raises:
-            RankLostError, DeadlineError: other ranks were lost or late meanwhile.
-            OSError, RuntimeError: it could not be written.
+            CheckpointError: it could not be written; on all ranks the same. What was whole before still is.
+            RankLostError, DeadlineError: other ranks were lost meanwhile, or neither wrote nor finished.
         """
         if self._saving is None:
             return
-        (step, whole), self._saving = self._saving, None
-        what = f"the checkpoint of step {step}"
-        with self._context.guard(what, self._ranks) as wait, _as_runtime_error(what):
-            whole.result(wait.timeout.total_seconds())
+        (step, round_), self._saving = self._saving, None
+        try:
+            (result,) = round_.wait_for(["result"])
+        except BaseException:
+            round_.is_given_up = True
+            raise
+        self._rounds.end(round_)
+        if self._writer is not None:
+            self._writer.join()
+        if result["wrong"]:
+            raise CheckpointError(f"the checkpoint of step {step} was not saved: {result['wrong']}")
 
     # --- loading ---------------------------------------------------------------------------------------------
 
-    def latest(self) -> int | None:
-        """Return the step of the last whole checkpoint, the same on all ranks; None where there is none."""
-        steps = whole_steps(self.folder) if self._is_first else []
-        step: int | None = self._from_first(steps[-1] if steps else None)
-        return step
+    def latest(self, *, checked: bool = False) -> int | None:
+        """Return the step of the whole checkpoint that was saved last, the same on all ranks; None without any.
+
+        A later one that is not whole is passed over with a warning. Collective.
+
+        Args:
+            checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over too.
+
+        Raises CheckpointError where there are checkpoints, and none is whole; and what `wait` does.
+        """
+        self.wait()
+        round_ = self._rounds.begin("the first rank to look at the checkpoints")
+        words: dict[str, Any] = {}
+        if self._is_first:
+            found = found_checkpoints(self.folder)
+            whole = [each for each in found if not each.wrong]
+            last = whole[-1].step if whole else -1
+            harmed = [each for each in found if each.wrong and each.step > last]
+            words["whole"] = [each.step for each in whole]
+            words["harmed"] = [f"{self._named(each.step)} is not whole: it {each.wrong}" for each in harmed]
+        said = self._rounds.agree(round_, "look for the last checkpoint", words)[0]
+        harmed = said["harmed"]
+        for step in reversed(said["whole"]):
+            if not checked or not (changed := self._changed(step)):
+                for line in harmed if self._is_first else ():
+                    warnings.warn(f"{line}; step {step} is taken", stacklevel=2)
+                return int(step)
+            harmed.append(changed)
+        if harmed:
+            raise CheckpointError(f"{harmed[-1]}; no other checkpoint there is whole")
+        return None
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of the checkpoint of a step. Raises DescriptionError where that is not whole."""
-        return self._manifest(step).notes
+        """Return the notes of the checkpoint of a step. Raises CheckpointError where that is not whole."""
+        return dict(self.manifest(step).notes)
 
-    def _manifest(self, step: int) -> Manifest:
-        """Return the manifest of the checkpoint of a step, on all ranks. Raises as `notes` does."""
-        own = Manifest.read(self.folder / folder_name(step)) if self._is_first else None
-        manifest: Manifest | None = self._from_first(own)
-        if manifest is None:
-            raise DescriptionError(f"{self.folder} has no whole checkpoint of step {step}")
+    def manifest(self, step: int, fits: Callable[[Manifest], dict[str, Any]] | None = None) -> Manifest:
+        """Return the manifest of the checkpoint of a step. Collective.
+
+        Args:
+            fits: says in `wrong` why the checkpoint is not for this rank, and in `unused` what it does not take.
+
+        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait` does.
+        """
+        self.wait()
+        round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
+        words: dict[str, Any] = {}
+        manifest = None
+        try:
+            step = _checked_step(step)
+            manifest, _ = self._found(step)
+            words = {"digest": manifest.digest, **(fits(manifest) if fits is not None else {})}
+        except CheckpointError as error:
+            words = {"damaged": str(error)}
+        said = self._rounds.agree(round_, f"load step {step}", words)
+        damaged = next((each["damaged"] for each in said if "damaged" in each), "")
+        if not damaged and len({each["digest"] for each in said}) > 1:
+            damaged = f"ranks see different checkpoints of step {step} in {self.folder}"
+        if damaged:
+            raise CheckpointError(damaged + self._other_whole(step))
+        assert manifest is not None
+        unused = [set(each["unused"]) for each in said if "unused" in each]
+        if unused and (extra := sorted(set.intersection(*unused))):
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            name = list(manifest.tensors)[extra[0]]
+            raise CheckpointError(
+                f"{self._named(step)} has '{name}'{more}, which nothing here takes; extra=True loads the rest"
+            )
         return manifest
 
-    def load(self, step: int, tensors: Mapping[str, Saved]) -> dict[str, Any]:
+    def _found(self, step: int) -> tuple[Manifest, Path]:
+        """Return the manifest of a checkpoint as this rank sees it, and its folder. Raises CheckpointError."""
+        found = found_checkpoint(self.folder, step)
+        if found is None:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}")
+        if found.wrong or found.manifest is None:
+            raise CheckpointError(f"{self._named(step)} is not whole: it {found.wrong}")
+        return found.manifest, self.folder / found.name
+
+    def _named(self, step: int) -> str:
+        return f"the checkpoint of step {step} in {self.folder}"
+
+    def load(
+        self,
+        step: int,
+        tensors: Mapping[str, Saved],
+        *,
+        casts: bool = False,
+        extra: bool | Callable[[str], bool] = False,
+    ) -> dict[str, Any]:
         """Load the checkpoint of a step into `tensors`, laid as they lie; collective. Return its notes.
 
-        Raises:
-            DescriptionError: it is not whole, a file has other bytes than were written, or it lacks a tensor, or
-                has one of another shape.
-        """
-        manifest = self._manifest(step)
-        self._check_bytes(step, manifest)
-        reader = dcp.FileSystemReader(self.folder / folder_name(step))
-        self._check_fit(step, reader, tensors)
-        what = f"all ranks to load the checkpoint of step {step}"
-        with self._context.guard(what, self._ranks), torch.no_grad(), _as_runtime_error(what):
-            plain, pieces = _sorted(tensors)
-            planner = PiecesLoadPlanner(pieces)
-            dcp.load(
-                plain,
-                storage_reader=reader,
-                planner=planner,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        return manifest.notes
+        Args:
+            casts: whether a tensor of one floating-point dtype may be loaded into another.
+            extra: whether the checkpoint may have tensors that no rank gives; or which, by name.
 
-    def _check_bytes(self, step: int, manifest: Manifest) -> None:
-        """Raise DescriptionError on all ranks where a file has not its checksum; each rank reads some of them."""
-        share, num_shares = self._context.rank or 0, len(self._ranks)
-        name = manifest.changed_file(self.folder / folder_name(step), share, num_shares)
-        self._refuse_together(
-            step, "" if name is None else f"has a file {name} with other bytes than were written"
+        Raises:
+            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes than
+                were written, it lacks a tensor, has one of another shape or dtype, or one that nobody takes. The
+                message says which other checkpoint is whole. Where a file cannot be read to its end although it
+                could be just before, the message says that tensors were touched.
+            RankLostError, DeadlineError: other ranks are missing or late.
+        """
+        pieces: dict[str, ShardPieces] = {}
+
+        def fits(manifest: Manifest) -> dict[str, Any]:
+            try:
+                pieces.update((name, pieces_of(name, value)) for name, value in tensors.items())
+            except CheckpointError as error:
+                return {"wrong": f"{self._named(step)} cannot be loaded: {error}"}
+            for name, own in pieces.items():
+                if wrong := _misfit(name, own, manifest, casts):
+                    return {"wrong": f"{self._named(step)} {wrong}"}
+            return {"unused": [at for at, name in enumerate(manifest.tensors) if not is_taken(name)]}
+
+        def is_taken(name: str) -> bool:
+            return name in tensors or (extra(name) if callable(extra) else extra)
+
+        manifest = self.manifest(step, fits)
+        if changed := self._changed(step, manifest):
+            raise CheckpointError(changed + self._other_whole(step))
+        round_ = self._rounds.begin(f"all ranks to load the checkpoint of step {step}")
+
+        def read() -> None:
+            with opened_folder(self._same(step, manifest)) as folder, torch.no_grad():
+                load_pieces(folder, manifest, pieces, round_.tick)
+
+        wrong = self._wrong_in(read)
+        if wrong:
+            wrong = f"{self._named(step)} {wrong}; some of the tensors here have been read"
+        self._rounds.agree(round_, f"have loaded step {step}", {"wrong": wrong})
+        self._parent = manifest.serial
+        return dict(manifest.notes)
+
+    def _same(self, step: int, manifest: Manifest | None) -> Path:
+        """Return the folder of a checkpoint. Raises CheckpointError where it has another manifest by now."""
+        found, path = self._found(step)
+        if manifest is not None and found.digest != manifest.digest:
+            raise CheckpointError("was saved again meanwhile")
+        return path
+
+    def _changed(self, step: int, manifest: Manifest | None = None) -> str:
+        """Return in words which file of a checkpoint has other bytes than were written; "" where none has.
+
+        Collective: each rank reads some of them.
+
+        Args:
+            manifest: which the checkpoint must have; None takes the one that is there.
+        """
+        round_ = self._rounds.begin(f"all ranks to check the checkpoint of step {step}")
+
+        def check() -> None:
+            path = self._same(step, manifest)
+            with opened_folder(path) as folder:
+                own = manifest or read_manifest(path)
+                check_bytes(folder, own, self._rank, self._num_ranks, round_.tick)
+
+        reason = self._wrong_in(check)
+        said = self._rounds.agree(round_, f"check step {step}", {"reason": reason})
+        reason = next((each["reason"] for each in said if each["reason"]), "")
+        return f"{self._named(step)} {reason}" if reason else ""
+
+    def _other_whole(self, step: int) -> str:
+        """Return in words which other checkpoint is whole to the last byte, the last saved; collective."""
+        round_ = self._rounds.begin("the first rank to look for another checkpoint")
+        words: dict[str, Any] = {}
+        if self._is_first:
+            words["steps"] = [each.step for each in found_checkpoints(self.folder) if not each.wrong]
+        for other in reversed(self._rounds.agree(round_, "look for another checkpoint", words)[0]["steps"]):
+            if other != step and not self._changed(other):
+                return f"; that of step {other} is whole"
+        return ""
+
+    def refuse_together(self, step: int, wrong: str) -> None:
+        """Raise CheckpointError on all ranks where one says what is wrong with a checkpoint. Collective."""
+        wrong = f"{self._named(step)} {wrong}" if wrong else ""
+        self._rounds.agree(
+            self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}
         )
 
-    def _check_fit(self, step: int, reader: dcp.FileSystemReader, tensors: Mapping[str, Saved]) -> None:
-        """Raise DescriptionError on all ranks where the tensors of one do not fit."""
-        saved = reader.read_metadata().state_dict_metadata
-        wrong = ""
-        for name, tensor in tensors.items():
-            size = getattr(saved.get(name), "size", None)
-            if name not in saved:
-                wrong = f"has no tensor '{name}'{did_you_mean(name, saved)}"
-            elif size is not None and tuple(size) != tuple(tensor.shape):
-                wrong = f"has '{name}' of shape {tuple(size)}, and here it is {tuple(tensor.shape)}"
-        self._refuse_together(step, wrong)
 
-    def _refuse_together(self, step: int, wrong: str) -> None:
-        """Raise DescriptionError on all ranks where one of them says what is wrong with a checkpoint."""
-        every: list[Any] = [wrong]
-        if self._group is not None:
-            every = [None] * len(self._ranks)
-            with self._context.guard("all ranks to look at the checkpoint that they load", self._ranks):
-                dist.all_gather_object(every, wrong, self._group)
-        first = next((each for each in every if each), None)
-        if first is not None:
-            raise DescriptionError(f"the checkpoint of step {step} in {self.folder} {first}")
-
-    def _from_first(self, value: Any) -> Any:
-        """Return what the first rank gives."""
-        if self._group is None:
-            return value
-        values = [value]
-        with self._context.guard("the first rank to look at the checkpoints", self._ranks):
-            dist.broadcast_object_list(values, 0, self._group)
-        return values[0]
+def _misfit(name: str, own: ShardPieces, manifest: Manifest, casts: bool) -> str:
+    """Return in words why a tensor cannot be loaded from a checkpoint; "" where it can."""
+    there = manifest.tensors.get(name)
+    if there is None:
+        return f"has no tensor '{name}'{did_you_mean(name, manifest.tensors)}"
+    return misfit(name, own.saved_as, there, casts) if own.tensors or own.dtype else ""
 
 
-def _sorted(tensors: Mapping[str, Saved]) -> tuple[dict[str, Tensor], dict[str, ShardPieces]]:
-    """Return the tensors, and those of which this rank has several boxes."""
-    pieces = {name: value for name, value in tensors.items() if isinstance(value, ShardPieces)}
-    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}, pieces
-
-
-@contextlib.contextmanager
-def _as_runtime_error(what: str) -> Iterator[None]:
-    """Turn torch's error, which gathers those of all ranks, into a RuntimeError in one line: that of the first."""
+def _checked_step(step: int) -> int:
+    """Return a step. Raises CheckpointError where it is no number of steps."""
     try:
-        yield
-    except dcp.CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()), (0, (error, None)))
-        words = " ".join(str(cause).split())[:300]
-        raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {words}") from error
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise CheckpointError(f"a step is an integer, and not {step!r}") from None
+    if not 0 <= number < MAX_STEP:
+        raise CheckpointError(f"a step is an integer of 0 to {MAX_STEP - 1}, and not {step!r}")
+    return number
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.bin"
+
+
+def _offer(name: str, own: ShardPieces) -> list[Any]:
+    """Return what this rank has of a tensor, as `share_out` takes it."""
+    boxes = [[list(offset), list(each.shape)] for offset, each in zip(own.offsets, own.tensors, strict=True)]
+    return [name, own.saved_as.dtype, list(own.shape), boxes]
+
+
+def _copy(own: ShardPieces, box: SavedBox) -> Tensor:
+    """Return a box with memory of its own, on the CPU."""
+    number = next(
+        at
+        for at, (offset, each) in enumerate(zip(own.offsets, own.tensors, strict=True))
+        if (offset, tuple(each.shape)) == (box.offsets, box.sizes)
+    )
+    tensor = own.tensors[number]
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -1,31 +1,73 @@
-"""What makes a checkpoint whole.
+"""What stands in the manifest of a checkpoint, and what must hold of it before anything is made of it.
 
-A checkpoint is written into a folder whose name ends in `.part`. When all its files are on the disk, a manifest of
-these is written there, and the folder gets its final name. So a folder with a final name is whole, unless files in
-it were changed or lost later: then their sizes or checksums are not those of the manifest.
-
-Each rank leaves the checksums of the files that it wrote in a file of its own beside them, from which the first
-rank takes them into the manifest.
+A manifest is one JSON text. It begins with the SHA-256 of all that follows that, so that no bit of it changes
+unnoticed, and says of each file its bytes, its CRC-32 and the boxes of tensors in it, one after another without a
+gap. What reads it believes none of that: files have the names that writers give, boxes tile each tensor, and the
+bytes of a file are those of its boxes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import math
 import re
-import shutil
-import zlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from meshweave.base.errors import CheckpointError
+from meshweave.base.limits import MANIFEST_BRACKETS, MANIFEST_BYTES, MANIFEST_COMMAS
+
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_SUMS = "checksums."
-"""What the files begin with in which ranks leave checksums, before the rank."""
-_READ_BYTES = 1 << 22
-_PART = re.compile(r"step-\d{8,}\.(part|old)")
+FORMAT = 2
+MAX_STEP = 10**15
+_OLD_FORMAT = "is of an earlier format, which is pickled and not read; the guide (checkpoints.md) converts it"
+_HEAD = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
+_FILE = re.compile(r"rank-[0-9]{5,9}\.bin")
+_MAX_DIMS = 64
+_PRIME = (1 << 61) - 1
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex128": 16,
+    "complex64": 8,
+    "bool": 1,
+    **{f"{sign}int{8 * size}": size for sign in ("", "u") for size in (1, 2, 4, 8)},
+    **{f"float8_{kind}": 1 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
+}
+"""The bytes of an element of each dtype that checkpoints have, by the name that torch gives the dtype."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """The dtype, by name, and the shape of a whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box of a tensor: where it begins in the whole, and its sizes."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of boxes, one after another, each in row-major order, little-endian."""
+
+    num_bytes: int
+    crc32: int
+    boxes: tuple[SavedBox, ...]
 
 
 @dataclass(frozen=True)
@@ -34,131 +76,216 @@ class Manifest:
 
     Attributes:
         step: how many steps were trained.
-        files: the bytes of each file, by name.
-        checksums: the CRC-32 of each file, by name, as its writer computed it.
+        serial: counts what was ever saved in a folder; the last saved has the highest.
+        parent: the serial of what the training was saved as, or loaded from, before; None at a beginning.
+        tensors: all tensors, by name.
+        files: all files besides the manifest, by name.
         notes: what is the same on all ranks and no tensor, as JSON.
     """
 
     step: int
-    files: dict[str, int]
-    checksums: dict[str, int]
-    notes: dict[str, Any]
+    serial: int
+    parent: int | None
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, SavedFile]
+    notes: Mapping[str, Any]
+    digest: str = ""
+    """The SHA-256 of the text, where it was read from one."""
+
+    def text(self) -> bytes:
+        """Return the manifest as it is written. Raises CheckpointError where that is over a limit."""
+        numbers = {name: number for number, name in enumerate(self.tensors)}
+        value = {
+            "format": FORMAT,
+            "step": self.step,
+            "serial": self.serial,
+            "parent": self.parent,
+            "tensors": [[name, each.dtype, each.shape] for name, each in self.tensors.items()],
+            "files": {
+                name: {
+                    "bytes": file.num_bytes,
+                    "crc32": file.crc32,
+                    "boxes": [[numbers[box.name], *box.offsets, *box.sizes] for box in file.boxes],
+                }
+                for name, file in self.files.items()
+            },
+            "notes": self.notes,
+        }
+        body = json.dumps(value, separators=(",", ":")).encode()[1:]
+        text = b'{"sha256": "%s", ' % hashlib.sha256(body).hexdigest().encode() + body
+        _check_extent(text)
+        return text
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
-        """Return the manifest of a folder; None where there is none, or a file has not the size that it says."""
-        try:
-            manifest = cls(**json.loads((folder / MANIFEST).read_text()))
-            for name, size in manifest.files.items():
-                if (folder / name).stat().st_size != size:
-                    return None
-        except (OSError, ValueError, TypeError, AttributeError):
-            return None
-        return manifest
+    def parse(cls, text: bytes) -> Manifest:
+        """Return the manifest that a text is. Raises CheckpointError, which says what is wrong with it."""
+        value = _checked_json(text)
+        if _int(value, "format", 0, 1 << 31) != FORMAT:
+            raise CheckpointError(f"is of format {value['format']}, and this version reads format {FORMAT}")
+        keys = {"sha256", "format", "step", "serial", "parent", "tensors", "files", "notes"}
+        if value.keys() != keys:
+            raise CheckpointError(f"has not the keys {', '.join(sorted(keys))}")
+        tensors = dict(_tensors(value["tensors"]))
+        names = list(tensors)
+        files = {}
+        for name, file in _of(value["files"], dict, "files").items():
+            if not _FILE.fullmatch(name):
+                raise CheckpointError(f"names a file '{name}', and files are called rank-00000.bin and so on")
+            files[name] = _file(name, file, names, tensors)
+        _check_tiled(tensors, files)
+        return cls(
+            step=_int(value, "step", 0, MAX_STEP),
+            serial=_int(value, "serial", 0, 1 << 53),
+            parent=None if value["parent"] is None else _int(value, "parent", 0, 1 << 53),
+            tensors=tensors,
+            files=files,
+            notes=_of(value["notes"], dict, "notes"),
+            digest=value["sha256"],
+        )
 
-    def changed_file(self, folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
-        """Return the name of a file that has not its checksum, None where all have.
-
-        Args:
-            share: which of `num_shares` parts of the files to read.
-        """
-        for name in sorted(self.files)[share::num_shares]:
-            try:
-                is_same = checksum(folder / name) == self.checksums.get(name)
-            except OSError:
-                is_same = False
-            if not is_same:
-                return name
-        return None
+    def boxes(self) -> dict[str, list[tuple[str, int, SavedBox]]]:
+        """Return by tensor its boxes: each with its file, and the byte of the file at which it begins."""
+        by_tensor: dict[str, list[tuple[str, int, SavedBox]]] = {name: [] for name in self.tensors}
+        for name, file in self.files.items():
+            at = 0
+            for box in file.boxes:
+                by_tensor[box.name].append((name, at, box))
+                at += math.prod(box.sizes) * ITEM_BYTES[self.tensors[box.name].dtype]
+        return by_tensor
 
 
-def folder_name(step: int) -> str:
-    """Return the name of the folder of a whole checkpoint."""
-    return f"step-{step:08d}"
+def checked_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return notes as they will be read. Raises CheckpointError where JSON has no such thing."""
+    try:
+        text = json.dumps(dict(notes))
+        read = _loads(text.encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the notes are no JSON: {error}") from None
+    return dict(read)
 
 
-def part_name(step: int) -> str:
-    """Return the name of the folder that a checkpoint is written into."""
-    return f"{folder_name(step)}.part"
+def _check_extent(text: bytes) -> None:
+    """Raise CheckpointError where a text is larger than manifests may be."""
+    counts = (
+        (MANIFEST_BYTES, len(text)),
+        (MANIFEST_BRACKETS, text.count(b"[") + text.count(b"{")),
+        (MANIFEST_COMMAS, text.count(b",")),
+    )
+    for limit, count in counts:
+        if count > limit.most:
+            raise CheckpointError(limit.refusal(count))
 
 
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of the bytes of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            value = zlib.crc32(part, value)
+def _loads(text: bytes) -> Any:
+    """Return the value of a JSON text in which no key stands twice. Raises ValueError and RecursionError."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            raise ValueError("a key stands twice in one table")
+        return values
+
+    return json.loads(text.decode(), object_pairs_hook=table)
+
+
+def _checked_json(text: bytes) -> dict[str, Any]:
+    """Return the table that a manifest is, once its checksum and extent are right. Raises CheckpointError."""
+    _check_extent(text)
+    head = _HEAD.match(text)
+    if head is None:
+        raise CheckpointError(_OLD_FORMAT if text.startswith(b'{"step": ') else "is no manifest")
+    if hashlib.sha256(text[head.end() :]).hexdigest().encode() != head[1]:
+        raise CheckpointError("has other bytes than were written")
+    try:
+        return dict(_of(_loads(text), dict, "it"))
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError("has lists or tables nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"is no JSON: {error}") from None
+
+
+def _of(value: Any, kind: type[Any], what: str) -> Any:
+    if type(value) is not kind:
+        raise CheckpointError(f"has a {type(value).__name__} for {what}, and not a {kind.__name__}")
     return value
 
 
-def note_checksums(part: Path, rank: int, names: Iterable[str]) -> None:
-    """Leave the checksums of files that a rank wrote in a folder, for `make_whole`."""
-    sums = {name: checksum(part / name) for name in names}
-    (part / f"{_SUMS}{rank}").write_text(json.dumps(sums))
+def _int(values: Any, key: Any, low: int, end: int) -> int:
+    """Return `values[key]`, an integer from `low` on and below `end`."""
+    value = values.get(key) if isinstance(values, dict) else values[key]
+    if type(value) is not int or not low <= value < end:
+        shown = (
+            value if type(value) is not int or value.bit_length() < 64 else "a number of more than 64 bits"
+        )
+        raise CheckpointError(f"has {shown!r} for {key}, and not an integer of {low} to {end - 1}")
+    return value
 
 
-def _take_checksums(part: Path) -> dict[str, int]:
-    """Return the checksums of all files in a folder: those that ranks left, and those of the others.
+def _tensors(value: Any) -> Iterator[tuple[str, SavedTensor]]:
+    names = set()
+    for row in _of(value, list, "tensors"):
+        if type(row) is not list or len(row) != 3 or type(row[0]) is not str or type(row[2]) is not list:
+            raise CheckpointError("has a tensor that is not a name, a dtype and a shape")
+        name, dtype, shape = row
+        if type(dtype) is not str or dtype not in ITEM_BYTES:
+            raise CheckpointError(
+                f"has '{name}' of a dtype {str(dtype)[:40]!r}, which checkpoints do not have"
+            )
+        if name in names:
+            raise CheckpointError(f"has the tensor '{name}' twice")
+        names.add(name)
+        if len(shape) > _MAX_DIMS:
+            raise CheckpointError(f"has '{name}' of {len(shape)} dims, and {_MAX_DIMS} is the limit")
+        sizes = tuple(_int(shape, dim, 0, 1 << 62) for dim in range(len(shape)))
+        if math.prod(sizes) * ITEM_BYTES[dtype] >= 1 << 62:
+            raise CheckpointError(f"has '{name}' of more bytes than there can be")
+        yield name, SavedTensor(dtype, sizes)
 
-    The files in which they were left are removed.
+
+def _file(name: str, value: Any, names: list[str], tensors: Mapping[str, SavedTensor]) -> SavedFile:
+    """Return what a manifest says of a file. Raises CheckpointError."""
+    if _of(value, dict, name).keys() != {"bytes", "crc32", "boxes"}:
+        raise CheckpointError(f"has not bytes, crc32 and boxes for {name}")
+    num_bytes, boxes = 0, []
+    for row in _of(value["boxes"], list, f"the boxes of {name}"):
+        tensor = names[_int(_of(row, list, f"a box of {name}") or [None], 0, 0, len(names))]
+        whole = tensors[tensor]
+        dims = len(whole.shape)
+        if len(row) != 1 + 2 * dims:
+            raise CheckpointError(f"has a box of '{tensor}' that has not {dims} offsets and sizes")
+        for dim, size in enumerate(whole.shape):
+            _int(row, 1 + dim + dims, 1, size - _int(row, 1 + dim, 0, size) + 1)
+        boxes.append(SavedBox(tensor, tuple(row[1 : 1 + dims]), tuple(row[1 + dims :])))
+        num_bytes += math.prod(boxes[-1].sizes) * ITEM_BYTES[whole.dtype]
+    if _int(value, "bytes", 0, 1 << 62) != num_bytes:
+        raise CheckpointError(f"says that {name} has {value['bytes']} bytes, and its boxes have {num_bytes}")
+    return SavedFile(num_bytes, _int(value, "crc32", 0, 1 << 32), tuple(boxes))
+
+
+def _check_tiled(tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile]) -> None:
+    """Raise CheckpointError where boxes do not cover each element of each tensor once.
+
+    Each position of each dim gets a random number, and a box the product over dims of the differences at its ends,
+    modulo a prime. Where boxes tile the whole, their sum is that of the whole; where they do not, it is so with a
+    chance below 1e-16 (Schwartz-Zippel), in time linear in the boxes.
     """
-    sums: dict[str, int] = {}
-    for left in sorted(part.glob(f"{_SUMS}*")):
-        sums |= json.loads(left.read_text())
-        left.unlink()
-    names = {path.name for path in part.iterdir()} - {MANIFEST}
-    return {name: sums[name] if name in sums else checksum(part / name) for name in sorted(names)}
+    height: defaultdict[tuple[str, int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
 
+    def measure(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        product = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            product = product * (height[name, dim, start + size] - height[name, dim, start]) % _PRIME
+        return product
 
-def make_whole(folder: Path, step: int, notes: dict[str, Any]) -> None:
-    """Write the manifest of the checkpoint in `.part`, and give it its final name.
-
-    Args:
-        folder: that of all checkpoints.
-    """
-    part, final = folder / part_name(step), folder / folder_name(step)
-    sums = _take_checksums(part)
-    files = {name: (part / name).stat().st_size for name in sums}
-    with (part / MANIFEST).open("w") as out:
-        json.dump(asdict(Manifest(step, files, sums, notes)), out)
-        out.flush()
-        os.fsync(out.fileno())
-    _sync_folder(part)
-    if final.exists():  # a step that was trained again
-        aside = final.with_suffix(".old")
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
-    part.rename(final)
-    _sync_folder(folder)
-    shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def whole_steps(folder: Path) -> list[int]:
-    """Return the steps of the whole checkpoints in a folder, ascending."""
-    if not folder.is_dir():
-        return []
-    named = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted(int(match[1]) for match, path in named if Manifest.read(path) is not None)
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove what writers left that were ended before a checkpoint was whole."""
-    for path in folder.iterdir():
-        if _PART.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_older(folder: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the last `keep`."""
-    for step in whole_steps(folder)[:-keep]:
-        old = (folder / folder_name(step)).with_suffix(".old")
-        (folder / folder_name(step)).rename(old)
-        shutil.rmtree(old, ignore_errors=True)
+    left = {
+        name: measure(name, (0,) * len(each.shape), each.shape) if math.prod(each.shape) else 0
+        for name, each in tensors.items()
+    }
+    for file in files.values():
+        for box in file.boxes:
+            left[box.name] = (left[box.name] - measure(box.name, box.offsets, box.sizes)) % _PRIME
+    for name, rest in left.items():
+        if rest:
+            raise CheckpointError(f"has boxes of '{name}' that overlap, or leave a part of it out")

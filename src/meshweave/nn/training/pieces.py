@@ -1,24 +1,25 @@
-"""Tensors of which a rank has several boxes, in checkpoints of torch.
+"""Tensors as the boxes that a rank has of them, and which rank writes which box.
 
 A fused matrix, such as that of queries, keys and values side by side, is split part by part: a rank has its heads
-of each of the three. As a DTensor it lies by a strided shard, whose boxes torch's checkpoints do not write. These
-planners do, with the boxes' own places, so that any other layout reads them.
+of each of the three, which are several boxes. Any other DTensor is one box, or several by a strided shard.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshweave.base.errors import CheckpointError, LayoutError, printable
+from meshweave.execute.torch import compat
+from meshweave.nn.training.manifest import ITEM_BYTES, SavedBox, SavedTensor
+from meshweave.nn.weights.blocks import block_of, boxes_of
 
 Ranges = Sequence[Sequence[tuple[int, int]]]
 """Per dim the ranges (start, stop) of positions, whose parts lie one after another on the rank."""
@@ -32,95 +33,113 @@ class ShardPieces:
         shape: of the whole tensor.
         offsets: where each box begins in the whole.
         tensors: each box, as a view of what the rank has.
+        dtype: of the whole; by default that of the first box.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     tensors: tuple[Tensor, ...]
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, tensor: DTensor, ranges: Ranges) -> ShardPieces:
         """Return the boxes of this rank's part of a tensor, which has the given ranges of it."""
-        local = tensor.to_local().detach()
-        begins = [list(itertools.accumulate((b - a for a, b in own), initial=0)) for own in ranges]
+        local = compat.local_tensor(tensor).detach()
         offsets, tensors = [], []
-        for box in itertools.product(*(range(len(own)) for own in ranges)):
-            view = local
-            for dim, number in enumerate(box):
-                start, stop = ranges[dim][number]
-                view = view.narrow(dim, begins[dim][number], stop - start)
+        for own, whole in boxes_of(tuple(tuple(each) for each in ranges)):
+            view = local[own]
             if view.numel():
-                offsets.append(tuple(ranges[dim][number][0] for dim, number in enumerate(box)))
+                offsets.append(tuple(each.start for each in whole))
                 tensors.append(view)
-        return cls(tuple(tensor.shape), tuple(offsets), tuple(tensors))
-
-    def copied(self) -> ShardPieces:
-        """Return the same with memory of its own."""
-        return replace(self, tensors=tuple(tensor.cpu().clone() for tensor in self.tensors))
+        return cls(tuple(tensor.shape), tuple(offsets), tuple(tensors), tensor.dtype)
 
     @property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """Return places and sizes of the boxes."""
-        boxes = zip(self.offsets, self.tensors, strict=True)
-        return [ChunkStorageMetadata(torch.Size(offset), tensor.shape) for offset, tensor in boxes]
-
-    def at(self, index: MetadataIndex) -> Tensor:
-        """Return the box that begins where an index says."""
-        return self.tensors[self.offsets.index(tuple(index.offset))]
+    def saved_as(self) -> SavedTensor:
+        """Return dtype and shape of the whole."""
+        dtype = self.dtype or self.tensors[0].dtype
+        return SavedTensor(str(dtype).removeprefix("torch."), self.shape)
 
 
-class PiecesSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
-    """Saves boxes besides what the state dict has."""
+Saved: TypeAlias = Tensor | ShardPieces
+"""What a checkpoint takes under a name."""
 
-    def __init__(self, pieces: Mapping[str, ShardPieces]) -> None:
-        super().__init__()
-        self._pieces = pieces
 
-    def create_local_plan(self) -> SavePlan:
-        """Return what this rank writes."""
-        plan = super().create_local_plan()
-        items = [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(tensor), torch.Size(pieces.shape)
-                ),
+def pieces_of(name: str, value: Saved) -> ShardPieces:
+    """Return what this rank has of a tensor. Raises CheckpointError where a checkpoint cannot have it."""
+    if type(name) is not str:
+        raise CheckpointError(f"{printable(repr(name))} is no name of a tensor, which is a str")
+    if not isinstance(value, Tensor | ShardPieces):
+        raise CheckpointError(f"'{name}' is a {type(value).__name__}, and a checkpoint takes tensors")
+    if isinstance(value, DTensor):
+        try:
+            pieces = ShardPieces.of(value, block_of(name, value))
+        except LayoutError as error:
+            raise CheckpointError(str(error)) from None
+    elif isinstance(value, Tensor):
+        tensors = (value.detach(),) if value.numel() else ()
+        pieces = ShardPieces(tuple(value.shape), ((0,) * value.dim(),) * len(tensors), tensors, value.dtype)
+    else:
+        pieces = value
+    if (pieces.tensors or pieces.dtype) and pieces.saved_as.dtype not in ITEM_BYTES:
+        raise CheckpointError(f"'{name}' is of {pieces.saved_as.dtype}, which checkpoints do not have")
+    for tensor in pieces.tensors:
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            raise CheckpointError(
+                f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}, not a dense one"
             )
-            for name, pieces in self._pieces.items()
-            for chunk, tensor in zip(pieces.chunks, pieces.tensors, strict=True)
-        ]
-        self.plan = replace(plan, items=[*plan.items, *items])
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what is written under an index."""
-        own = self._pieces.get(index.fqn)
-        return super().lookup_object(index) if own is None else own.at(index)
+        if tensor.is_meta:
+            raise CheckpointError(f"'{name}' is on the meta device, where it has no values")
+    return pieces
 
 
-class PiecesLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
-    """Loads boxes besides what the state dict has."""
+def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, SavedTensor], list[list[SavedBox]]]:
+    """Return all tensors, and the boxes that each rank writes: those that several have go to who has least to do.
 
-    def __init__(self, pieces: Mapping[str, ShardPieces]) -> None:
-        super().__init__()
-        self._pieces = pieces
+    Args:
+        offers: of each rank, (name, dtype, shape, boxes as (offsets, sizes)) of each tensor.
 
-    def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads."""
-        plan = super().create_local_plan()
-        assert self.metadata is not None
-        items = [
-            item
-            for name, pieces in self._pieces.items()
-            for item in create_read_items_for_chunk_list(
-                name, self.metadata.state_dict_metadata[name], pieces.chunks
-            )
-        ]
-        return replace(plan, items=[*plan.items, *items])
+    Raises CheckpointError where ranks differ in what a tensor is.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    owners: dict[SavedBox, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, dtype, shape, boxes in offer:
+            own = SavedTensor(dtype, tuple(shape))
+            if tensors.setdefault(name, own) != own:
+                first = tensors[name]
+                raise CheckpointError(
+                    f"'{name}' is {first.dtype} of shape {first.shape} on one rank, {own.dtype} of shape "
+                    f"{own.shape} on rank {rank}"
+                )
+            for offsets, sizes in boxes:
+                owners.setdefault(SavedBox(name, tuple(offsets), tuple(sizes)), []).append(rank)
+    shares: list[list[SavedBox]] = [[] for _ in offers]
+    load = [0] * len(offers)
+    for box, ranks in owners.items():
+        chosen = min(ranks, key=load.__getitem__)
+        shares[chosen].append(box)
+        load[chosen] += math.prod(box.sizes) * ITEM_BYTES[tensors[box.name].dtype]
+    counts = dict.fromkeys(tensors, 0)
+    for box in owners:
+        counts[box.name] += math.prod(box.sizes)
+    for name, count in counts.items():
+        if count != (whole := math.prod(tensors[name].shape)):
+            raise CheckpointError(f"'{name}' has {whole} elements, and the ranks have parts with {count}")
+    return tensors, shares
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return what is read into under an index."""
-        own = self._pieces.get(index.fqn)
-        tensor: Tensor = super().lookup_tensor(index) if own is None else own.at(index)
-        return tensor
+
+def misfit(name: str, own: SavedTensor, there: SavedTensor, casts: bool) -> str:
+    """Return in words why a saved tensor cannot be loaded into one here; "" where it can.
+
+    Args:
+        casts: whether a floating-point dtype may become another.
+    """
+    if own.shape != there.shape:
+        return f"has '{name}' of shape {there.shape}, and here it is {own.shape}"
+    if own.dtype == there.dtype:
+        return ""
+    is_float = own.dtype.startswith(("float", "bfloat")) and there.dtype.startswith(("float", "bfloat"))
+    if is_float and casts:
+        return ""
+    how = "; casts=True loads it" if is_float else ""
+    return f"has '{printable(name)}' of {there.dtype}, and here it is {own.dtype}{how}"

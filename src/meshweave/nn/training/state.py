@@ -11,7 +11,7 @@ Names do not depend on where a tensor lies, so another mesh or other stages load
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshweave.base.errors import DescriptionError, LayoutError
-from meshweave.nn.training.checkpoints import Checkpoints, Saved
-from meshweave.nn.training.pieces import Ranges, ShardPieces
+from meshweave.base.errors import LayoutError
+from meshweave.nn.training.checkpoints import Checkpoints
+from meshweave.nn.training.manifest import Manifest
+from meshweave.nn.training.pieces import Ranges, Saved, ShardPieces
 
 
 class TrainingState:
@@ -59,36 +60,117 @@ class TrainingState:
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Save the state after `step` steps; `notes` are kept with it. Raises what `Checkpoints.save` does."""
-        tensors = self._model() | self._optimized() | {f"random.{self._rank}": torch.get_rng_state()}
+        tensors = {**self._model(), **self._optimized(), f"random.{self._rank}": torch.get_rng_state()}
         own = {"places": self._places, "groups": self._groups()}
         checkpoints.save(step, tensors, {"training": own, "notes": dict(notes or {})})
 
-    def load(self, checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    def load(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        *,
+        casts: bool = False,
+        extra: bool | Callable[[str], bool] = False,
+    ) -> dict[str, Any]:
         """Load the state after `step` steps in place. Return the notes that were kept with it.
 
+        Parameters of which the checkpoint has no state of an optimizer, as before the first step, have none here
+        afterwards.
+
+        Args:
+            casts, extra: see `Checkpoints.load`.
+
         Raises:
-            DescriptionError: the checkpoint is of another model or optimizer.
+            CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and then
+                nothing here has changed, unless the message says so.
         """
-        own = checkpoints.notes(step).get("training", {})
-        if len(own.get("groups", ())) != len(self._optimizer.param_groups):
-            raise DescriptionError(
-                f"the checkpoint's optimizer has {len(own.get('groups', ()))} groups of parameters, this one "
-                f"{len(self._optimizer.param_groups)}"
-            )
-        self._fill_optimizer()
-        tensors = self._model() | self._optimized()
-        random = torch.get_rng_state()
-        is_same = own.get("places") == self._places
-        if is_same:
-            tensors[f"random.{self._rank}"] = random
-        notes = checkpoints.load(step, tensors)
+        manifest = checkpoints.manifest(step)
+        own, notes, wrong = self._checked(manifest.notes)
+        stateful = {name.removeprefix("optimizer.").rpartition(".")[0] for name in _of_optimizer(manifest)}
+        made: list[Tensor] = []
+        if not wrong:
+            try:
+                made = self._fill_optimizer(stateful)
+            except Exception as error:
+                wrong = f"cannot be loaded: the optimizer makes no state ({type(error).__name__}: {error})"
+        try:
+            checkpoints.refuse_together(step, wrong)
+            random = self._load(checkpoints, step, stateful, own["places"] == self._places, casts, extra)
+        except BaseException:
+            for parameter in made:
+                del self._optimizer.state[parameter]
+            raise
+        for parameter in [each for each in self._optimizer.state if self._names.get(each) not in stateful]:
+            del self._optimizer.state[parameter]
         for group, saved in zip(self._optimizer.param_groups, own["groups"], strict=True):
-            group.update(saved)
-        if is_same:
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        if random is not None:
             torch.set_rng_state(random)
         else:
             torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + self._rank)
-        return dict(notes["notes"])
+        return notes
+
+    def _load(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        stateful: Collection[str],
+        is_same: bool,
+        casts: bool,
+        extra: bool | Callable[[str], bool],
+    ) -> Tensor | None:
+        """Load the tensors. Return the random state, where it is one of these places."""
+        random = torch.get_rng_state()
+        tensors = {**self._model(), **self._optimized(stateful)}
+        numbers = {
+            name: value for name, value in tensors.items() if not isinstance(value, Tensor | ShardPieces)
+        }
+        tensors |= {name: _as_tensor(value) for name, value in numbers.items()}
+        if is_same:
+            tensors[f"random.{self._rank}"] = random
+
+        def is_extra(name: str) -> bool:
+            return name.startswith("random.") or (extra(name) if callable(extra) else extra)
+
+        checkpoints.load(step, tensors, casts=casts, extra=is_extra)
+        wrong = ""
+        try:
+            torch.Generator().set_state(random)
+        except RuntimeError:
+            wrong = (
+                f"has a random.{self._rank} that is no state of a generator; the tensors here have been read"
+            )
+        checkpoints.refuse_together(step, wrong)
+        for parameter, kept in self._optimizer.state.items():
+            for key, value in kept.items():
+                if (name := f"optimizer.{self._names[parameter]}.{key}") in numbers:
+                    kept[key] = type(value)(tensors[name].item())
+        return random if is_same else None
+
+    def _checked(self, notes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+        """Return what `save` noted, the notes that it was given, and in words why they do not fit here."""
+        own, given = notes.get("training"), notes.get("notes")
+        groups = own.get("groups") if isinstance(own, dict) else None
+        if not isinstance(own, dict) or not isinstance(given, dict) or not isinstance(groups, list):
+            return {}, {}, "was not saved by a TrainingState"
+        own.setdefault("places", None)
+        if len(groups) != len(self._optimizer.param_groups):
+            return (
+                own,
+                given,
+                (
+                    f"has an optimizer of {len(groups)} groups of parameters, and this one has "
+                    f"{len(self._optimizer.param_groups)}"
+                ),
+            )
+        for group in groups:
+            if not isinstance(group, dict) or "params" in group or not all(map(_is_setting, group.values())):
+                return own, given, "has settings of an optimizer that are no settings"
+        return own, given, ""
 
     def _saved(self, name: str, value: Tensor) -> Saved:
         """Return a tensor that lies as the parameter `name`, as checkpoints take it."""
@@ -96,45 +178,86 @@ class TrainingState:
         is_fused = name in self._ranges and isinstance(value, DTensor)
         return ShardPieces.of(value, self._ranges[name]) if is_fused else value
 
-    def _model(self) -> dict[str, Saved]:
+    def _model(self) -> dict[str, Any]:
         return {
-            f"model.{name}": self._saved(name, value)
+            f"model.{name}": self._saved(name, value) if isinstance(value, Tensor) else value
             for module in self._modules
             for name, value in module.state_dict().items()
         }
 
-    def _optimized(self) -> dict[str, Saved]:
-        return {
-            f"optimizer.{self._names[parameter]}.{key}": self._saved(self._names[parameter], value)
-            for parameter, kept in self._optimizer.state.items()
-            for key, value in kept.items()
-            if isinstance(value, Tensor)
-        }
+    def _optimized(self, stateful: Collection[str] | None = None) -> dict[str, Any]:
+        """Return what the optimizer keeps of parameters, of all or of those named, and None of nothing.
+
+        What is neither a tensor nor a number stays what it is, and is refused where it is saved.
+        """
+        state: dict[str, Any] = {}
+        for parameter, kept in self._optimizer.state.items():
+            if (name := self._names.get(parameter)) is None:
+                raise LayoutError("the optimizer has a parameter of no module here; give all modules")
+            for key, value in kept.items():
+                if value is not None and (stateful is None or name in stateful):
+                    own = self._saved(name, value) if isinstance(value, Tensor) else value
+                    state[f"optimizer.{name}.{key}"] = _as_tensor(own) if stateful is None else own
+        return state
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the settings of the optimizer's groups that JSON has."""
-        simple = (bool, int, float, str, list, tuple, type(None))
-        return [
-            {key: value for key, value in group.items() if key != "params" and isinstance(value, simple)}
-            for group in self._optimizer.param_groups
+        """Return the settings of the optimizer's groups that JSON has, rates that are tensors among them."""
+        groups = [
+            {key: _plain(value) for key, value in each.items()} for each in self._optimizer.param_groups
         ]
+        return [{k: v for k, v in each.items() if k != "params" and _is_setting(v)} for each in groups]
 
-    def _fill_optimizer(self) -> None:
-        """Let a fresh optimizer make its state: one step with gradients of zero and a rate of zero."""
-        if self._optimizer.state:
-            return
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+    def _fill_optimizer(self, stateful: Collection[str]) -> list[Tensor]:
+        """Let the optimizer make state of the parameters named that have none. Return these.
+
+        It takes one step in which only they have gradients, of zero, at a rate of zero.
+        """
+        groups = self._optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        made = [
+            each
+            for each in parameters
+            if self._names.get(each) in stateful and not self._optimizer.state.get(each)
+        ]
+        if not made:
+            return []
         gradients = [parameter.grad for parameter in parameters]
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        for group in self._optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        self._optimizer.step()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        rates = [group["lr"] for group in groups]
+        lacking = set(made)
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
+            for group in groups:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            self._optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        return [each for each in made if each in self._optimizer.state]
+
+
+def _of_optimizer(manifest: Manifest) -> list[str]:
+    return [name for name in manifest.tensors if name.startswith("optimizer.")]
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a number as a tensor, and anything else as it is."""
+    return torch.tensor(value, dtype=_OF_NUMBERS[type(value)]) if type(value) in _OF_NUMBERS else value
+
+
+_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_setting, value))
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _fused_ranges(module: nn.Module) -> dict[str, Ranges]:

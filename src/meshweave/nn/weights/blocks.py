@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -41,13 +42,12 @@ def block_of(name: str, tensor: Tensor) -> Block:
 
 
 def _runs(indices: Any) -> Runs:
-    runs: list[tuple[int, int]] = []
-    for position in map(int, indices):
-        if runs and runs[-1][1] == position:
-            runs[-1] = runs[-1][0], position + 1
-        else:
-            runs.append((position, position + 1))
-    return tuple(runs)
+    """Return the ranges of ascending positions; `indices` is a numpy array."""
+    if not len(indices):
+        return ()
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    runs = zip((0, *breaks), (*breaks, len(indices)), strict=True)
+    return tuple((int(indices[start]), int(indices[stop - 1]) + 1) for start, stop in runs)
 
 
 def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

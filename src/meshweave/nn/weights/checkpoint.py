@@ -82,8 +82,11 @@ class Checkpoint:
         try:
             weight_map = json.loads(path.read_text())["weight_map"]
             files = {str(name): path.parent / str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DescriptionError(f"{path}: no index of safetensors; it has no 'weight_map'") from None
+        away = next((file for file in weight_map.values() if str(file) != Path(str(file)).name), None)
+        if away is not None:
+            raise DescriptionError(f"{path}: names the file '{away}', and its files lie beside it")
         gone = sorted({file.name for file in files.values() if not file.is_file()})
         if gone:
             raise DescriptionError(f"{path}: names {', '.join(gone)}, which {path.parent} does not have")

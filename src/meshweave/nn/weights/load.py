@@ -84,7 +84,7 @@ def load_weights(
 
     Raises:
         DescriptionError: there is no such checkpoint, or tensors of the module are missing in it.
-        LayoutError: a tensor has another shape there, or is a partial sum here.
+        LayoutError: a tensor has another shape there, or fractions for integers here, or is a partial sum here.
         UnsupportedError: safetensors is not installed.
     """
     checkpoint, report = Checkpoint(path), LoadReport()
@@ -98,6 +98,10 @@ def load_weights(
         block = block_of(slot.names[0], slot.tensor)
         _check_shape(slot, stored, checkpoint)
         part = checkpoint.read(stored.name, block[::-1] if stored.is_transposed else block)
+        if part.is_floating_point() > (slot.tensor.is_floating_point() or slot.tensor.is_complex()):
+            raise LayoutError(
+                f"{slot.names[0]} is {slot.tensor.dtype}, and {stored.name} of {path} {part.dtype}"
+            )
         report.bytes_read += part.numel() * part.element_size()
         slot.fill(part.t() if stored.is_transposed else part, device)
         report.loaded[slot.names[0]] = stored.name

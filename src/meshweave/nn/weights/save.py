@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import CheckpointError, LayoutError
 from meshweave.execute.torch import compat
 from meshweave.nn.weights.blocks import Block, block_of, boxes_of, sizes_of
 from meshweave.nn.weights.checkpoint import INDEX_FILE, SINGLE_FILE, safetensors_library
@@ -52,9 +52,11 @@ def save_weights(
         The files, on rank 0; nothing on the others.
 
     Raises:
+        CheckpointError: the first rank cannot write; on all ranks.
         LayoutError: ranks differ in what a tensor is, or do not have all of it.
         UnsupportedError: safetensors is not installed.
     """
+    safetensors_library()
     own = {}
     pieces = []
     for slot in slots_of(module):
@@ -67,15 +69,20 @@ def save_weights(
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
     senders = _senders(_all_pieces(pieces))
     files = _files_of(senders, file_bytes)
-    rank, written = _rank(), []
+    rank, written, wrong = _rank(), [], [""]
     for number, group in enumerate(files):
         whole = {name: _gathered(senders[name], own.get(name), rank) for name in group}
-        if rank == 0:
-            written.append(_write(Path(folder), number, len(files), whole))
-    if rank == 0 and len(files) > 1:
-        _write_index(Path(folder), files, senders)
+        try:
+            if rank == 0 and not wrong[0]:
+                written.append(_write(Path(folder), number, len(files), whole))
+                if len(files) == number + 1 > 1:
+                    _write_index(Path(folder), files, senders)
+        except Exception as error:  # the others send on, and are told below
+            wrong = [f"{folder} cannot be written: {type(error).__name__}: {error}"]
     if dist.is_initialized():
-        dist.barrier()
+        dist.broadcast_object_list(wrong, 0)
+    if wrong[0]:
+        raise CheckpointError(wrong[0])
     return tuple(written)
 
 

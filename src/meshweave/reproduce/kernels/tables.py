@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshweave.report.markdown import markdown_table
 from meshweave.reproduce.kernels.score import Score
 
 _HEAD = ("device", "dtype or kind", "priced by", "rows of", "rows", "mean", "median", "worst")
@@ -12,12 +13,11 @@ _HEAD = ("device", "dtype or kind", "priced by", "rows of", "rows", "mean", "med
 
 def score_table(scores: Sequence[Score]) -> str:
     """Return scores as a Markdown table, errors in percent."""
-    lines = [f"| {' | '.join(_HEAD)} |", "|---|---|---|---|---:|---:|---:|---:|"]
+    lines = []
     for score in scores:
         errors = (percent(error) for error in (score.mean, score.median, score.worst))
-        cells = score.device, score.group, score.method, score.subset, str(score.rows), *errors
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append((score.device, score.group, score.method, score.subset, str(score.rows), *errors))
+    return markdown_table(_HEAD, "llllrrrr", lines)
 
 
 def percent(error: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshweave.report.markdown import markdown_table
 from meshweave.reproduce.nccl.score import GOAL, BandwidthRow
 
 _HEAD = (
@@ -21,7 +22,7 @@ _HEAD = (
 
 def bandwidth_table(rows: Sequence[BandwidthRow]) -> str:
     """Return the rows as a Markdown table."""
-    lines = [f"| {' | '.join(_HEAD)} |", "|---|---:|---|---:|---:|---:|---:|---|---|"]
+    lines = []
     for row in rows:
         verdict = ("hit" if row.is_hit else "miss") if row.counts else "not counted"
         cells = (
@@ -35,8 +36,8 @@ def bandwidth_table(rows: Sequence[BandwidthRow]) -> str:
             ),
             *(f"{100 * row.error:+.1f} %", row.algorithm, verdict + (f" ({row.note})" if row.note else "")),
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown_table(_HEAD, "lrlrrrrll", lines)
 
 
 def summary_line(rows: Sequence[BandwidthRow]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
+from meshweave.report.markdown import markdown_table
 from meshweave.reproduce.training_runs.cases import RunCase, case_of
 from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun
@@ -142,13 +143,10 @@ def cells_line(cells: Sequence[SweepCell]) -> str:
 
 def cells_table(cells: Sequence[SweepCell]) -> str:
     """Return the cells as a Markdown table."""
-    lines = [
-        "| line | model | chips | published best | predicted best | published is slower by |",
-        "|---:|---|---|---|---|---:|",
-    ]
+    lines = []
     for cell in cells:
         published = cell.published if cell.fits else f"{cell.published} (does not fit)"
         slower = "-" if cell.slower is None else f"{cell.slower:.1%}"
-        words = str(cell.line), cell.model, cell.chips, published, cell.best or cell.reason, slower
-        lines.append("| " + " | ".join(word.replace("|", "/") for word in words) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append((str(cell.line), cell.model, cell.chips, published, cell.best or cell.reason, slower))
+    head = ("line", "model", "chips", "published best", "predicted best", "published is slower by")
+    return markdown_table(head, "rllllr", lines)

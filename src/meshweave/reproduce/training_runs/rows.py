@@ -13,12 +13,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from meshweave.base.errors import did_you_mean, printable
+from meshweave.base.limits import RUNS
 from meshweave.describe.files import Problem, fail, fail_with_all, read_text
 
 SHIPPED = "training_runs.csv"
@@ -81,6 +83,8 @@ def parse_runs(text: str, file: str | Path) -> tuple[PublishedRun, ...]:
                 problems.append(row)
     except csv.Error as error:
         fail(file, f"line {reader.line_num}", f"is no row of comma-separated values ({error})")
+    if len(runs) > RUNS.most:
+        fail(file, "", RUNS.refusal(len(runs)))
     if problems:
         fail_with_all(file, problems)
     if not runs:
@@ -90,8 +94,8 @@ def parse_runs(text: str, file: str | Path) -> tuple[PublishedRun, ...]:
 
 def _header(names: list[str], file: str | Path) -> list[str]:
     header = [name.strip() for name in names]
-    for name in header:
-        if name and header.count(name) > 1:
+    for name, count in Counter(header).items():
+        if name and count > 1:
             fail(file, "line 1", f"column '{printable(name)}' stands twice")
     for name in COLUMNS:
         if name not in header:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
+from meshweave.report.markdown import markdown_table
 from meshweave.reproduce.training_runs.models import size_of
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.score import ScoredRun
@@ -78,16 +79,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def sweep_table(sweeps: Sequence[RunSweep]) -> str:
     """Return the mean correlation of sweeps by source and what varies, as a Markdown table."""
-    lines = [
-        "| source | varies | sweeps | rows | mean rank correlation | least |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for source, varies in dict.fromkeys((sweep.source, sweep.varies) for sweep in sweeps):
         of = [sweep for sweep in sweeps if (sweep.source, sweep.varies) == (source, varies)]
         correlations = [sweep.correlation for sweep in of]
         numbers = str(len(of)), str(sum(sweep.rows for sweep in of))
         figures = f"{mean(correlations):.2f}", f"{min(correlations):.2f}"
-        lines.append(
-            "| " + " | ".join([source.split(" (")[0].replace("|", "/"), varies, *numbers, *figures]) + " |"
-        )
-    return "\n".join(lines) + "\n"
+        lines.append((source.split(" (")[0], varies, *numbers, *figures))
+    head = ("source", "varies", "sweeps", "rows", "mean rank correlation", "least")
+    return markdown_table(head, "llrrrr", lines)

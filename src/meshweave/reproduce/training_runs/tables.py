@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from meshweave.report.markdown import markdown_table
 from meshweave.reproduce.training_runs.score import (
     MEMORY_GOAL,
     ROW_GOAL,
@@ -27,10 +28,8 @@ def runs_table(rows: Sequence[ScoredRun], num_worst: int = 10) -> str:
 
 def source_table(rows: Sequence[ScoredRun]) -> str:
     """Return the errors by source as a Markdown table."""
-    lines = [
-        f"| source | rows | scored | median error | bias | worst | within {ROW_GOAL:.0%} | memory |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    head = ("source", "rows", "scored", "median error", "bias", "worst", f"within {ROW_GOAL:.0%}", "memory")
+    lines = []
     for score in source_scores(rows):
         memory = "-" if score.memory_median is None else f"{score.memory_median:.1%} of {score.memory_rows}"
         if score.median is None or score.worst is None or score.bias is None:
@@ -43,24 +42,20 @@ def source_table(rows: Sequence[ScoredRun]) -> str:
                 str(score.num_within),
                 memory,
             ]
-        lines.append(
-            "| " + " | ".join([_short(score.source), str(score.rows), str(score.predicted), *cells]) + " |"
-        )
-    return "\n".join(lines) + "\n"
+        lines.append([_short(score.source), str(score.rows), str(score.predicted), *cells])
+    return markdown_table(head, "lrrrrrrr", lines)
 
 
 def worst_table(rows: Sequence[ScoredRun], number: int) -> str:
     """Return the rows with the largest errors as a Markdown table, the worst first."""
-    lines = [
-        "| line | source | model | chips | metric | published | predicted | error | laid out as |",
-        "|---:|---|---|---|---|---:|---:|---:|---|",
-    ]
+    head = ("line", "source", "model", "chips", "metric", "published", "predicted", "error", "laid out as")
+    lines = []
     judged = [row for row in rows if row.error is not None]
     for row in sorted(judged, key=lambda row: -abs(row.error or 0.0))[:number]:
-        words = str(row.line), _short(row.source), _cell(row.model), _cell(row.chips), _cell(row.metric)
+        words = str(row.line), _short(row.source), row.model, row.chips, row.metric
         figures = f"{row.published:g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
-        lines.append("| " + " | ".join([*words, *figures, row.choice]) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append((*words, *figures, row.choice))
+    return markdown_table(head, "rllllrrrl", lines)
 
 
 def worst_memory_table(rows: Sequence[ScoredRun], number: int) -> str:
@@ -68,15 +63,13 @@ def worst_memory_table(rows: Sequence[ScoredRun], number: int) -> str:
     judged = [row for row in rows if row.memory_error is not None]
     if not judged:
         return ""
-    lines = [
-        "| line | source | model | chips | published | predicted | error | laid out as |",
-        "|---:|---|---|---|---:|---:|---:|---|",
-    ]
+    head = ("line", "source", "model", "chips", "published", "predicted", "error", "laid out as")
+    lines = []
     for row in sorted(judged, key=lambda row: -abs(row.memory_error or 0.0))[:number]:
-        words = str(row.line), _short(row.source), _cell(row.model), _cell(row.chips)
+        words = str(row.line), _short(row.source), row.model, row.chips
         figures = f"{row.published_gb:.1f} GB", f"{row.predicted_gb:.1f} GB", f"{row.memory_error:+.1%}"
-        lines.append("| " + " | ".join([*words, *figures, row.choice]) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append((*words, *figures, row.choice))
+    return markdown_table(head, "rlllrrrl", lines)
 
 
 def reasons_table(rows: Sequence[ScoredRun]) -> str:
@@ -84,9 +77,8 @@ def reasons_table(rows: Sequence[ScoredRun]) -> str:
     reasons = Counter((_short(row.source), row.reason) for row in rows if row.reason)
     if not reasons:
         return ""
-    lines = ["| not predicted | rows | reason |", "|---|---:|---|"]
-    lines += [f"| {source} | {count} | {_cell(reason)} |" for (source, reason), count in reasons.items()]
-    return "\n".join(lines) + "\n"
+    lines = [(source, str(count), reason) for (source, reason), count in reasons.items()]
+    return markdown_table(("not predicted", "rows", "reason"), "lrl", lines)
 
 
 def summary_line(rows: Sequence[ScoredRun]) -> str:
@@ -105,14 +97,9 @@ def summary_line(rows: Sequence[ScoredRun]) -> str:
 
 
 def _short(source: str) -> str:
-    text = _cell(source)
-    if len(text) <= _WIDTH:
-        return text
-    return f"{text[: _WIDTH - 26].rstrip()} ... {text[-21:].lstrip()}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/")
+    if len(source) <= _WIDTH:
+        return source
+    return f"{source[: _WIDTH - 26].rstrip()} ... {source[-21:].lstrip()}"
 
 
 def runs_page(rows: Sequence[ScoredRun], sweeps: str = "", cells: str = "") -> str:

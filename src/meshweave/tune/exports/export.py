@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
-from meshweave.describe.model import load_model
 from meshweave.tune.exports.hugging_face import to_hugging_face
 from meshweave.tune.exports.megatron_lm import to_megatron_lm
 from meshweave.tune.exports.row import Export, PlannedRow
 from meshweave.tune.exports.torchtitan import to_torchtitan
 from meshweave.tune.plan import Plan
+from meshweave.tune.plan_description import planned_model
 
 TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
     "megatron-lm": to_megatron_lm,
@@ -30,7 +30,7 @@ def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
         UnsupportedError: there is no such target, or it does not have the strategy; the error names the first row
             of the plan that it has.
         LayoutError: the plan has no such row.
-        DescriptionError: it is a plan of products, or its model is not in the catalog and no file.
+        DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
     """
     if target not in TARGETS:
         raise UnsupportedError(
@@ -39,7 +39,7 @@ def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
-    model, convert = load_model(plan.model), TARGETS[target]
+    model, convert = planned_model(plan), TARGETS[target]
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
         return convert(rows[row - 1])

@@ -1,10 +1,13 @@
-"""A plan as the `tp_plan` of Hugging Face transformers (integrations/tensor_parallel.py of transformers 5)."""
+"""A plan as `tp_plan` and config of Hugging Face transformers 5 (integrations/tensor_parallel.py)."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.describe.model import Transformer
+from meshweave.tune.exports.model_words import defining, model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 _LAYERS = {
@@ -65,8 +68,81 @@ def to_hugging_face(row: PlannedRow) -> Export:
             f"A micro-batch of {degrees.micro_batch} is per_device_train_batch_size of the Trainer, with "
             f"gradient_accumulation_steps for the batch of {row.plan.batch}."
         )
-    text = (
-        f"tp_plan = {json.dumps(plan, indent=4)}\n"
-        "model = AutoModelForCausalLM.from_pretrained(name, tp_plan=tp_plan)"
+    order = tuple(degrees.order)
+    if tensor > 1 and order[0] != "tensor":
+        left_out.append(f"The order of ranks is {', '.join(order)}, innermost first; a tp_plan has none.")
+    if degrees.pipeline > 1:
+        stages = (
+            f"{degrees.virtual_stages} stages a rank" if degrees.virtual_stages > 1 else "one stage a rank"
+        )
+        left_out.append(f"The schedule is {degrees.schedule} with {stages}; a tp_plan has none.")
+    config, told = config_of(row.model)
+    left_out.append(
+        f"Sequences of {row.plan.sequence} tokens, the batch of {row.plan.batch} and {row.plan.dtype} are the "
+        "Trainer's to set."
     )
-    return Export("hf", {"tp_plan": plan, "tp_size": tensor}, text, tuple(left_out))
+    left_out += model_left_out(row.model, told, "transformers")
+    left_out += step_left_out(row, (), "transformers")
+    made = f"config = AutoConfig.for_model(**{config!r})\n" if config else ""
+    text = (
+        f"{made}tp_plan = {json.dumps(plan, indent=4)}\n"
+        f"model = AutoModelForCausalLM.from_pretrained(name, {'config=config, ' if config else ''}tp_plan=tp_plan)"
+    )
+    settings = {"tp_plan": plan, "tp_size": tensor, "config": config}
+    return Export("hf", settings, text, tuple(left_out))
+
+
+_CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose `config.json` has the names of Llama's."""
+
+
+def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
+    """Return the `config.json` of a model, and the fields that it tells; none of a family with names of its own.
+
+    A model of no family has that of a Llama.
+    """
+    own = model.architecture
+    if own.model_type not in ("", *_CONFIGS):
+        return {}, set()
+    family = own.model_type if own.model_type in _CONFIGS else "llama"
+    rotary = {"rope_theta": own.rotary_base, "rope_type": "default"}
+    config = {
+        "model_type": family,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_hidden,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings,
+        "hidden_act": own.activation,
+        "rms_norm_eps": own.norm_eps if own.norm == "rms" else None,
+        "max_position_embeddings": own.max_positions,
+        "initializer_range": own.init_std,
+        "rope_parameters": rotary | json.loads(own.rotary_scaling or "{}") if own.rotary_base else None,
+    }
+    told = {"num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "vocab_size"}
+    told |= {"tied_embeddings", "gated_ffn", "activation", "max_positions", "init_std", "rotary_base"}
+    told |= {"rotary_scaling"} if own.rotary_base else set()
+    told |= {"norm", "norm_eps"} if own.norm == "rms" else set()
+    told |= {"positions"} if own.positions == "rotary" else set()
+    told |= {"rotary_share"} if own.rotary_share == 1 else set()
+    told |= {"qk_norm"} if own.qk_norm == (family == "qwen3") else set()
+    told |= {"model_type"} if own.model_type == family else set()
+    biases = own.qkv_bias, own.out_bias, own.ffn_bias
+    fixed = {"mistral": (False, False, False), "qwen2": (True, False, False)}
+    if family in fixed:
+        told |= _BIASES if biases == fixed[family] else set()
+    elif own.qkv_bias == own.out_bias and (family == "llama" or not own.ffn_bias):
+        config |= {"attention_bias": own.qkv_bias} | ({"mlp_bias": own.ffn_bias} if family == "llama" else {})
+        told |= _BIASES
+    if family == "mistral":
+        config["sliding_window"] = own.window
+        told.add("window")
+    unknown = {name for name, value in defining(model).items() if value is None}
+    kept = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
+    return kept, told - (unknown - {"window"})
+
+
+_BIASES = {"qkv_bias", "out_bias", "ffn_bias"}

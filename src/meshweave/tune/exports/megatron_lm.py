@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.tune.exports.model_words import model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 _ORDERS = {("tensor", "context", "data", "pipeline"): (), ("tensor", "context", "pipeline", "data"): (
@@ -15,31 +17,25 @@ _DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 
 def to_megatron_lm(row: PlannedRow) -> Export:
     """Return the arguments for `pretrain_gpt.py`. Raises UnsupportedError where it has no such strategy."""
-    plan, model, degrees = row.plan, row.model, row.degrees
+    plan, degrees = row.plan, row.degrees
     row.require_megatron("Megatron-LM")
     left_out: list[str] = []
-    settings: dict[str, Any] = {
-        "--num-layers": model.num_layers,
-        "--hidden-size": model.hidden,
-        "--ffn-hidden-size": model.ffn_hidden,
-        "--num-attention-heads": model.num_heads,
-        "--kv-channels": model.head_dim,
+    flags: list[str] = []
+    settings: dict[str, Any] = {}
+    told = _add_model(row, settings, flags, left_out)
+    settings |= {
         "--seq-length": plan.sequence,
-        "--max-position-embeddings": plan.sequence,
         "--micro-batch-size": degrees.micro_batch,
         "--global-batch-size": plan.batch,
         "--tensor-model-parallel-size": row.tensor,
         "--pipeline-model-parallel-size": degrees.pipeline,
         "--context-parallel-size": degrees.context,
     }
-    flags: list[str] = []
-    if model.num_kv_heads != model.num_heads:
-        flags.append("--group-query-attention")
-        settings["--num-query-groups"] = model.num_kv_heads
-    if model.gated_ffn:
-        flags.append("--swiglu")
-    if not model.tied_embeddings:
-        flags.append("--untie-embeddings-and-output-weights")
+    if degrees.data > 1:
+        left_out.append(
+            f"Data parallelism of {degrees.data} is what the number of ranks makes of it: start "
+            f"{degrees.num_chips}."
+        )
     if row.tensor > 1 and degrees.strategy == "megatron_sp":
         flags.append("--sequence-parallel")
     flags += _zero_flags(row, settings)
@@ -59,9 +55,139 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     flags += _DTYPES.get(plan.dtype, ())
     if plan.dtype not in _DTYPES:
         left_out.append(f"Products are in {plan.dtype}, for which these arguments have no word.")
+    left_out += model_left_out(row.model, told, "Megatron-LM")
+    left_out += step_left_out(row, ("dropout", *_add_step(row, settings, flags)), "Megatron-LM")
     words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
     table = settings | dict.fromkeys(flags, True)
     return Export("megatron-lm", table, " \\\n".join(words), tuple(left_out))
+
+
+def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]) -> set[str]:
+    """Add the arguments that define the model; return the fields that they tell."""
+    model, own = row.model, row.model.architecture
+    settings |= {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn_hidden,
+        "--num-attention-heads": model.num_heads,
+        "--kv-channels": model.head_dim,
+        "--max-position-embeddings": max(row.plan.sequence, own.max_positions or 0),
+    }
+    told = {"num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim", "tied_embeddings"}
+    if row.plan.sequence <= (own.max_positions or row.plan.sequence):
+        told.add("max_positions")
+    if model.num_kv_heads != model.num_heads:
+        flags.append("--group-query-attention")
+        settings["--num-query-groups"] = model.num_kv_heads
+    if not model.tied_embeddings:
+        flags.append("--untie-embeddings-and-output-weights")
+    if model.vocab_size is not None:
+        settings |= {"--vocab-size": model.vocab_size, "--make-vocab-size-divisible-by": 1}
+        told.add("vocab_size")
+        if model.vocab_size % row.tensor:
+            left_out.append(
+                f"{model.vocab_size} words do not divide among {row.tensor} ranks: Megatron-LM adds words that "
+                "are no tokens."
+            )
+    for name, option, value in (
+        ("norm", "--normalization", {"rms": "RMSNorm", "layer": "LayerNorm"}.get(own.norm or "")),
+        ("norm_eps", "--norm-epsilon", own.norm_eps),
+        ("init_std", "--init-method-std", own.init_std),
+    ):
+        if value is not None:
+            settings[option] = value
+            told.add(name)
+    if own.qk_norm is not None:
+        flags += ["--qk-layernorm"] if own.qk_norm else []
+        told.add("qk_norm")
+    return told | _activation(row, flags) | _biases(row, flags) | _positions(row, settings, flags)
+
+
+def _activation(row: PlannedRow, flags: list[str]) -> set[str]:
+    """Add what names the activation; return what it tells. A gate whose activation is unknown is SwiGLU."""
+    activation, gated = row.model.architecture.activation, row.model.gated_ffn
+    word = _ACTIVATIONS.get((gated, activation))
+    if word is None:
+        return set()
+    flags += [word] if word else []
+    return {"gated_ffn", "activation"} if activation is not None else {"gated_ffn"}
+
+
+_ACTIVATIONS = {
+    (True, "silu"): "--swiglu",
+    (True, "swish"): "--swiglu",
+    (True, None): "--swiglu",
+    (False, "relu2"): "--squared-relu",
+    (False, "gelu"): "--no-bias-gelu-fusion",  # the fused kernel approximates by tanh
+    (False, "gelu_new"): "",
+    (False, "gelu_pytorch_tanh"): "",
+    (False, "gelu_fast"): "",
+    (False, None): "",
+}
+
+
+def _biases(row: PlannedRow, flags: list[str]) -> set[str]:
+    own = row.model.architecture
+    biases = own.qkv_bias, own.out_bias, own.ffn_bias
+    words = _BIASES.get(biases)
+    flags += words or ()
+    return set() if words is None else {"qkv_bias", "out_bias", "ffn_bias"}
+
+
+_BIASES: dict[tuple[bool | None, ...], tuple[str, ...]] = {
+    (True, True, True): (),
+    (False, False, False): ("--disable-bias-linear",),
+    (True, False, False): ("--disable-bias-linear", "--add-qkv-bias"),
+}
+
+
+def _positions(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> set[str]:
+    own = row.model.architecture
+    if own.positions == "learned":
+        settings["--position-embedding-type"] = "learned_absolute"
+        return {"positions"}
+    if own.positions != "rotary":
+        return set()
+    settings["--position-embedding-type"] = "rope"
+    told = {"positions"}
+    if own.rotary_base is not None and own.rotary_base.is_integer():
+        settings["--rotary-base"] = int(own.rotary_base)
+        told.add("rotary_base")
+    if own.rotary_share is not None:
+        settings["--rotary-percent"] = own.rotary_share
+        told.add("rotary_share")
+    scaling = json.loads(own.rotary_scaling) if own.rotary_scaling else {}
+    factor = scaling.pop("factor", None)
+    if factor and {**scaling, "rope_type": scaling.pop("type", scaling.get("rope_type"))} == _LLAMA3_SCALING:
+        flags.append("--use-rope-scaling")
+        settings["--rope-scaling-factor"] = factor
+        told.add("rotary_scaling")
+    return told
+
+
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What --use-rope-scaling has beside a factor (megatron/core/models/common/embeddings/rotary_pos_embedding.py)."""
+
+
+def _add_step(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> set[str]:
+    """Add dropout, optimizer and overlap of a step; return the settings of the price that they tell."""
+    has_dropout = row.settings.get("dropout", not row.model.gated_ffn)
+    if not has_dropout:
+        settings |= {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}
+    if row.settings.get("optimizer", "adam") == "sgd":
+        settings |= {"--optimizer": "sgd", "--sgd-momentum": 0.0}
+    elif row.settings.get("optimizer", "adam") == "momentum":
+        settings["--optimizer"] = "sgd"
+    else:
+        settings["--optimizer"] = "adam"
+    if row.degrees.data > 1 and "stack" not in row.settings:
+        flags += ["--overlap-grad-reduce", *(["--overlap-param-gather"] if row.degrees.zero else [])]
+    return {"optimizer"}
 
 
 def _zero_flags(row: PlannedRow, settings: dict[str, Any]) -> tuple[str, ...]:

@@ -37,6 +37,11 @@ class PlannedRow:
     degrees: DegreesRecord
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Return what the step was priced with where that is not the default."""
+        return self.plan.description.settings if self.plan.description else {}
+
+    @property
     def tensor(self) -> int:
         """Return how many ranks share a layer. Raises UnsupportedError where they are a mesh of two axes."""
         tensor = self.degrees.tensor

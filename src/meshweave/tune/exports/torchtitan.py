@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.tune.exports.model_words import model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 _SCHEDULES = {
@@ -51,6 +52,8 @@ def to_torchtitan(row: PlannedRow) -> Export:
             "Selective recomputation here computes attention again; torchtitan's saves the results of listed "
             "ops, attention among them, and computes the rest again."
         )
+    left_out += model_left_out(row.model, (), "torchtitan, whose --model.flavor names it,")
+    left_out += step_left_out(row, (), "torchtitan")
     settings: dict[str, Any] = {
         "parallelism": parallelism,
         "training": training,

@@ -126,6 +126,11 @@ class Step:
         return self.stages.micro_batches
 
     @property
+    def not_priced(self) -> tuple[str, ...]:
+        """Return what of the model the time and memory do not know, a few words each."""
+        return self.problem.model.not_priced_at(self.problem.seq)
+
+    @property
     def tokens_per_second_per_chip(self) -> float:
         """Return the tokens of a step over its time and the number of chips."""
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks

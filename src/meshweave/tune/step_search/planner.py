@@ -14,6 +14,7 @@ from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
+from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
 from meshweave.tune.step.ceiling import rate_ceiling
@@ -101,8 +102,10 @@ def space_options(fixed: dict[str, Any]) -> SpaceOptions:
         field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
-            fitting = (name for name, entry in SCHEDULES.items() if set(values) & set(entry.stages_per_rank))
-            chosen.setdefault("schedules", tuple(name for name in fitting if SCHEDULES[name].is_searched))
+            fitting = (
+                e.name for e in SCHEDULES.values() if e.is_searched and any(map(e.takes_stages, values))
+            )
+            chosen.setdefault("schedules", tuple(fitting))
         chosen[field] = values
     return SpaceOptions(**chosen)
 
@@ -136,6 +139,8 @@ def plan_step(
             problem, ranking, memory_bytes - limit, link_sensitivity(ranking) if sensitivity else ()
         ),
         note=NOTE,
+        not_priced=model.not_priced_at(problem.seq),
+        description=describe(model, cluster, problem),
         unmeasured=unmeasured_kernels(cluster.chip, problem.product_dtype or problem.dtype),
     )
 
@@ -156,7 +161,7 @@ def _steps_record(
         pairs="causal",
         ceiling=ceiling.share,
         above_ceiling=ceiling.reason(max(step.hfu for step in steps)),
-        defaults=_defaults_record(ranking.space),
+        **_defaults(ranking.space),
         searched={
             "nodes": count.nodes,
             "priced": count.priced,
@@ -170,17 +175,17 @@ def _steps_record(
     )
 
 
-def _defaults_record(space: StepSpace) -> StepRecord | None:
-    """Return the record of the step that `mw.step` gives with what the space fixes; None where it is refused."""
+def _defaults(space: StepSpace) -> dict[str, Any]:
+    """Return the record of the step that `mw.step` gives with what the space fixes, or why it is refused."""
     fixed = {}
     for name, values in vars(space.options).items():
         field = _FIELDS_OF_OPTIONS.get(name, name)
         if values is not None and len(values) == 1:
             fixed[field] = values[0]
     try:
-        return step_record(step_of(space.problem, with_defaults(space.problem, fixed)))
-    except MeshweaveError:
-        return None
+        return {"defaults": step_record(step_of(space.problem, with_defaults(space.problem, fixed)))}
+    except MeshweaveError as error:
+        return {"defaults_refused": str(error)}
 
 
 def step_record(step: Step) -> StepRecord:

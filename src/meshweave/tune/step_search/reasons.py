@@ -182,7 +182,8 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
 def defaults_text(steps: StepsRecord) -> str:
     """Return what `mw.step` gives by its defaults, and which of them are not the best's; "" where all are."""
     if steps.defaults is None:
-        return ""
+        reason = steps.defaults_refused
+        return f"mw.step by its defaults cannot be laid out: {reason}" if reason else ""
     ours, theirs = dict(steps.best.degrees), dict(steps.defaults.degrees)
     differing = [
         f"{name} {_value_text(value)} (best {_value_text(ours[name])})"

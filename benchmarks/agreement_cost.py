@@ -1,0 +1,100 @@
+"""What comparing ranks costs a training step: steps with and without it, in turns.
+
+    python benchmarks/agreement_cost.py [--save NAME]
+
+Each pair is a step of the same model, with the comparison of each call and without, in an order that alternates.
+The ratio is the median of those of the pairs, on the slowest rank; beside it the seconds that checksums of all
+weights take in `parallelize`.
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import save
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshweave as mw
+from meshweave.nn.parallel.model_words import weight_words
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "nn" / "parallel"))
+from plain_models import sized_llama
+
+PAIRS = 21
+CASES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("megatron", (2,)),
+    ("megatron", (4,)),
+    ("atp", (2, 2)),
+    ("data_parallel", (4,)),
+)
+
+
+def compared(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ratio of steps with comparison to steps without, and the seconds of both."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", tuple(payload["mesh"]))
+    model = sized_llama(hidden=256, layers=4, heads=8, width=704, words=256)
+    began = time.perf_counter()
+    words = weight_words(model)
+    checksums_s = time.perf_counter() - began
+    assert words
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    made = mw.parallelize(model, payload["strategy"], mesh)
+    optimizer = torch.optim.SGD(made.module.parameters(), lr=1e-4)
+    tokens = torch.randint(0, 256, (8, 128))
+    agreement, check = made.agreement, made.agreement.check
+
+    def step_s(is_compared: bool) -> float:
+        agreement.check = check if is_compared else lambda tokens, targets: None  # type: ignore[method-assign]
+        optimizer.zero_grad()
+        dist.barrier()
+        began = time.perf_counter()
+        made.step(tokens, tokens)
+        optimizer.step()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step_s(True)
+    ratios, times = [], []
+    for number in range(payload["pairs"]):
+        pair = {is_compared: step_s(is_compared) for is_compared in (True, False)[:: 1 if number % 2 else -1]}
+        ratios.append(pair[True] / pair[False])
+        times.append(pair[False])
+    return {
+        "ratio": statistics.median(ratios),
+        "step_s": statistics.median(times),
+        "checksums_s": checksums_s,
+        "weights_bytes": float(weights_bytes),
+    }
+
+
+def main() -> None:
+    """Print the measurements, and save them where asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save")
+    name = parser.parse_args().save
+    here = {"PYTHONPATH": str(Path(__file__).resolve().parent)}
+    result: dict[str, Any] = {"pairs": PAIRS}
+    for strategy, mesh in CASES:
+        payload = {"strategy": strategy, "mesh": mesh, "pairs": PAIRS}
+        ranks = mw.launch("agreement_cost:compared", math.prod(mesh), payload, timeout_s=400, env=here)
+        result[f"{strategy} {'x'.join(map(str, mesh))}"] = max(ranks, key=lambda rank: rank["ratio"])
+    print(json.dumps(result, indent=1))
+    if name is not None:
+        print(f"saved {save(name, result)}")
+
+
+if __name__ == "__main__":
+    main()

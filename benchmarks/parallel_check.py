@@ -1,0 +1,76 @@
+"""What the proof before training costs: how much longer `parallelize` takes for 24 layers on 4 ranks.
+
+    python benchmarks/parallel_check.py [--save NAME]
+
+Each rank parallelises the same Llama of transformers, with and without `check`, in turns, after one of each that
+imports what is needed; the medians are of the slowest rank. Ranks have one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import save
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshweave as mw
+
+LAYERS, HIDDEN, HEADS, WORDS, ROUNDS = 24, 896, 14, 32_000, 3
+
+
+def of_a_model(context: mw.RankContext, payload: Mapping[str, Any]) -> list[list[float]]:
+    """Return the seconds of each round with the proof, and without it."""
+    import transformers
+
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", tuple(payload["mesh"]))
+    sizes = transformers.LlamaConfig(
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2,
+        intermediate_size=4864, vocab_size=WORDS,
+    )  # fmt: skip
+    seconds: list[list[float]] = [[], []]
+    for _ in range(payload["rounds"] + 1):
+        for number, check in enumerate((True, False)):
+            with torch.device("meta"):
+                model = transformers.LlamaForCausalLM(sizes)
+            torch.distributed.barrier()
+            began = time.perf_counter()
+            mw.parallelize(model, payload["strategy"], mesh, check=check)
+            seconds[number].append(time.perf_counter() - began)
+    return [each[1:] for each in seconds]
+
+
+def main() -> None:
+    """Print the measurements, and save them where asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save")
+    name = parser.parse_args().save
+    here = {"PYTHONPATH": str(Path(__file__).resolve().parent)}
+    result: dict[str, Any] = {
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "words": WORDS,
+        "rounds": ROUNDS,
+        "ranks": 4,
+    }
+    for strategy, mesh in (("megatron", [4]), ("atp", [2, 2])):
+        payload = {"strategy": strategy, "mesh": mesh, "rounds": ROUNDS}
+        ranks = mw.launch("parallel_check:of_a_model", 4, payload, timeout_s=500, env=here)
+        with_proof, without = (
+            statistics.median(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)
+        )
+        result[strategy] = {"with_proof_s": with_proof, "without_s": without, "proof_s": with_proof - without}
+    print(json.dumps(result, indent=1))
+    if name is not None:
+        print(f"saved {save(name, result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What defines a transformer beside the sizes that its price follows from, and what of it has no price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned", "alibi", "other"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What another program must be told to train the same model; None where a description does not say.
+
+    Attributes:
+        model_type: the family, as transformers names it; "" where it is none of them.
+        norm, norm_eps: the kind of normalisation, and what it adds to a variance.
+        activation: of the FFN, as transformers names it, such as "silu" or "gelu_new".
+        qkv_bias, out_bias, ffn_bias: whether the layers of these names add a bias.
+        positions: how tokens know their places.
+        max_positions: the most tokens of a sequence that the model is made for.
+        rotary_base, rotary_share: the base of rotary angles, and the share of a head that turns.
+        rotary_scaling: how angles are scaled for longer sequences, as JSON; "" for not at all.
+        window: the tokens that a token attends to in some layers; None for all of them.
+        qk_norm: whether queries and keys are normalised.
+        init_std: the standard deviation of initial weights.
+        others: further keys of a config that change what is computed, with their values, as "key = value".
+    """
+
+    model_type: str = ""
+    norm: Norm | None = None
+    norm_eps: float | None = None
+    activation: str | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    ffn_bias: bool | None = None
+    positions: Positions | None = None
+    max_positions: int | None = None
+    rotary_base: float | None = None
+    rotary_share: float | None = None
+    rotary_scaling: str = ""
+    window: int | None = None
+    qk_norm: bool | None = None
+    init_std: float | None = None
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotPriced:
+    """Something of a model that its price does not know, in a few words.
+
+    Attributes:
+        beyond: only sequences of more tokens than this are priced wrongly for it; 0 for all.
+    """
+
+    text: str
+    beyond: int = 0
+
+
+def window_not_priced(window: int, where: str = "") -> NotPriced:
+    """Return that a window is not priced; `where` names the layers that have it."""
+    return NotPriced(
+        f"window of {window:,} tokens{where} not priced: attention is that of all pairs", beyond=window
+    )
+
+
+def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:
+    """Return that sequences are longer than a model is made for."""
+    what = "learns" if learned else "is made for"
+    return NotPriced(
+        f"the model {what} {positions:,} positions: a longer sequence is priced as if it had more",
+        beyond=positions,
+    )

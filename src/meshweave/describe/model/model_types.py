@@ -1,0 +1,68 @@
+"""What transformers' families (`model_type`) are beyond their configs: the catalog's `model_types.json`.
+
+`validation/model_types.py` writes it from the classes of transformers, and compares the numbers of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from meshweave.describe.model.architecture import Norm, Positions
+
+
+@dataclass(frozen=True)
+class KnownModelType:
+    """A family whose configs are read rightly: the parameters of its default config were compared.
+
+    Attributes:
+        is_gated: whether its FFN is gated.
+        default_ffn: whether the FFN has four times the hidden size where a config does not say.
+        norm, positions, qk_norm: as of `Architecture`.
+        biases: which of "qkv", "out" and "ffn" add a bias in the default config.
+        defaults: keys that count where a config leaves them out, with their values.
+    """
+
+    is_gated: bool
+    default_ffn: bool
+    norm: Norm
+    positions: Positions
+    qk_norm: bool
+    biases: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+
+@lru_cache(maxsize=1)
+def model_type_table() -> dict[str, Any]:
+    """Return the table as the catalog has it."""
+    text = (files("meshweave") / "catalog" / "model_types.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def model_type_of(data: Mapping[str, Any]) -> str:
+    """Return the `model_type` of a config, "" where it has none."""
+    name = data.get("model_type")
+    return name if isinstance(name, str) else ""
+
+
+def known_model_types() -> tuple[str, ...]:
+    """Return the families whose configs are read rightly, sorted."""
+    return tuple(sorted(model_type_table()["known"]))
+
+
+def known_model_type(name: str) -> KnownModelType | None:
+    """Return what is known of a family, None for one that is not known."""
+    entry = model_type_table()["known"].get(name)
+    return None if entry is None else KnownModelType(**{**entry, "biases": tuple(entry["biases"])})
+
+
+def not_causal_reason(name: str) -> str | None:
+    """Return why a family is refused by its name: transformers has no causal language model of it; or None."""
+    if name not in model_type_table()["not_causal"]:
+        return None
+    return f"model_type: '{name}' has no causal language model; only causal decoders of text are supported"

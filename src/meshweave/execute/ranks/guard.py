@@ -1,0 +1,87 @@
+"""A guard around one blocking wait: if it fails, the error says because of whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from meshweave.base.errors import MeshweaveError, RankLostError
+from meshweave.execute.ranks.peers import RanksEndedError
+
+if TYPE_CHECKING:
+    from meshweave.execute.ranks.liveness import Liveness
+
+_FIRST_LOOK_S, _LOOK_S = 0.3, 0.2  # at whether the processes of ranks that are waited for still run
+
+
+class Guard:
+    """Wraps one blocking wait; see `Liveness.guard`."""
+
+    __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
+
+    def __init__(self, liveness: Liveness, what: str, deadline_s: float, peers: Iterable[int] | None) -> None:
+        self._liveness, self._peers = liveness, peers
+        self.what, self.deadline_s, self._start = what, deadline_s, time.monotonic()
+        self.unheard: Sequence[int] = ()
+        """The ranks that have not come, where the caller knows; a missed deadline names them."""
+        self._next_look = self._start + _FIRST_LOOK_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._start
+
+    @property
+    def timeout(self) -> timedelta:
+        """What is left of the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
+        # gloo takes a timeout of zero to mean its default.
+        return timedelta(seconds=max(self.deadline_s - self.waited_s, 0.001))
+
+    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
+        """See whether ranks that have yet to come have ended; for waits that poll, at each look.
+
+        Args:
+            unheard: returns the ranks that have not come; called where one of the peers has ended. It may fail
+                as the store does, and then nothing is known.
+
+        Raises RanksEndedError, which this guard explains. Only processes on this host are seen, on Linux.
+        """
+        if self._peers is None or (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        if ended := set(self._liveness.heart.ended(self._peers)):
+            try:
+                ended.intersection_update(unheard())
+            except (RuntimeError, OSError):
+                return
+            if ended:
+                raise RanksEndedError(ended)
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        self._next_look = self._start + _FIRST_LOOK_S
+        self._liveness.waits[id(self)] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, RuntimeError | OSError) and not isinstance(error, MeshweaveError):
+                overdue = self.waited_s >= self.deadline_s or _says_timeout(error)
+                peers = error.ranks if isinstance(error, RanksEndedError) else self._peers
+                explained = self._liveness.explain(self, overdue, peers)
+                if explained is None and isinstance(error, RanksEndedError):
+                    explained = RankLostError(f"{error} while waiting for {self.what}", error.ranks)
+                if explained is not None:
+                    raise explained from error
+        finally:
+            self._liveness.waits.pop(id(self), None)
+
+
+def _says_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text

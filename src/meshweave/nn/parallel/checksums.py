@@ -1,0 +1,41 @@
+"""Checksums of the bits of tensors, computed where they lie."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshweave.execute.torch import compat
+
+_CHUNK = 1 << 18
+_PER_CHUNK = 1_099_511_628_211  # odd, so that chunks that change places are seen
+_HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number of 64 bits, on the tensor's device, that tells tensors of other bits apart.
+
+    Of a DTensor it is that of the local part. It is the sum of words of at most 32 bits times odd numbers that
+    depend on their positions, modulo 2**64: other bits in one place always show, others but for odds of 2**-33 or
+    less. It takes `_CHUNK` words at a time.
+    """
+    own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    words = own.contiguous().view(-1).view(_HALVES[own.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=own.device)
+    for chunk in words.split(_CHUNK):
+        factors = _factors(own.device)[: chunk.numel()]
+        total = total * _PER_CHUNK + torch.mul(chunk, factors).sum()
+    return total
+
+
+@lru_cache(8)
+def _factors(device: torch.device) -> Tensor:
+    """Return odd numbers without a pattern, by position (splitmix64: Steele et al., 2014)."""
+    mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) | 1).to(device)

@@ -1,0 +1,144 @@
+"""What a rank says of a model and of where it runs, for `agreed`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.nn.parallel.agreed import without_addresses
+from meshweave.nn.parallel.checksums import checksum
+
+_SIMPLE = (bool, int, float, str, type(None))
+_OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may well differ
+
+
+def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return arguments in words; of a path, what is in the file."""
+    words = {}
+    for name, value in arguments.items():
+        words[name] = without_addresses(repr(value))
+        if name == "plan" and str(value).endswith(".json") and Path(str(value)).is_file():
+            words["plan file"] = hashlib.sha256(Path(str(value)).read_bytes()).hexdigest()[:12]
+            words.pop(name)  # each host may have it elsewhere
+    return words
+
+
+def version_words() -> dict[str, str]:
+    """Return the versions that count."""
+    words = {"meshweave": sys.modules["meshweave"].__version__, "torch": str(torch.__version__)}
+    words["python"] = ".".join(map(str, sys.version_info[:2]))
+    if "transformers" in sys.modules:
+        words["transformers"] = str(getattr(sys.modules["transformers"], "__version__", "unknown"))
+    return words
+
+
+def setting_words() -> dict[str, str]:
+    """Return the settings of torch that change what a product rounds to."""
+    backends = torch.backends
+    return {
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "torch.is_inference_mode_enabled()": str(torch.is_inference_mode_enabled()),
+        "torch.get_flush_denormal": str(bool(torch.tensor(1e-310, dtype=torch.float64).mul(1.0) == 0)),
+        "torch.backends.cuda.matmul.allow_tf32": str(backends.cuda.matmul.allow_tf32),
+        "torch.backends.cudnn.deterministic": str(backends.cudnn.deterministic),
+        "torch.backends.mkldnn.enabled": str(getattr(backends.mkldnn, "enabled", True)),
+        "reductions in bfloat16": str(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+    }
+
+
+def module_words(module: nn.Module) -> dict[str, str]:
+    """Return each module's class with the numbers and texts that it keeps, as `eps`, `p` and `scaling`."""
+    words = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        kept = {
+            key: value
+            for key, value in vars(child).items()
+            if isinstance(value, _SIMPLE)
+            and not key.startswith("_")
+            and key != "training"
+            and not any(word in key for word in _OF_ONE_RANK)
+        }
+        settings = ", ".join(f"{key}={value!r}" for key, value in sorted(kept.items()))
+        words[name or "the model"] = f"{type(child).__qualname__}({settings})"
+    return words
+
+
+def configuration_words(module: nn.Module) -> dict[str, str]:
+    """Return the configuration of a model of transformers, or what it has as `config`, by key."""
+    config = getattr(module, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    values = to_dict() if callable(to_dict) else getattr(config, "__dict__", {})
+    return {
+        str(key): without_addresses(repr(value))
+        for key, value in values.items()
+        if not str(key).startswith("_") and "path" not in str(key) and key != "transformers_version"
+    }
+
+
+def parameter_words(module: nn.Module) -> dict[str, str]:
+    """Return shape, dtype and kind of device of each parameter and buffer, and whether it is trained."""
+    words = {name: _kind(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        words[name] = f"{_kind(tensor)}, {'trained' if tensor.requires_grad else 'frozen'}"
+    return words
+
+
+def _kind(tensor: Tensor) -> str:
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    places = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{where}{places}"
+
+
+def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the checksums of tensors that have memory, by name. Of a DTensor it is that of the local part."""
+    names, sums = [], []
+    for name, tensor in tensors:
+        if tensor.device.type != "meta":
+            names.append(name)
+            sums.append(checksum(tensor))
+    by_device: dict[torch.device, list[int]] = {}
+    for place, of_it in enumerate(sums):
+        by_device.setdefault(of_it.device, []).append(place)
+    values: dict[int, int] = {}
+    for places in by_device.values():  # one copy to the host for each device
+        values |= dict(zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True))
+    return {name: f"#{values[place]:x}" for place, name in enumerate(names)}
+
+
+def weight_words(module: nn.Module) -> dict[str, str]:
+    """Return the checksums of the parameters and buffers of a model that is not distributed yet."""
+    return checksum_words(_tensors(module))
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for named in (module.named_parameters(), module.named_buffers()):
+        yield from ((name, tensor) for name, tensor in named if not isinstance(tensor, DTensor))
+
+
+def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
+    """Return the checksums of local parts of DTensors, under a subject for each part that ranks may copy.
+
+    Ranks that have a part of a tensor in common have the subject in common, so that `agree` compares them.
+    """
+    parts: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        if isinstance(tensor, DTensor) and any(each.is_replicate() for each in tensor.placements):
+            mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+            split = [
+                f"{dim}:{at}" for dim, (at, place) in enumerate(zip(here, tensor.placements, strict=True))
+                if not place.is_replicate()
+            ]  # fmt: skip
+            shape = "x".join(map(str, mesh.shape))
+            parts.setdefault(f"{subject} of parts {','.join(split) or 'all'} on {shape}", []).append(
+                (name, tensor)
+            )
+    return {part: checksum_words(of_it) for part, of_it in parts.items()}

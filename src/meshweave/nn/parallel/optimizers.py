@@ -1,0 +1,164 @@
+"""Optimizers of parallelised models: ranks compare them, and what they are about to add, at their first step.
+
+A hook of torch's on the steps of all optimizers finds those that hold parameters of a model here. One that was
+made before `parallelize` holds parameters that the model no longer has, and would train nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshweave.base.errors import LayoutError
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.agreed import difference, without_addresses
+from meshweave.nn.parallel.model_words import copy_words
+from meshweave.nn.parallel.step_agreement import StepAgreement
+
+_WHAT = "all ranks to compare the optimizers of a parallelised model"
+_agreements: weakref.WeakSet[StepAgreement] = weakref.WeakSet()
+_replaced: Any = WeakIdKeyDictionary()
+_known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[StepAgreement]]] = weakref.WeakKeyDictionary()
+_probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakKeyDictionary()
+
+
+def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
+    """Look at the steps of optimizers that hold parameters of a model, or those that were `replaced` in it."""
+    if not _agreements and not _replaced:
+        register_optimizer_step_pre_hook(_before_step)
+    _agreements.add(agreement)
+    own = {id(parameter) for parameter in agreement.module.parameters()}
+    for name, parameter in replaced.items():
+        if id(parameter) not in own:
+            _replaced[parameter] = name
+    _probes[agreement] = GradientProbe(agreement.module)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    agreements = _known.get(optimizer)
+    if agreements is None:
+        agreements = _known[optimizer] = _first_step(optimizer)
+    for reference in agreements:
+        agreement = reference()
+        if agreement is not None:
+            agreement.progress.steps += 1
+            agreement.progress.options |= option_words(optimizer)
+
+
+def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
+    """Return the models whose parameters an optimizer holds, once their ranks have compared it.
+
+    Raises LayoutError where ranks differ, or where it holds parameters that are in no model any more.
+    """
+    held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    for parameter in held.values():
+        if (name := _replaced.get(parameter)) is not None:
+            raise LayoutError(
+                f"this {type(optimizer).__name__} holds {name} as it was before parallelize, which the model "
+                "no longer has: it would train nothing; make it after parallelize, of model.module.parameters()"
+            )
+    found = []
+    for agreement in _agreements:
+        named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
+        if named:
+            gradients = ((name, each.grad) for name, each in named.items() if each.grad is not None)
+            has = {name: "none" if each.grad is None else "there" for name, each in named.items()}
+            places = {id(each): name for name, each in named.items()}
+            of_it = [
+                [places[id(p)] for p in group["params"] if id(p) in places]
+                for group in optimizer.param_groups
+            ]
+            groups = {f"group {at}": ", ".join(names) for at, names in enumerate(of_it)}
+            agreement.compare(
+                {
+                    "optimizer": {"class": type(optimizer).__name__, **option_words(optimizer), **groups},
+                    "gradients": has,
+                    **copy_words("gradients", gradients),
+                },
+                _WHAT,
+            )
+            _probes[agreement].compare(agreement)
+            found.append(weakref.ref(agreement))
+    return found
+
+
+def option_words(optimizer: Optimizer) -> dict[str, str]:
+    """Return the settings of an optimizer's groups, by name."""
+    words = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                value = value.tolist() if isinstance(value, Tensor) else value
+                words[f"{key} of group {number}"] = without_addresses(repr(value))
+    return words
+
+
+class GradientProbe:
+    """How much gradients are scaled between the end of a backward pass and the step of an optimizer.
+
+    It keeps some elements of a gradient as backward leaves them, until the first step.
+    """
+
+    _COUNT = 64
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before: Tensor | None = None
+        self._parameter: Tensor | None = None
+        self._hooks: list[Any] = []
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad and self._own(parameter).numel():
+                self._parameter = parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._keep))
+                break
+
+    @classmethod
+    def _own(cls, tensor: Tensor) -> Tensor:
+        return compat.local_tensor(tensor.detach()).reshape(-1)[: cls._COUNT]
+
+    def _keep(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._before = self._own(parameter.grad).double()
+
+    def compare(self, agreement: StepAgreement) -> None:
+        """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors.
+
+        Factors that differ within a gradient, as of clipping by value, say nothing.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        factor = self._factor()
+        self._before = self._parameter = None
+        ranks = agreement.strategy.mesh.ranks
+        device = torch.device(agreement.strategy.device_mesh.device_type)
+        said = exchange(agreement.context(device), ranks, json.dumps(factor), _WHAT, topic="scaled gradients")
+        factors = {rank: json.loads(text) for rank, text in said.items() if text != "null"}
+        if factors and max(factors.values()) > (1 + 2 * _TOLERANCE) * min(factors.values()):
+            words = {
+                rank: {"their factor before the step": f"{factor:.3g}"} for rank, factor in factors.items()
+            }
+            raise LayoutError(difference("gradients", words))
+
+    def _factor(self) -> float | None:
+        """Return by what the gradient was multiplied; None where that is not the same for all of its elements."""
+        if self._before is None or self._parameter is None or self._parameter.grad is None:
+            return None
+        after, before = self._own(self._parameter.grad).double(), self._before
+        factors = (after / before)[before.abs() > before.abs().max() / 100]
+        if not factors.numel() or float(factors.max() - factors.min()) > _TOLERANCE * float(
+            factors.abs().max()
+        ):
+            return None
+        return float(factors.median())
+
+
+_TOLERANCE = 0.02  # the rounding of bfloat16 twice

@@ -1,0 +1,176 @@
+"""What ranks compare in each call of a parallelised model, before anything of it runs.
+
+A number of 64 bits stands for all that ranks must have alike in a call: tokens, targets, modes, the generator of
+dropout, how many steps were taken. Its greatest and least are one all-reduce of 16 bytes. The first call and each
+`debug_every`-th compare more: settings of torch, modes of modules, copies of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshweave.base.errors import LayoutError
+from meshweave.execute.torch.call_order import call_order
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.agreed import Words, agree, digest
+from meshweave.nn.parallel.checksums import checksum
+from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.tokens import TokenLimits
+
+_TARGETS_FACTOR = -7046029254386353131  # odd: targets that are tokens count, too
+_WHAT = "all ranks to compare what they give a parallelised model"
+_SHOWN = 6
+
+
+@dataclass
+class Progress:
+    """What a model has been through on this rank.
+
+    Attributes:
+        calls: forward calls so far.
+        steps: steps of optimizers that hold its parameters.
+        options: settings of these at their last steps, in words.
+    """
+
+    calls: int = 0
+    steps: int = 0
+    options: dict[str, str] = field(default_factory=dict)
+
+
+class StepAgreement:
+    """The comparisons of one model.
+
+    Args:
+        module: the model, parallelised.
+        draws: whether ranks must have torch's generator in the same state where the model trains.
+        debug_every: calls between two that compare all that the first one does; 0 for the first alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: LayerStrategy,
+        limits: TokenLimits,
+        *,
+        draws: bool,
+        recompute: bool,
+        debug_every: int,
+    ) -> None:
+        self.module, self.strategy, self.limits = module, strategy, limits
+        self.draws, self.recompute, self.debug_every = draws, recompute, debug_every
+        self.progress = Progress()
+        self._children = list(module.modules())
+
+    def context(self, device: torch.device) -> TorchContext:
+        """Return the context that ranks talk in."""
+        return self.strategy.context(device)
+
+    def check(self, tokens: Tensor, targets: Tensor | None) -> None:
+        """Make sure that all ranks give a call the same, and what the model takes; all ranks call it.
+
+        Nothing is compared in a graph that a compiler makes of the whole model.
+
+        Raises:
+            LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
+            RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
+        """
+        if torch.compiler.is_compiling():
+            return
+        progress = self.progress
+        progress.calls += 1
+        is_whole = progress.calls == 1 or (self.debug_every > 0 and progress.calls % self.debug_every == 0)
+        if not self.strategy.is_alone:
+            words = {
+                "tokens": {"shape": _kind(tokens)},
+                "targets": {"shape": _kind(targets)},
+                **self._words(),
+            }
+            with torch.no_grad():
+                is_same = self._is_same(words, tokens, targets)
+                if not is_same or is_whole:
+                    given = {"tokens": _values(tokens), "targets": _values(targets)}
+                    words |= {name: {**words[name], **values} for name, values in given.items()}
+                    self.compare(words | (self._all_words() if is_whole else {}))
+                    assert is_same, "numbers of ranks differ, and nothing that they stand for"
+        with torch.no_grad():
+            if problem := self.limits.problem(tokens, targets):
+                raise LayoutError(problem)
+
+    def _is_same(self, words: Words, tokens: Tensor, targets: Tensor | None) -> bool:
+        """Return whether the numbers that stand for words and tokens are equal; the same on all ranks."""
+        number = checksum(tokens) + int(digest(words)[:15], 16)
+        if targets is not None:
+            number = number + checksum(targets) * _TARGETS_FACTOR
+        both = torch.stack((number, ~number))
+        ranks = self.strategy.mesh.ranks
+        context = self.context(both.device)
+        group = context.group_of(ranks)
+        others = [rank for rank in ranks if rank != self.strategy.rank]
+        order = call_order(context)
+        with order.sequence(ranks).talk(_WHAT), context.guard(_WHAT, others) as wait:
+            try:
+                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(wait.timeout)
+            except RuntimeError:
+                order.explain_failure()
+                raise
+        greatest, least = both.tolist()
+        return bool(greatest == ~least)
+
+    def _all_words(self) -> dict[str, Mapping[str, str]]:
+        named = list(self.module.named_parameters())
+        modes = {f"{name}.training": str(child.training) for name, child in self.module.named_modules()}
+        return {
+            "parameters": parameter_words(self.module),
+            "settings": setting_words(),
+            "modules in training": modes,
+            **copy_words("copies", named),
+        }
+
+    def _words(self) -> dict[str, Mapping[str, str]]:
+        """Return what ranks must have alike in every call but for tokens."""
+        device = self.strategy.device_mesh.device_type
+        is_cast = torch.is_autocast_enabled(device)
+        modes = {
+            "training": str(self.module.training),
+            "modules in training": str(sum(child.training for child in self._children)),
+            "gradients": str(torch.is_grad_enabled()),
+            "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
+            "recompute": str(self.recompute),
+        }
+        progress = {
+            "optimizer steps": str(self.progress.steps),
+            "forward calls": str(self.progress.calls),
+            "gradients": "kept from before" if self._has_gradients() else "none from before",
+            **self.progress.options,
+        }
+        words: dict[str, Mapping[str, str]] = {"modes": modes, "progress": progress}
+        if self.draws and self.module.training:
+            words["generator"] = {"state": f"#{int(checksum(torch.get_rng_state())):x}"}
+        return words
+
+    def _has_gradients(self) -> bool:
+        first = next((p for p in self.module.parameters() if p.requires_grad), None)
+        return first is not None and first.grad is not None
+
+    def compare(self, words: Words, what: str = _WHAT) -> None:
+        """Raise LayoutError, on all ranks, where they differ; all call it."""
+        device = torch.device(self.strategy.device_mesh.device_type)
+        agree(self.context(device), self.strategy.mesh.ranks, words, what)
+
+
+def _kind(given: Tensor | None) -> str:
+    return "none" if given is None else f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
+
+
+def _values(given: Tensor | None) -> dict[str, str]:
+    """Return the first values of tokens or targets, and the checksum of all."""
+    if given is None:
+        return {}
+    first = ", ".join(map(str, given.flatten()[:_SHOWN].tolist()))
+    return {"the first values": first, "the values": f"#{int(checksum(given)):x}"}

@@ -1,0 +1,56 @@
+"""What a rank says of its stages and of what it gives a pipeline, for `agreed`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.nn.parallel.agreed import Words
+from meshweave.nn.parallel.model_words import checksum_words, copy_words, setting_words, version_words
+from meshweave.nn.pipelining.plan import PipelineOptions
+from meshweave.nn.pipelining.stage_problem import StagePlaces
+
+
+def stage_words(
+    stages: Mapping[int, nn.Module],
+    places: StagePlaces,
+    *,
+    batch: Sequence[Tensor],
+    target: Tensor | None,
+    options: PipelineOptions,
+) -> Words:
+    """Return what ranks must have alike: weights along data axes, rows along the others, options everywhere."""
+    given = {
+        "scale_grads": str(options.scale_grads),
+        "has_local_batch": str(options.has_local_batch),
+        "micro_batches": str(options.micro_batches),
+    }
+    words: dict[str, Mapping[str, str]] = {
+        "versions": version_words(), "arguments": given, "settings": setting_words()
+    }  # fmt: skip
+    for number, stage in stages.items():
+        shared, own = _coordinates(places, number)
+        named = list(stage.named_parameters())
+        plain = [(name, each) for name, each in named if not isinstance(each, DTensor)]
+        words[f"weights of parts {own} of stage {number}"] = checksum_words(plain)
+        words |= copy_words(f"copies of stage {number}", named)
+        rows = shared if options.has_local_batch else "all"
+        if number == 0:
+            words[f"tokens of parts {rows}"] = checksum_words(
+                (f"batch {at}", x) for at, x in enumerate(batch)
+            )
+        if number == places.num_stages - 1 and target is not None:
+            words[f"targets of parts {rows}"] = checksum_words([("target", target)])
+    return words
+
+
+def _coordinates(places: StagePlaces, stage: int) -> tuple[str, str]:
+    """Return where this rank is along the data axes of a stage, and along the others."""
+    mesh = places.meshes[stage]
+    here = dict(zip(mesh.axes, mesh.coords(dist.get_rank() if dist.is_initialized() else 0), strict=True))
+    shared = [f"{axis} {at}" for axis, at in here.items() if axis in places.data_axes]
+    own = [f"{axis} {at}" for axis, at in here.items() if axis not in places.data_axes]
+    return ", ".join(shared) or "all", ", ".join(own) or "all"

@@ -1,0 +1,126 @@
+"""What `parallelize` proves before it replaces anything: its strategy on reduced copies of the model."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshweave.base.errors import ProofError, UnsupportedError
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.structure import ModelMap
+from meshweave.nn.prove.differences import ProofRanks
+from meshweave.nn.prove.given import Given, generated
+from meshweave.nn.prove.proof import ModelPair, Proof, context_for, free_bytes
+from meshweave.nn.prove.reduced import kinds_of, reduced
+from meshweave.nn.prove.state import WIDE
+
+_TOKENS = 24
+_DEPTH = 3
+
+
+def check_layers(
+    module: nn.Module, names: ModelMap, strategy: LayerStrategy, make: Callable[[nn.Module], Any], title: str
+) -> str:
+    """Prove that layers of a model are computed by a strategy as the model's own forward pass does.
+
+    Each kind of layer is proved in a copy of the model with that layer alone, in which windows and original
+    positions are short enough to bind; then the first layers of different kinds in one copy. Collective.
+
+    Args:
+        make: parallelises a copy, in place.
+        title: what the model was taken for.
+
+    Returns:
+        What was proved, in words.
+
+    Raises:
+        ProofError: something differs, on every rank.
+        UnsupportedError: the model's own forward pass takes something else than tokens, or it cannot be copied.
+    """
+    kinds = kinds_of(module, names)
+    first = sorted(set(kinds))
+    depth = first[:_DEPTH]
+    depth += [number for number in range(len(kinds)) if number not in depth][: max(0, 2 - len(depth))]
+    cases = [((number,), True) for number in first] + [(tuple(sorted(depth)), False)]
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        device = torch.device(strategy.device_mesh.device_type)
+    ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, context_for(strategy, device))
+    fits = _fits(module, names, device, len(ranks.ranks))
+    dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        for chosen, binds in cases:
+            whole = _copy(module, names, strategy, chosen, binds, device, dtype)
+            made = make(copy.deepcopy(whole))
+            given = generated(whole, len(ranks.ranks), device, _sizes(strategy))
+            proof = _proved(whole, made, given)
+            if proof.difference is not None:
+                told = _with_numbers(str(proof.difference), names, chosen)
+                where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
+                raise ProofError(
+                    f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
+                    f"copy with {where}, {told}"
+                )
+    kind = str(proof.dtype).removeprefix("torch.")
+    return (
+        f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
+    )
+
+
+def _with_numbers(said: str, names: ModelMap, chosen: tuple[int, ...]) -> str:
+    """Return what is said of a copy with the numbers that its layers have in the model."""
+    layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)")
+    return layer.sub(lambda match: f"{names.layers}.{chosen[int(match[1])]}", said)
+
+
+def _proved(whole: nn.Module, made: Any, given: Given) -> Proof:
+    try:
+        return ModelPair(whole, made, given).proof()
+    except UnsupportedError as error:
+        said = str(error).partition("; give")[0]
+        raise UnsupportedError(f"it cannot be proved: {said}; check=False trains it unproved") from error
+
+
+def _copy(
+    module: nn.Module,
+    names: ModelMap,
+    strategy: LayerStrategy,
+    chosen: tuple[int, ...],
+    binds: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    ranks = math.prod(strategy.mesh.shape)
+    own = int(module.get_submodule(names.embedding).weight.shape[0])
+    words = ranks * -(-_TOKENS // ranks) + own % ranks
+    sequence = _sizes(strategy)[1]
+    return reduced(
+        module, names, chosen, words=words, sequence=sequence, binds=binds, device=device, dtype=dtype
+    )
+
+
+def _sizes(strategy: LayerStrategy) -> tuple[int, int]:
+    """Return a batch and a sequence that ranks share evenly."""
+    roles = strategy.roles
+    sizes = {"batch": 1, "sequence": 1}
+    for axis, size in enumerate(strategy.mesh.shape):
+        dims = {lies[axis] for lies in (roles.residual, roles.core(True), roles.core(False))}
+        for word in sizes:
+            sizes[word] *= size if word in dims else 1
+    batch = math.lcm(sizes["batch"] * strategy.config.chunks, 2)
+    return batch, sizes["sequence"] * -(-_TOKENS // sizes["sequence"])
+
+
+def _fits(module: nn.Module, names: ModelMap, device: torch.device, ranks: int) -> bool:
+    """Return whether copies with the largest layers fit in double precision into the memory of local ranks."""
+    layers = module.get_submodule(names.layers)
+    largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    return bool(32 * int(largest) * _DEPTH * local < 0.7 * free_bytes(device, local))

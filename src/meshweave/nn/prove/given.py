@@ -1,0 +1,143 @@
+"""What a proof gives to a model and its original, and how it gets outputs and losses of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.prove.state import takes
+
+LossOf = Callable[..., Tensor]
+"""(module, *inputs) -> the loss, a tensor without dims."""
+
+IGNORED = -100
+_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of a proof, equal on all ranks.
+
+    Attributes:
+        inputs: arguments of the module, each with the batch as its first dim.
+        targets: per token the one that is to be foretold; None where inputs are no tokens.
+        loss: how to get the loss of a module; None to take what the module is as.
+        parts: ranks that have batches of their own; each takes as many rows.
+        part: which of them this rank takes.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: Tensor | None
+    loss: LossOf | None = None
+    parts: int = 1
+    part: int = 0
+
+    def rows(self, part: int) -> Given:
+        """Return the rows of one of the ranks that have batches of their own."""
+
+        def taken(value: Any) -> Any:
+            return value.chunk(self.parts)[part] if isinstance(value, Tensor) and value.ndim else value
+
+        targets = None if self.targets is None else taken(self.targets)
+        return Given(tuple(map(taken, self.inputs)), targets, self.loss)
+
+    def cast(self, dtype: torch.dtype | None) -> Given:
+        """Return the same with floating inputs in another type; None as they are."""
+
+        def taken(value: Any) -> Any:
+            return (
+                value.to(dtype)
+                if isinstance(value, Tensor) and value.is_floating_point() and dtype
+                else value
+            )
+
+        return replace(self, inputs=tuple(map(taken, self.inputs)))
+
+
+def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int, int] | None) -> Given:
+    """Return seeded inputs for a model: tokens where it has an embedding, else rows of numbers.
+
+    Args:
+        ranks: that batch and sequence are to be divided by.
+        sizes: batch and sequence; None to choose them.
+
+    Raises UnsupportedError where it does not say what it takes.
+    """
+    generator = torch.Generator().manual_seed(31)
+    batch, sequence = sizes or (max(2, ranks), ranks * max(1, -(-_TOKENS // ranks)))
+    words = vocabulary_of(model)
+    if words:
+        shape = batch, sequence
+        tokens, targets = (torch.randint(0, words, shape, generator=generator).to(like) for _ in range(2))
+        targets[:, 1 % sequence] = IGNORED
+        return Given((tokens,), targets)
+    linear = next((child for child in model.modules() if isinstance(child, nn.Linear)), None)
+    if linear is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no embedding and no linear layer to tell what it takes; give inputs="
+        )
+    rows = torch.randn(batch, sequence, linear.in_features, generator=generator)
+    return Given((rows.to(like, next(model.parameters()).dtype),), None)
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return how many words a model has; 0 where it has no embedding."""
+    table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
+    said = getattr(getattr(model, "config", None), "vocab_size", None)
+    return int(said) if isinstance(said, int) else (table.num_embeddings if table is not None else 0)
+
+
+def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
+    """Return the logits or outputs of a module by name, its loss, and the loss of labels where it takes them."""
+    if given.loss is not None:
+        return {"loss": whole(given.loss(module, *given.inputs))}
+    named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
+    wrapped = getattr(module, "module", module)
+    for word in ("labels", "targets"):
+        if given.targets is not None and (takes(module.forward, word) or takes(wrapped.forward, word)):
+            # Loops such as nanoGPT's mark tokens without a loss otherwise; what their own loss is does not matter.
+            named[word] = given.targets if word == "labels" else given.targets.clamp(min=0)
+            break
+    out = module(*given.inputs, **named)
+    logits = whole(_tensor_of(out))
+    found = {"logits" if given.targets is not None else "output": logits}
+    if "labels" in named and isinstance(own := getattr(out, "loss", None), Tensor):
+        found["loss of labels"] = whole(own)
+    found["loss"] = _loss(logits, given.targets)
+    return found
+
+
+def _tensor_of(out: Any) -> Tensor:
+    """Return the tensor of what a module returned: its logits, or the first one."""
+    if isinstance(out, Tensor):
+        return out
+    named = getattr(out, "logits", None)
+    if isinstance(named, Tensor):
+        return named
+    values: Sequence[Any] = list(out.values()) if isinstance(out, Mapping) else out
+    if isinstance(values, list | tuple):
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+                return value
+    raise UnsupportedError(f"{type(out).__name__} is returned, which has no logits; give loss=")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor, or a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _loss(out: Tensor, targets: Tensor | None) -> Tensor:
+    """Return the cross entropy of logits, or a sum of outputs in which each has another weight."""
+    if targets is not None and out.shape[:-1] == targets.shape:
+        logits = out if out.dtype == torch.float64 else out.float()
+        return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    weights = torch.arange(math.prod(out.shape[1:]), device=out.device, dtype=out.dtype)
+    return (out.flatten(1) * (weights * 1.7).sin()).mean()

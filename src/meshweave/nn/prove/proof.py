@@ -1,0 +1,420 @@
+"""`meshweave.prove`: a parallelised model compared with its original, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+
+from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.prove.differences import Compared, Difference, ProofRanks
+from meshweave.nn.prove.given import Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
+from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
+from meshweave.nn.prove.trail import first_module
+
+EXACT = 1e-9
+"""The error in double precision, relative to a tensor's norm, that the order of sums explains."""
+_ROUNDINGS = 8.0
+"""How many times the original's own rounding, in its type, the error of a parallelised model may be."""
+_ABSOLUTE = 1e-4
+"""Of the root mean square of the largest gradient: what counts as nothing beside it."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `prove` found; true where the models are equal.
+
+    Attributes:
+        difference: the first tensor that differs; None where all are equal.
+        num_tensors: how many tensors were compared on each rank.
+        dtype: in which type the models were run.
+    """
+
+    difference: Difference | None
+    num_tensors: int
+    dtype: torch.dtype
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs."""
+        return self.difference is None
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        if self.difference is None:
+            return f"equal: {self.num_tensors} tensors in {kind}"
+        return str(self.difference)
+
+    def require(self) -> Proof:
+        """Return this proof. Raises ProofError where a tensor differs."""
+        if self.difference is not None:
+            raise ProofError(str(self.difference))
+        return self
+
+
+def prove(
+    model: nn.Module,
+    parallelised: Any,
+    inputs: Sequence[Any] | Tensor | None = None,
+    *,
+    loss: LossOf | None = None,
+    data_mesh: DeviceMesh | None = None,
+    after_backward: Callable[[nn.Module], object] | None = None,
+) -> Proof:
+    """Compare a parallelised model with its original, on all of its ranks together.
+
+    Compared are, in this order: each rank's part of every parameter and buffer with that part of the original's;
+    outputs and loss; the gradient of each parameter, with dropout off; and the bits of gradients on ranks that
+    have the same part, so that copies stay equal when an optimizer steps. Both run in double precision where the
+    parameters are modules' own and memory allows, else in their own type, and then what rounding explains is
+    measured on the original. Weights, gradients, states and random numbers are left as they were.
+
+    Args:
+        model: the original, whole and with the same weights, on every rank.
+        parallelised: what `parallelize` returned, or a module with parameters under the same names: DTensors (of
+            `parallelize_module`, `fully_shard`, or both) or plain copies (DDP).
+        inputs: what both are called with, equal on all ranks, the batch as first dim; None for generated tokens.
+        loss: called with a module and its inputs, returns the loss; None for the cross entropy of logits, or a sum
+            of outputs.
+        data_mesh: the ranks that take rows of their own; None as FSDP2 and DDP say.
+        after_backward: called with the parallelised module after its backward pass: what a training loop does with
+            gradients before the optimizer steps, such as sums over ranks.
+
+    Returns:
+        A `Proof`, the same on all ranks; its `require()` raises.
+
+    Raises:
+        UnsupportedError: the original does not run by itself, or has no weights.
+        RankLostError, DeadlineError: a rank is gone, or does not call this.
+    """
+    require_process_group()
+    given = None if inputs is None else _given(model, inputs, loss)
+    return ModelPair(model, parallelised, given, loss, data_mesh, after_backward).proof()
+
+
+def _given(model: nn.Module, inputs: Sequence[Any] | Tensor, loss: LossOf | None) -> Given:
+    values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    first = values[0]
+    if loss is None and isinstance(first, Tensor) and not first.is_floating_point() and first.ndim == 2:
+        return Given(values, first.roll(-1, 1), loss)
+    return Given(values, None, loss)
+
+
+class ModelPair:
+    """A model and its original, and what is needed to compare them.
+
+    Args:
+        given: inputs; None to generate them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallelised: Any,
+        given: Given | None = None,
+        loss: LossOf | None = None,
+        data_mesh: DeviceMesh | None = None,
+        after_backward: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self.model, self.made, self.after_backward = model, parallelised, after_backward
+        self.module: nn.Module = parallelised if isinstance(parallelised, nn.Module) else parallelised.module
+        self.own, self.original = parameters_of(self.module), parameters_of(model)
+        tensors = [*self.own.values(), *self.module.buffers()]
+        data = _data_ranks(self.module, data_mesh)
+        ranks = tuple(sorted({*ranks_of(tensors), *data})) or tuple(range(dist.get_world_size()))
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        context = context_for(getattr(parallelised, "strategy", None), self.device)
+        self.ranks = ProofRanks(ranks, dist.get_rank(), context, lines_of(tensors) or [list(ranks)])
+        self.ranges = ranges_of(self.module)
+        part = data.index(dist.get_rank()) if len(data) > 1 else 0
+        for name, parameter in self.original.items():
+            if parameter.is_meta or isinstance(parameter, DTensor):
+                what = "has no memory" if parameter.is_meta else "is spread over ranks"
+                raise UnsupportedError(
+                    f"{name} of the original {what}; give the whole model with its weights, copied before it is "
+                    "parallelised in place"
+                )
+        given = given or generated(model, len(ranks), self.device, None)
+        self.given = replace(given, loss=loss, parts=max(1, len(data)), part=part)
+        self.num_tensors, self.dtype, self.training = 0, next(model.parameters()).dtype, True
+
+    def proof(self) -> Proof:
+        """Return the proof. Collective."""
+        difference = self._first(self._parameters())
+        if difference is None:
+            difference = self._runs()
+        return Proof(difference, self.num_tensors, self.dtype)
+
+    def _first(self, compared: list[Compared]) -> Difference | None:
+        self.num_tensors += len(compared)
+        return self.ranks.first_difference(compared)
+
+    # --- parameters and buffers ----------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Compared]:
+        """Return parameters and buffers beside those of the original, which they equal in each bit."""
+        items = []
+        own, original = {**self.own}, {**self.original}
+        own |= {plain_name(name): each for name, each in self.module.named_buffers(remove_duplicate=False)}
+        original |= {
+            plain_name(name): each for name, each in self.model.named_buffers(remove_duplicate=False)
+        }
+        for name in [*original, *(name for name in own if name not in original)]:
+            is_parameter = name in self.original or name in self.own
+            if not is_parameter and (name not in own or name not in original or original[name].is_meta):
+                continue  # buffers, such as masks, may be made anew
+            found, wanted = own.get(name), original.get(name)
+            local = None if found is None else local_of(found, self.ranks.rank, self.ranges.get(name))
+            if local is not None and wanted is not None:
+                wanted = wanted.detach().to(local.values.dtype)
+            items.append(
+                Compared(name if is_parameter else f"buffer {name}", local, wanted, hint=_OTHER_WEIGHTS)
+            )
+        return items
+
+    # --- running -------------------------------------------------------------------------------------------
+
+    def _runs(self) -> Difference | None:
+        fits = self._fits()
+        if fits and self.dtype.is_floating_point and not is_managed(self.module):
+            right, _ = self._tried(lambda: self._run_original(WIDE))
+            if right is not None and right.drew and self.training:
+                self.training = (
+                    False  # something random is no dropout: without it there is something to compare
+                )
+                right, _ = self._tried(lambda: self._run_original(WIDE))
+            if right is not None:
+                made, _ = self._tried(lambda: self._run_made(WIDE))
+                if made is not None:
+                    self.dtype = WIDE
+                    return self._compare(WIDE, made, right, None)
+        return self._run_in_own_type(fits)
+
+    def _run_in_own_type(self, fits: bool) -> Difference | None:
+        """Compare runs in the models' own type; what rounding does is measured on the original."""
+        own, failed = self._tried(lambda: self._run_original(None))
+        if own is None:
+            rank = min(failed)
+            raise UnsupportedError(
+                f"{type(self.model).__name__} itself does not run on rank {rank}, so that nothing can be compared "
+                f"with it: {failed[rank]}; give inputs= and loss="
+            )
+        made, failed = self._tried(lambda: self._run_made(None))
+        if made is None:
+            where = min(failed)
+            return Difference(
+                "the forward or backward pass", where, "the whole", math.nan, 0.0, failed[where]
+            )
+        if torch.finfo(made.narrowest).bits < torch.finfo(self.dtype).bits:  # products in half precision
+            self.dtype = made.narrowest
+            own, _ = self._tried(lambda: self._run_original(made.narrowest))
+        right = self._tried(lambda: self._run_original(WIDE))[0] if fits else None
+        if own is None or right is None:
+            right, own = own or right, None
+        assert right is not None
+        return self._compare(None, made, right, own)
+
+    def _tried(self, run: Callable[[], _Run]) -> tuple[_Run | None, dict[int, str]]:
+        """Return a run; None where any rank failed, and what the ranks that did say."""
+        error: Exception | None = None
+        made = None
+        try:
+            made = run()
+        except RankLostError:
+            raise
+        except Exception as caught:
+            error = caught
+        failed = self.ranks.failures(error)
+        return (None if failed else made), failed
+
+    def _fits(self) -> bool:
+        """Return whether all ranks of this host have memory for the original in double precision."""
+        numbers = sum(parameter.numel() for parameter in self.model.parameters())
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks.ranks)))
+        return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
+
+    def _run_original(self, dtype: torch.dtype | None) -> _Run:
+        with prepared(self.model, dtype, training=self.training):
+            before = torch.get_rng_state()
+            parts = self.given.parts
+            values: dict[str, Tensor] = {}
+            for part in range(parts):
+                found = outputs_of(self.model, self.given.rows(part).cast(dtype))
+                (found["loss"] / parts).backward()
+                if part == self.given.part:
+                    values = {name: value.detach() for name, value in found.items()}
+            drew = not torch.equal(before, torch.get_rng_state())
+            return _Run(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
+
+    def _run_made(self, dtype: torch.dtype | None) -> _Run:
+        with prepared(self.module, dtype, self.made, self.training), _narrowest() as seen:
+            before = torch.get_rng_state()
+            given = self.given.rows(self.given.part).cast(dtype)
+            if self.made is self.module or given.loss is not None:
+                values = outputs_of(self.module, given)
+            else:
+                tokens, targets = given.inputs[0], given.targets
+                with torch.no_grad():
+                    values = {"logits": self.made.logits(tokens)}
+                    if takes(self.model.forward, "labels"):
+                        values["loss of labels"] = self.module(tokens, labels=targets).loss
+                values["loss"] = self.made.loss(tokens, targets)
+            values["loss"].backward()
+            if self.after_backward is not None:
+                self.after_backward(self.module)
+            drew = not torch.equal(before, torch.get_rng_state())
+            grads = {name: _settled(p) for name, p in parameters_of(self.module).items()}
+            return _Run({name: value.detach() for name, value in values.items()}, grads, drew, seen[0])
+
+    def _compare(
+        self, dtype: torch.dtype | None, made: _Run, right: _Run, own: _Run | None
+    ) -> Difference | None:
+        values = [
+            Compared(
+                name,
+                LocalTensor(made.values[name], None, self.given.part),
+                right.values[name],
+                *self._allowed(right, own, name),
+            )
+            for name in ("logits", "output", "loss of labels", "loss")
+            if name in made.values and name in right.values
+        ]
+        difference = self._first(values)
+        if difference is not None:
+            if made.drew and not right.drew:
+                return replace(difference, cause="random numbers are drawn: dropout is active")
+            return first_module(self, dtype, difference)
+        return self._first(self._gradients(made, right, own))
+
+    def _gradients(self, made: _Run, right: _Run, own: _Run | None) -> list[Compared]:
+        """Return the gradients beside those of the original, the last parameter's first, as they are computed."""
+        largest = max((float(g.square().mean()) for g in right.grads.values() if g is not None), default=0.0)
+        floor = _ABSOLUTE * math.sqrt(largest)
+        items = []
+        for name in reversed([*self.original, *(each for each in self.own if each not in self.original)]):
+            found, wanted = made.grads.get(name), right.grads.get(name)
+            local = None if found is None else local_of(found, self.ranks.rank, self.ranges.get(name))
+            allowed, _ = self._allowed(right, own, name)
+            eps = EXACT if self.dtype == WIDE else torch.finfo(self.dtype).eps
+            items.append(
+                Compared(
+                    f"gradient of {name}",
+                    local,
+                    wanted,
+                    allowed,
+                    floor * eps,
+                    self.dtype == WIDE or self.device.type == "cpu",  # sums of CUDA may have no order
+                    self._untied(name),
+                )
+            )
+        return items
+
+    def _untied(self, name: str) -> str:
+        """Return a hint where a tensor that the original has under two names is two in the parallelised model."""
+        alike = [each for each, p in self.original.items() if p is self.original.get(name) and each != name]
+        if alike and any(self.own.get(each) is not self.own.get(name) for each in alike):
+            return (
+                f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of it"
+            )
+        return ""
+
+    def _allowed(self, right: _Run, own: _Run | None, name: str) -> tuple[float, float]:
+        """Return the relative error that rounding explains, and that of each element beside."""
+        if self.dtype == WIDE:
+            return EXACT, 0.0
+        eps = torch.finfo(self.dtype).eps
+        least = min(64 * eps, 0.03)
+        if own is None:
+            return min(256 * eps, 0.05), 0.0
+        a, b = (run.values.get(name, run.grads.get(name)) for run in (own, right))
+        if a is None or b is None or not float(b.norm()):
+            return least, eps
+        off = float((a.double() - b.double()).norm() / b.double().norm())
+        return least + _ROUNDINGS * off, 0.0
+
+
+_OTHER_WEIGHTS = "it was changed, or filled from other weights"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
+
+    values: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+    drew: bool
+    narrowest: torch.dtype = WIDE
+
+
+@contextmanager
+def _narrowest() -> Iterator[list[torch.dtype]]:
+    """Yield a list whose only entry is the narrowest floating type that a module has returned."""
+    seen = [WIDE]
+
+    def look(_: nn.Module, __: Any, out: Any) -> None:
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor) and first.is_floating_point():
+            seen[0] = min(seen[0], first.dtype, key=lambda kind: torch.finfo(kind).bits)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _settled(parameter: nn.Parameter) -> Tensor | None:
+    """Return a gradient that lies as its parameter does. Collective where it is terms of a sum."""
+    grad = parameter.grad
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
+        return grad.redistribute(placements=parameter.placements)
+    return grad
+
+
+def _data_ranks(module: nn.Module, data_mesh: DeviceMesh | None) -> list[int]:
+    """Return the ranks that have rows of their own and differ from this one in nothing else."""
+    if data_mesh is not None:
+        return [int(rank) for rank in data_mesh.mesh.flatten().tolist()]
+    for child in module.modules():
+        if isinstance(child, nn.parallel.DistributedDataParallel):
+            return list(dist.get_process_group_ranks(child.process_group))
+    return compat.fsdp_ranks(module)
+
+
+def context_for(strategy: Any, device: torch.device) -> TorchContext:
+    """Return the context in which ranks tell one another what they find: that of a strategy where it has one."""
+    own = getattr(strategy, "context", None)
+    context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
+    return context
+
+
+def free_bytes(device: torch.device, ranks: int) -> int:
+    """Return the memory of a device that is free; without a limit where nobody says."""
+    if device.type == "cuda":
+        return ranks * int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, StopIteration, ValueError), Path("/proc/meminfo").open() as file:
+        line = next(line for line in file if line.startswith("MemAvailable"))
+        return 1024 * int(line.split()[1])
+    return 1 << 62

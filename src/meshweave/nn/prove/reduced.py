@@ -1,0 +1,269 @@
+"""Copies of a model with some of its layers, few words, random weights, and windows that bind at short inputs."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.parallel.structure import ModelMap
+from meshweave.nn.prove.state import without_dropout
+
+_OF_MODULE = frozenset(vars(nn.Module()))
+_WINDOW = re.compile(r"window|attention_chunk|local_attention|attention_span")
+_POSITIONS = re.compile(r"original_max|max_seq_len|max_position")
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_DEPTH = 4
+
+
+def kinds_of(module: nn.Module, names: ModelMap) -> list[int]:
+    """Return for each layer the number of the first that is of its kind.
+
+    Layers of a kind have equal classes, shapes, attributes and entries in lists of the configuration, but for
+    attributes that count the layers.
+    """
+    layers = list(module.get_submodule(names.layers))
+    shared: set[int] = {id(value) for layer in layers[:1] for value in _objects(layer)}
+    for layer in layers[1:]:
+        shared &= {id(value) for value in _objects(layer)}
+    told = [dict(_told(layer, "", shared)) for layer in layers]
+    for config in _configs(module):
+        for name, value in vars(config).items():
+            if isinstance(value, list | tuple) and len(value) == len(layers):
+                for own, each in zip(told, value, strict=True):
+                    own[f"config.{name}"] = repr(each)
+    counting = set(_counting(told))
+    keys = [repr(sorted((path, v) for path, v in own.items() if path not in counting)) for own in told]
+    return [keys.index(key) for key in keys]
+
+
+def _objects(layer: nn.Module) -> Iterator[Any]:
+    for child in layer.modules():
+        yield from (value for name, value in vars(child).items() if name not in _OF_MODULE)
+
+
+def _told(value: Any, path: str, shared: set[int], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield what says how a layer computes, by path: classes, shapes, and attributes that are no tensors."""
+    if isinstance(value, nn.Module):
+        yield path, _class(value)
+        own = {name: each for name, each in vars(value).items() if name not in _OF_MODULE}
+        for name, each in [*own.items(), *value._parameters.items(), *value._buffers.items()]:
+            yield from _told(each, f"{path}.{name}", shared, depth)
+        for name, child in value._modules.items():
+            yield from _told(child, f"{path}.{name}", shared, depth)
+    elif isinstance(value, Tensor):
+        says_all = not isinstance(value, nn.Parameter) and not value.is_meta and value.numel() <= 1 << 16
+        yield path, repr((tuple(value.shape), value.detach().cpu().tolist() if says_all else ""))
+    elif isinstance(value, _PLAIN):
+        yield path, repr(value)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for number, each in enumerate(value):
+            yield from _told(each, f"{path}.{number}", shared, depth + 1)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _told(each, f"{path}.{key}", shared, depth + 1)
+    elif id(value) in shared or depth > _DEPTH:
+        yield path, _class(value)
+    else:
+        yield path, getattr(value, "__qualname__", _class(value))
+        for name, each in getattr(value, "__dict__", {}).items():
+            yield from _told(each, f"{path}.{name}", shared, depth + 1)
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _counting(told: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield the paths of whole numbers that rise by one from layer to layer."""
+    for path, first in told[0].items():
+        values = [own.get(path, "") for own in told]
+        are_numbers = len(told) > 1 and all(re.fullmatch(r"\d+", value) for value in values)
+        if are_numbers and all(int(value) == int(first) + at for at, value in enumerate(values)):
+            yield path
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Return the configurations that the modules of a model have, those within others too."""
+    found: dict[int, Any] = {}
+    pending = [own for child in module.modules() if (own := vars(child).get("config")) is not None]
+    while pending:
+        config = pending.pop()
+        if id(config) in found or not hasattr(config, "__dict__"):
+            continue
+        found[id(config)] = config
+        pending += [each for name, each in vars(config).items() if name.endswith("config")]
+    return list(found.values())
+
+
+# --- copies -----------------------------------------------------------------------------------------------------
+
+
+def reduced(
+    module: nn.Module,
+    names: ModelMap,
+    chosen: Sequence[int],
+    *,
+    words: int,
+    sequence: int,
+    binds: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Return a copy of a model with some of its layers and random weights; no more memory is taken than it needs.
+
+    Args:
+        chosen: the numbers of the layers, in order.
+        words: of the vocabulary; the model's own where it has no more.
+        sequence: tokens that it will be given.
+        binds: whether windows and original positions are made shorter than that.
+
+    Raises UnsupportedError where it cannot be copied.
+    """
+    layers = module.get_submodule(names.layers)
+    assert isinstance(layers, nn.ModuleList)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad and parameter.is_floating_point())
+    try:
+        kept = [copy.deepcopy(layers[number], memo) for number in chosen]
+        memo[id(layers)] = nn.ModuleList(kept)
+        made = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be copied to prove it ({type(error).__name__}: {error}); parallelize "
+            "with check=False trains it unproved"
+        ) from error
+    _shorten(made, module, names, chosen)
+    before = int(module.get_submodule(names.embedding).weight.shape[0])
+    _fewer_words(made, names, before, min(words, before))
+    if binds:
+        _bind(made, sequence)
+    _materialise(made, device, dtype)
+    without_dropout(made.modules())
+    return made.train()
+
+
+def _shorten(made: nn.Module, module: nn.Module, names: ModelMap, chosen: Sequence[int]) -> None:
+    """Let a copy know how many layers it has, and each of them its number."""
+    layers = list(module.get_submodule(names.layers))
+    count = len(layers)
+    told = [dict(_told(layer, "", set())) for layer in layers]
+    for path in _counting(told):
+        for at, layer in enumerate(made.get_submodule(names.layers)):
+            owner, _, name = path.lstrip(".").rpartition(".")
+            _set_at(layer, owner, name, int(told[at][path]))
+    for config in _configs(made):
+        for name, value in list(vars(config).items()):
+            if isinstance(value, list | tuple) and len(value) == count:
+                object.__setattr__(config, name, type(value)(value[number] for number in chosen))
+            elif value == count and isinstance(value, int) and "layer" in name:
+                object.__setattr__(config, name, len(chosen))
+            elif name == "use_cache":
+                object.__setattr__(config, name, False)
+            elif name.startswith("_attn_implementation") and "flash" in str(value):
+                object.__setattr__(config, name, "sdpa")
+
+
+def _set_at(layer: nn.Module, owner: str, name: str, value: int) -> None:
+    try:
+        at: Any = layer.get_submodule(owner)
+    except AttributeError:
+        return
+    if isinstance(vars(at).get(name), int):
+        setattr(at, name, value)
+
+
+def _fewer_words(made: nn.Module, names: ModelMap, before: int, words: int) -> None:
+    for path in (names.embedding, names.head):
+        owner = made.get_submodule(path)
+        for parameter in owner._parameters.values():
+            if parameter is not None and parameter.shape[0] == before:
+                parameter.data = torch.empty(
+                    (words, *parameter.shape[1:]), dtype=parameter.dtype, device="meta"
+                )
+        for name, value in list(vars(owner).items()):
+            if name in ("num_embeddings", "out_features") and value == before:
+                setattr(owner, name, words)
+            elif name == "padding_idx" and isinstance(value, int):
+                owner.padding_idx = min(value, words - 1)
+    for holder in (*made.modules(), *_configs(made)):
+        for name, value in list(vars(holder).items()):
+            if name in ("vocab_size", "n_vocab") and value == before:
+                object.__setattr__(holder, name, words)
+
+
+def _bind(made: nn.Module, sequence: int) -> None:
+    """Shorten windows to a few tokens, and original positions to half of a sequence."""
+    short = {"window": sequence // 4 + 1, "positions": sequence // 2}
+    for holder in (*made.modules(), *_configs(made)):
+        for name, value in list(vars(holder).items()):
+            if (shorter := _shorter(name, value, short)) is not value:
+                object.__setattr__(holder, name, shorter)
+
+
+def _shorter(name: str, value: Any, short: dict[str, int]) -> Any:
+    if isinstance(value, dict):
+        made = {key: _shorter(str(key), each, short) for key, each in value.items()}
+        return made if any(made[key] is not value[key] for key in value) else value
+    if isinstance(value, bool) or not isinstance(value, int) or "layer" in name:
+        return value
+    if _WINDOW.search(name) and value > short["window"]:
+        return short["window"]
+    if _POSITIONS.search(name) and value > short["positions"]:
+        return short["positions"]
+    return value
+
+
+def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a copy random weights, the same on all ranks, and buffers in its type."""
+    generator = torch.Generator().manual_seed(47)
+    done: dict[int, nn.Parameter] = {}
+    for owner in made.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in done:
+                kind = dtype if parameter.is_floating_point() else parameter.dtype
+                values = _drawn(owner, name, tuple(parameter.shape), generator, kind).to(device)
+                done[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            owner._parameters[name] = done[id(parameter)]
+    for path, owner in made.named_modules():
+        if any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values()):
+            _rebuild(made, path, owner, device)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                owner._buffers[name] = buffer.to(device, kind)
+
+
+def _drawn(
+    owner: nn.Module, name: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    values = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    if isinstance(owner, nn.Embedding):
+        return values * 0.5
+    if len(shape) > 1:
+        return values * (shape[0] if type(owner).__name__ == "Conv1D" else shape[-1]) ** -0.5
+    return values * 0.3 if "bias" in name else 1 + values * 0.3
+
+
+def _rebuild(made: nn.Module, path: str, owner: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of a module that was made without memory, as its class does."""
+    config = vars(owner).get("config", getattr(made, "config", None))
+    try:
+        fresh = type(owner)(config)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = fresh._buffers[name].to(device)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{path}: {type(owner).__name__} has buffers without memory that cannot be computed anew to prove the "
+            f"model ({type(error).__name__}: {error}); make it with memory, or give check=False"
+        ) from error

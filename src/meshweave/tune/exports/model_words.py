@@ -1,0 +1,65 @@
+"""What an export does not say of a model and of a step: a field is told by a setting, or stands in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from meshweave.base.errors import printable
+from meshweave.describe.model import Transformer
+from meshweave.tune.exports.row import PlannedRow
+
+PLAIN_TYPES = ("", "llama", "mistral", "qwen2", "qwen3", "gpt2")
+"""Families whose layers are what fields say, and nothing else: norms before attention and FFN, one after all."""
+_NAMES_AND_PRICES = ("name", "source", "not_priced", "architecture")
+_OF_ROTARY = ("rotary_base", "rotary_share")
+
+
+def defining(model: Transformer) -> dict[str, Any]:
+    """Return all that defines a model, by the name of the field: sizes and architecture."""
+    sizes = {item.name: getattr(model, item.name) for item in fields(model)}
+    own = {item.name: getattr(model.architecture, item.name) for item in fields(model.architecture)}
+    return {name: value for name, value in (sizes | own).items() if name not in _NAMES_AND_PRICES}
+
+
+def model_left_out(model: Transformer, told: Collection[str], target: str) -> list[str]:
+    """Return sentences of what defines a model and is not among the fields that an export tells."""
+    values = defining(model)
+    untold = [
+        f"{name} = {printable(value)}"
+        for name, value in values.items()
+        if name not in (*told, "others", "model_type") and value not in (None, "")
+    ]
+    untold += () if "others" in told else map(printable, model.architecture.others)
+    if "model_type" not in told and model.architecture.model_type not in PLAIN_TYPES:
+        untold.append(f"model_type = {model.architecture.model_type}, whose class may compute more")
+    is_rotary = model.architecture.positions in ("rotary", None)
+    unknown = [
+        name
+        for name, value in values.items()
+        if value is None and name not in ("window", "max_positions") and (is_rotary or name not in _OF_ROTARY)
+    ]
+    sentences = []
+    if untold:
+        sentences.append(f"The model has {', '.join(untold)}, which {target} is not told here.")
+    if unknown:
+        sentences.append(
+            f"The plan does not know the model's {', '.join(unknown)}: {target} takes what it takes."
+        )
+    return sentences
+
+
+def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[str]:
+    """Return sentences of what the step was priced with and an export does not tell."""
+    sentences = [
+        f"The step is priced with {name} = {printable(value)}, which {target} is not told here."
+        for name, value in row.settings.items()
+        if name not in told
+    ]
+    if row.plan.step.overlap == "layers" and row.tensor * row.degrees.context > 1:
+        sentences.append(
+            "Communication of a layer is priced beside all that its program allows; what "
+            f"{target} overlaps there is its own to set."
+        )
+    return sentences

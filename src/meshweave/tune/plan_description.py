@@ -1,0 +1,149 @@
+"""What a plan was made for: its model, cluster and settings, whole, so that a plan file needs no other file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable
+from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
+from meshweave.describe.machine.cluster_table import cluster_table
+from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model.model_file import model_table, transformer_from
+from meshweave.tune.plan import Plan
+from meshweave.tune.plan_records import DescriptionRecord
+from meshweave.tune.step.problem import SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.tune.step.stacks import load_stack, stack_names
+
+_OF_THE_PLAN = ("model", "cluster", "batch", "seq", "dtype", "overlap")
+"""Fields of `StepProblem` that have places of their own in a plan."""
+
+
+def describe(model: Transformer, cluster: Cluster, problem: StepProblem | None = None) -> DescriptionRecord:
+    """Return the description of what a plan is made for."""
+    settings = {} if problem is None else _settings(problem)
+    return DescriptionRecord(model=model_table(model), cluster=cluster_table(cluster), settings=settings)
+
+
+def _settings(problem: StepProblem) -> dict[str, Any]:
+    """Return the settings of a problem that are not those it has by default; a stack by its name if it has one."""
+    default = StepProblem(problem.model, problem.cluster, 1, 1)
+    names = (item.name for item in fields(StepProblem) if item.name not in _OF_THE_PLAN)
+    settings = {
+        name: getattr(problem, name) for name in names if getattr(problem, name) != getattr(default, name)
+    }
+    stack = settings.get("stack")
+    if isinstance(stack, SoftwareStack):
+        is_named = stack.name in stack_names() and load_stack(stack.name) == stack
+        settings["stack"] = stack.name if is_named else asdict(stack)
+    return settings
+
+
+def planned_model(plan: Plan) -> Transformer:
+    """Return the model of a plan: its own, or that of the catalog where the file is older than descriptions.
+
+    Raises:
+        DescriptionError: the description is wrong, or the catalog has no such model.
+    """
+    if plan.description is not None:
+        return transformer_from(plan.description.model, "description.model")
+    if plan.model not in model_names():
+        raise DescriptionError(
+            f"this plan is of an older format, without its model, and the catalog has no {plan.model}; "
+            "plan it anew"
+        )
+    return load_model(plan.model)
+
+
+def planned_cluster(plan: Plan) -> Cluster:
+    """Return the cluster of a plan, likewise. Raises DescriptionError."""
+    if plan.description is not None:
+        return cluster_from(plan.description.cluster, "description.cluster")
+    if plan.cluster not in cluster_names():
+        raise DescriptionError(
+            f"this plan is of an older format, without its cluster, and the catalog has no {plan.cluster}; "
+            "plan it anew, or give --cluster FILE"
+        )
+    return load_cluster(f"{plan.cluster}:{plan.num_chips}")
+
+
+def planned_problem(plan: Plan, cluster: Cluster | None = None) -> StepProblem:
+    """Return the problem of the plan of a step, on its own cluster or another one. Raises DescriptionError."""
+    settings = dict(plan.description.settings) if plan.description else {}
+    known = [item.name for item in fields(StepProblem) if item.name not in _OF_THE_PLAN]
+    for name in settings:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise DescriptionError(
+                f"description.settings.{name}: unknown key{hint}; known: {', '.join(known)}"
+            )
+    if "stack" in settings:
+        settings["stack"] = _stack(settings["stack"])
+    model, machine = planned_model(plan), cluster or planned_cluster(plan)
+    return _made(model, machine, plan, settings)
+
+
+def _made(model: Transformer, cluster: Cluster, plan: Plan, settings: dict[str, Any]) -> StepProblem:
+    try:
+        return StepProblem(
+            model, cluster, plan.batch, plan.sequence, plan.dtype, overlap=plan.step.overlap, **settings
+        )
+    except (TypeError, ValueError) as error:
+        raise DescriptionError(f"description.settings: {error}") from None
+
+
+def _stack(given: Any) -> SoftwareStack:
+    """Return a stack of its name or of the table of its attributes. Raises DescriptionError."""
+    if isinstance(given, str):
+        return load_stack(given)
+    try:
+        table: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        for key in ("forward", "backward"):
+            table[key] = UnfusedKernels(**table.get(key, {}))
+        return SoftwareStack(**table)
+    except (TypeError, AttributeError) as error:
+        raise DescriptionError(
+            f"description.settings.stack: {error}; give a name, or its attributes"
+        ) from None
+
+
+def catalog_differences(plan: Plan) -> tuple[str, ...]:
+    """Return a sentence for each description of a plan that is not the one which the catalog has by its name."""
+    if plan.description is None:
+        return ()
+    found = []
+    if plan.model in model_names() and model_table(load_model(plan.model)) != plan.description.model:
+        found.append(f"the plan's model {plan.model} is not the catalog's of that name: the plan's is taken")
+    if plan.cluster in cluster_names() and not _is_catalog_cluster(plan):
+        found.append(
+            f"the plan's cluster {plan.cluster} is not the catalog's of that name: the plan's is taken"
+        )
+    return tuple(found)
+
+
+def _is_catalog_cluster(plan: Plan) -> bool:
+    try:
+        return load_cluster(plan.cluster).with_chips(plan.num_chips) == planned_cluster(plan)
+    except (DescriptionError, LayoutError):
+        return False
+
+
+def check_description(plan: Plan, file: str | Path) -> None:
+    """Raise DescriptionError where the description of a plan in a file is wrong, or is not of that plan."""
+    if plan.description is None:
+        return
+    try:
+        model, cluster = planned_model(plan), planned_cluster(plan)
+        if plan.kind == "step":
+            planned_problem(plan, cluster)
+    except MeshweaveError as error:
+        raise DescriptionError(f"{printable(file)}: {error}") from None
+    for key, own, given in (
+        ("model.name", plan.model, model.name),
+        ("cluster.name", plan.cluster, cluster.name),
+        ("cluster: its chips", str(plan.num_chips), str(cluster.num_chips)),
+    ):
+        if own != given:
+            raise DescriptionError(f"{printable(file)}: description.{key}: {given} is not the plan's {own}")

@@ -1,0 +1,208 @@
+"""What of a config is not priced is said, or the model refused; families as transformers has them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshweave.base.errors import MeshweaveError, UnsupportedError
+from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model.config_features import is_off
+from meshweave.describe.model.hugging_face import transformer_from_config
+from meshweave.describe.model.model_file import model_table, transformer_from
+from meshweave.describe.model.model_types import known_model_type, known_model_types
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+LONG = 2**20
+
+
+def read(tmp_path: Path, **changes: Any) -> Transformer:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changes}))
+    return load_model(path)
+
+
+def said(tmp_path: Path, sequence: int = 8192, **changes: Any) -> str:
+    return "\n".join(read(tmp_path, **changes).not_priced_at(sequence))
+
+
+def test_a_plain_config_leaves_nothing_to_say(tmp_path: Path) -> None:
+    assert not said(tmp_path)
+    assert "131,072 positions" in said(tmp_path, 131073)
+
+
+def test_a_window_is_said_of_longer_sequences(tmp_path: Path) -> None:
+    assert said(tmp_path, 32768, model_type="mistral", sliding_window=4096) == (
+        "window of 4,096 tokens not priced: attention is that of all pairs"
+    )
+    assert not said(tmp_path, 4096, model_type="mistral", sliding_window=4096)
+    assert not said(tmp_path, 32768, model_type="mistral", sliding_window=None)
+    assert "window of 4,096" in said(tmp_path, 32768, model_type="mistral")  # the default of its class
+    assert not said(tmp_path, 32768, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    kinds = ["sliding_attention", "full_attention"] * 16
+    gemma = {"model_type": "gemma2", "sliding_window": 4096, "layer_types": kinds, "head_dim": 256}
+    assert "in 16 of 32 layers not priced" in said(tmp_path, 8192, **gemma)
+    assert "window" not in said(tmp_path, 8192, **{**gemma, "layer_types": ["full_attention"] * 32})
+
+
+def test_positions_beyond_those_that_a_model_learns_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25}))
+    assert load_model(path).not_priced_at(1024) == ()
+    assert load_model(path).not_priced_at(16384) == (
+        "the model learns 1,024 positions: a longer sequence is priced as if it had more",
+    )
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"attn_logit_softcapping": 50.0}, "soft cap of 50.0 on attention scores"),
+        ({"final_logit_softcapping": 30.0}, "soft cap of 30.0 on logits"),
+        ({"num_nextn_predict_layers": 1}, "1 multi-token-prediction layers"),
+        ({"vision_config": {"hidden_size": 64}}, "vision_config not priced"),
+        ({"audio_config": {"d": 1}}, "audio_config not priced"),
+        ({"add_cross_attention": True}, "cross attention"),
+        ({"num_kv_shared_layers": 4}, "keys and values that 4 layers share"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"attention_chunk_size": 8192}, "chunks of 8192"),
+        ({"use_attention_gate": True}, "gate of attention"),
+        ({"word_embed_proj_dim": 512}, "embeddings of width 512"),
+        ({"model_type": "brand_new"}, "model_type 'brand_new': not one that is known"),
+        ({"model_type": None}, "model_type missing"),
+        ({"hyper_loops": 3, "lora_r": 8}, "not understood: hyper_loops, lora_r"),
+    ],
+)
+def test_what_has_no_price_is_said(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in said(tmp_path, **change)
+    off = {key: False if key != "model_type" else "llama" for key in change}
+    assert words not in said(tmp_path, **off)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "bert"}, "type_vocab_size|no causal language model"),
+        ({"model_type": "albert"}, "no causal language model"),
+        ({"model_type": "vit", "image_size": 224}, "image_size"),
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({"model_type": "new", "is_decoder": False}, "is_decoder"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"mamba_d_state": 128}, "mamba_d_state"),
+        ({"layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}, "linear_attention"),
+        ({"layers_block_type": ["mamba", "attention"] * 16}, "layers of 'mamba'"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+    ],
+)
+def test_what_is_no_dense_decoder_is_refused_in_one_line(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    if change == {"model_type": "bert"}:
+        change = {**change, "type_vocab_size": 2}
+    with pytest.raises(UnsupportedError, match=words) as caught:
+        read(tmp_path, **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_name_is_that_of_the_folder(tmp_path: Path) -> None:
+    for folder in ("gemma2", "models--google--gemma-2-2b/snapshots/0a1b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model(tmp_path / "gemma2").name == "gemma2"
+    assert load_model(tmp_path / "models--google--gemma-2-2b/snapshots/0a1b").name == "gemma-2-2b"
+    (tmp_path / "mine.json").write_text(json.dumps(LLAMA))
+    assert load_model(tmp_path / "mine.json").name == "mine"
+
+
+def test_architecture_is_read(tmp_path: Path) -> None:
+    own = read(tmp_path, rope_theta=5e5, attention_bias=True).architecture
+    assert (own.norm, own.positions, own.rotary_base, own.qkv_bias, own.out_bias, own.ffn_bias) == (
+        *("rms", "rotary", 5e5, True, True, False),
+    )
+    assert read(tmp_path, model_type="qwen2").architecture.qkv_bias is True
+    assert read(tmp_path, model_type="gpt_neox", rotary_pct=0.25).architecture.rotary_share == 0.25
+    scaled = read(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}).architecture
+    assert json.loads(scaled.rotary_scaling) == {"type": "linear", "factor": 2.0}
+
+
+def test_defaults_of_families_are_no_sizes() -> None:
+    assert {"llama", "mistral", "gpt2", "gpt_neox", "gemma2", "falcon", "phi3"} <= set(known_model_types())
+    for name in known_model_types():
+        known = known_model_type(name)
+        assert (
+            known is not None
+            and not {"num_hidden_layers", "hidden_size", "vocab_size"} & known.defaults.keys()
+        )
+    assert is_off([]) and is_off(0) and not is_off(1)
+
+
+NASTY: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2,
+        10**400,
+        1e308,
+        float("inf"),
+        float("nan"),
+        "",
+        "x" * 500,
+        "\x00\n",
+        4096,
+        1.5,
+    ),
+    *([], [1, "a", None], {}, {"a": 1}, {"rope_type": "yarn", "factor": [1]}, ["sliding_attention"] * 3),
+]
+KEYS = (
+    *LLAMA, "rope_scaling", "rope_theta", "rope_parameters", "sliding_window", "num_experts", "vision_config",
+    "zz\n" + "y" * 300, "text_config", "architectures", "attn_config", "rotary_pct", "rotary_dim", "layer_types",
+    "attention_bias", "multi_query", "tie_word_embeddings", "head_dim", "initializer_range", "rms_norm_eps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_configs_are_read_whole_or_refused(seed: int) -> None:
+    """What is read survives the table of a plan, and says what it says in lines that print."""
+    draw = random.Random(seed)
+    for _ in range(60):
+        config = LLAMA | {"model_type": draw.choice(known_model_types())}
+        config |= {draw.choice(KEYS): draw.choice(NASTY) for _ in range(draw.randint(1, 4))}
+        try:
+            model = transformer_from_config(config, "folder/config.json")
+        except MeshweaveError:
+            continue
+        assert transformer_from(json.loads(json.dumps(model_table(model))), "plan") == model
+        assert all(text.isprintable() and len(text) < 1000 for text in model.not_priced_at(LONG))
+
+
+@pytest.mark.slow
+def test_every_config_of_transformers_is_planned_rightly_said_or_refused() -> None:
+    pytest.importorskip("transformers")
+    path = Path(__file__).parents[2] / "validation/model_types.py"
+    spec = importlib.util.spec_from_file_location("model_types_population", path)
+    assert spec is not None and spec.loader is not None
+    population = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = population  # where its dataclasses look
+    spec.loader.exec_module(population)
+    types = [population.read_type(name) for name in sorted(population.CONFIG_MAPPING)]
+    assert len(types) > 300
+    assert [each.name for each in types if each.outcome == "WRONG"] == []
+    for each in types:
+        if each.model is not None and each.model.architecture.model_type in known_model_types():
+            assert abs(each.error) <= population.WITHIN or any("learns" in text for text in each.said)
+    if population.transformers.__version__ == population.model_type_table()["transformers"]:
+        assert population.TABLE.read_text() == population.table(types)

@@ -1,0 +1,59 @@
+"""Faults that are seeded into parallelised models are found and named; right models are said to be equal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+from meshweave.execute.ranks.launch import launch
+
+PARALLEL = Path(__file__).parents[1] / "parallel"
+HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{PARALLEL}"}
+
+
+def _said(what: str, num_ranks: int, thorough: bool) -> list[dict[str, str]]:
+    payload: dict[str, Any] = {"thorough": thorough}
+    return launch(f"proof_rank_functions:{what}", num_ranks, payload, timeout_s=500, env=HERE)
+
+
+def _check_faults(num_ranks: int) -> None:
+    sys.path[:0] = [str(PARALLEL), str(Path(__file__).parent)]
+    from faults import FAULTS
+
+    ranks = _said("said_of_faults", num_ranks, True)
+    for fault, words in FAULTS.items():
+        first = ranks[0][fault.__name__]
+        assert all(said[fault.__name__] == first for said in ranks), fault.__name__
+        for word in words:
+            assert word in first, (fault.__name__, first)
+        assert "Traceback" not in first
+
+
+@pytest.mark.gloo
+def test_seeded_faults_are_named() -> None:
+    _check_faults(2)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_seeded_faults_are_named_on_four_ranks() -> None:
+    _check_faults(4)
+
+
+@pytest.mark.gloo
+def test_right_models_are_equal() -> None:
+    for said in _said("said_of_right_models", 2, False):
+        assert all(text.startswith("equal") for text in said.values()), said
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_24_right_models_are_equal() -> None:
+    for said in _said("said_of_right_models", 4, True):
+        assert len(said) >= 24
+        assert all(text.startswith("equal") for text in said.values()), said
