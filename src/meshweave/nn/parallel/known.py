@@ -191,7 +191,8 @@ def recognised(module: nn.Module) -> tuple[str, ModelMap]:
 
 
 def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
-    kind, config = type(module), getattr(module, "config", None)
+    kind = type(module)
+    config: Any = getattr(module, "config", None)
     known = KNOWN.get(f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_LIBRARY}models."))
     if known is None or not kind.__module__.startswith(f"{_LIBRARY}models."):
         listed = ", ".join(path.rpartition(".")[2] for path in KNOWN)

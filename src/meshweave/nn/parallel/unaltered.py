@@ -14,7 +14,6 @@ _WRAPPERS = {
     "bitsandbytes": "quantised weights are not computed; load the model without quantization_config",
     "torch.nn.parallel": "give its .module; data parallelism is an axis of the mesh, or goes around the result",
     "torch.distributed.fsdp": "shard it after parallelize, over other dims of the mesh",
-    "torch._dynamo": "compile the blocks after parallelize",
 }
 """Packages whose modules stand around or in place of a model's own, and what to do instead."""
 
