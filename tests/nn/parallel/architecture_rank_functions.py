@@ -26,10 +26,10 @@ def sweep(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, An
     shapes = sorted({tuple(shape) for case in payload["cases"] for _, shape in case["strategies"]})
     meshes = {shape: init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)]) for shape in shapes}
     with small_models.quiet():
-        return [_outcome(case, meshes) for case in payload["cases"]]
+        return [outcome(case, meshes) for case in payload["cases"]]
 
 
-def _outcome(case: Mapping[str, Any], meshes: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
+def outcome(case: Mapping[str, Any], meshes: Mapping[tuple[int, ...], Any]) -> dict[str, Any]:
     """Return what a case gave: {"kind", "changes", "strategies": {strategy: (outcome, why)}}."""
     out = {"kind": case["kind"], "changes": case.get("changes", {}), "strategies": {}}
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import small_models
 import torch
 import torch.distributed as dist
+from architecture_rank_functions import outcome
 from plain_models import HIDDEN, PlainGpt, PlainLlama
 from reference_models import make
 from torch import Tensor, nn
@@ -28,7 +29,16 @@ def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     with small_models.quiet():
-        return {name: globals()[name](mesh, Path(payload["folder"])) for name in payload["names"]}
+        folder = Path(payload["folder"])
+        answers = {name: globals()[name](mesh, folder) for name in payload["names"]}
+        return {**answers, "few": few(mesh, payload["kinds"])}
+
+
+def few(mesh: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return by type of model and strategy whether a small model is exact, refused, wrong, or crashes."""
+    shape = (mesh.size(),)
+    cases = [{"kind": kind, "strategies": [("megatron", shape), ("zero3", shape)]} for kind in kinds]
+    return {case["kind"]: outcome(case, {shape: mesh})["strategies"] for case in cases}
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -261,7 +271,7 @@ def harmless(mesh: Any, folder: Path) -> dict[str, float]:
     mask, labels = torch.ones_like(tokens), tokens.clone()
     mask[0, 6:], labels[0, 6:] = 0, -100
     module.gradient_checkpointing_enable()
-    parallelize(module, "megatron", mesh)
+    parallelize(module, "megatron", mesh, check=False)
     off = {"enabled before": float(not all(block.gradient_checkpointing for block in module.model.layers))}
     for name, given in {
         "ones": {"attention_mask": torch.ones_like(tokens), "use_cache": False, "labels": tokens},
@@ -321,7 +331,7 @@ def meta(mesh: Any, folder: Path) -> dict[str, Any]:
             empty = type(whole)._from_config(whole.config).double()
         if kind == "not rebuilt":
             empty.model.rotary_emb.config = None
-        made = parallelize(empty, "megatron", mesh)
+        made = parallelize(empty, "megatron", mesh, check=kind != "not rebuilt")
         if kind == "no memory":
             load_weights(made.module, folder / "weights")
         else:

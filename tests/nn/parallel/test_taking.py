@@ -43,12 +43,14 @@ WORDS = {
     "again": "a forward of its own",
 }
 TOLERANCE = 1e-12
+FEW = dict.fromkeys(("granite", "ernie4_5", "smollm3", "gpt_bigcode"), "refused")
+FEW |= dict.fromkeys(("gpt2", "seed_oss"), "exact")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     names = ("refusals", "features", "harmless", "meta", "plain_words")
-    payload = {"names": names, "folder": str(tmp_path_factory.mktemp("weights"))}
+    payload = {"names": names, "kinds": list(FEW), "folder": str(tmp_path_factory.mktemp("weights"))}
     return launch("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
 
 
@@ -83,6 +85,13 @@ def test_buffers_that_no_checkpoint_has_are_computed_anew(ranks: list[dict[str, 
         assert all(abs(loss - meta["expected"]) < 1e-5 for loss in meta["losses"]), meta
         (said,) = meta["said"]
         assert "model.rotary_emb.inv_freq was made on the meta device" in said
+
+
+@pytest.mark.gloo
+def test_architectures_are_exact_or_refused(ranks: list[dict[str, Any]]) -> None:
+    for answer in ranks:
+        for kind, outcomes in answer["few"].items():
+            assert {said[0] for said in outcomes.values()} == {FEW[kind]}, (kind, outcomes)
 
 
 @pytest.mark.gloo

@@ -191,7 +191,8 @@ def recognised(module: nn.Module) -> tuple[str, ModelMap]:
 
 
 def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
-    kind, config = type(module), getattr(module, "config", None)
+    kind = type(module)
+    config: Any = getattr(module, "config", None)
     known = KNOWN.get(f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_LIBRARY}models."))
     if known is None or not kind.__module__.startswith(f"{_LIBRARY}models."):
         listed = ", ".join(path.rpartition(".")[2] for path in KNOWN)
@@ -205,6 +206,11 @@ def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
         )
     _check_parts(module)
     _check_config(config, known)
+    layers = getattr(module.get_submodule(known.names.layers), "__len__", lambda: 0)()
+    if config.num_hidden_layers != layers:
+        raise UnsupportedError(
+            f"{known.names.layers} has {layers} layers; config.num_hidden_layers is {config.num_hidden_layers}"
+        )
     title = f"{known.title} (transformers {_version()})"
     if not _version().startswith(f"{TRIED}."):
         title = f"{known.title} (transformers {_version()}, not tried: {TRIED} is)"

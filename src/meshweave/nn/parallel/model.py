@@ -356,6 +356,7 @@ def parallelize(
             _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
         before = dict(module.named_parameters())
         model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
+    _seed_alike(strategy)
     model.context = context
     _seed_alike(strategy)
     watch_optimizers(model.agreement, before)

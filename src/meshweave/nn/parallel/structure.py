@@ -116,9 +116,6 @@ def check_modules(module: nn.Module, names: ModelMap) -> None:
     layers = module.get_submodule(names.layers)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise UnsupportedError(f"{names.layers}: {type(layers).__name__} is no nn.ModuleList of layers")
-    said = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-    if isinstance(said, int) and said != len(layers):
-        raise UnsupportedError(f"{names.layers} has {len(layers)} layers; config.num_hidden_layers is {said}")
     for number, layer in enumerate(layers):
         for path in names.layer.linears:
             check_linear(layer.get_submodule(path), f"{names.layers}.{number}.{path}")
