@@ -271,7 +271,7 @@ def harmless(mesh: Any, folder: Path) -> dict[str, float]:
     mask, labels = torch.ones_like(tokens), tokens.clone()
     mask[0, 6:], labels[0, 6:] = 0, -100
     module.gradient_checkpointing_enable()
-    parallelize(module, "megatron", mesh, check=False)
+    parallelize(module, "megatron", mesh)
     off = {"enabled before": float(not all(block.gradient_checkpointing for block in module.model.layers))}
     for name, given in {
         "ones": {"attention_mask": torch.ones_like(tokens), "use_cache": False, "labels": tokens},

@@ -1,4 +1,4 @@
-"""Modules as a proof runs them: in another precision, without dropout, with no gradients; restored afterwards."""
+"""Modules as a proof runs them: in another precision, without dropout or recomputation, and restored."""
 
 from __future__ import annotations
 
@@ -89,8 +89,13 @@ def prepared(
         made: dict[int, Tensor] = {}
         for child in modules:
             child.training = training
+            if getattr(child, "gradient_checkpointing", False):
+                vars(child)["gradient_checkpointing"] = False  # what is computed again would be rounded
             _lay(child, dtype, made)
         changed += without_dropout([*modules, owner])
+        if getattr(owner, "recompute", False):
+            changed.append((owner, "recompute", True))
+            owner.recompute = False
         with torch.random.fork_rng(cuda), wide, keeps:
             torch.manual_seed(20)
             yield
