@@ -226,7 +226,8 @@ def test_mistakes(
 def test_a_plan_for_a_cluster_that_is_a_file(
     capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path
 ) -> None:
-    data = json.loads(Path(plan).read_text()) | {"cluster": "mine"}
+    data = json.loads(Path(plan).read_text()) | {"cluster": "mine", "format": "meshweave-plan-2"}
+    del data["description"]  # as files of before have none
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     status, _, err = called(capsys, str(path))

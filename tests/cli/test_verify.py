@@ -75,7 +75,7 @@ def test_algorithms_without_such_a_mesh_are_skipped_aloud(
     capsys: pytest.CaptureFixture[str], plan_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     square = SquareOnly()
-    monkeypatch.setitem(PRODUCTS_2D, "collective", square)
+    monkeypatch.setitem(PRODUCTS_2D.entries, "collective", square)
     names = ["--algorithm", "collective,meshslice"]
     assert run_app(["verify", str(plan_path), "--ranks", "2", *QUICK, *names]) == 0
     out = capsys.readouterr().out
@@ -97,7 +97,7 @@ class Damaged(CollectiveProduct):
 def test_an_unsound_program_is_status_1(
     capsys: pytest.CaptureFixture[str], plan_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PRODUCTS_2D, "collective", Damaged())
+    monkeypatch.setitem(PRODUCTS_2D.entries, "collective", Damaged())
     status, report = verified(capsys, str(plan_path), *QUICK, "--algorithm", "collective")
     assert status == 1 and report["wrong"] == 3
     assert all("in process" in product["failed"] for product in report["products"])

@@ -17,4 +17,5 @@ config = LlamaConfig(
     num_attention_heads=4,
     max_position_embeddings=32,
 )
+torch.manual_seed(0)  # every rank makes the same model
 tokens, targets = torch.arange(32).reshape(4, 8) % 24, torch.arange(1, 33).reshape(4, 8) % 24

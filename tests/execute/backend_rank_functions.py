@@ -100,5 +100,5 @@ def trouble(context, payload):
         try:
             bound.run()
         except UnsupportedError as refusal:
-            assert "an earlier run in this context failed" in str(refusal)
+            assert "this context is broken: an earlier run in it failed" in str(refusal)
             raise error from None

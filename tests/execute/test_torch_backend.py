@@ -248,7 +248,9 @@ def test_one_run_at_a_time_in_a_context():
     calls = {"think": lambda x: inner.append(nested.run()) or x}
     with pytest.raises(UnsupportedError, match="already runs in this context"):
         bind(parse(LOCAL), 0, {"x": x}, context=context, calls=calls).run()
-    with pytest.raises(UnsupportedError, match=r"an earlier run in this context failed.*already runs"):
+    with pytest.raises(
+        UnsupportedError, match=r"context is broken: an earlier run in it failed.*already runs"
+    ):
         nested.run()
 
 

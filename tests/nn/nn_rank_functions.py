@@ -79,7 +79,7 @@ def _mistakes(mesh: Any, shared: TorchContext, rank: int) -> list[str]:
     for what, change in {
         "is no shard": {"shape": (100, 100, 100)},
         "dataflow": {"dataflow": "ws"},
-        "no algorithm": {"algorithm": "meshlice"},
+        "no 2D product": {"algorithm": "meshlice"},
         "shards otherwise": {"algorithm": "fsdp"},
         "ring has": {"ring_ways": 9},
         "slices 0 ": {"slices": 0},

@@ -43,11 +43,14 @@ JSON_HELP = "Print JSON instead of text."
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return the plan of a file; what it does not price, or has otherwise than the catalog, goes to stderr."""
+    """Return the plan of a file; what it has otherwise than the catalog goes to stderr.
+
+    So does what a plan of a step does not price. Most of that is attention, which a plan of products has none of.
+    """
     plan = load_plan(Path(path))
     for sentence in catalog_differences(plan):
         typer.echo(f"note: {sentence}", err=True)
-    for text in plan.not_priced:
+    for text in plan.not_priced if plan.kind == "step" else ():
         typer.echo(f"note: {printable(text)}", err=True)
     return plan
 

@@ -22,10 +22,10 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
         f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
     )
-    for text in plan.not_priced:
-        typer.echo(f"note: {text}")
     if plan.unmeasured:
         typer.echo(plan.unmeasured)
+    for text in plan.not_priced:
+        typer.echo(f"note: {text}")
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
     typer.echo(f"           {_numbers(steps.best, steps, price)}")
     if reason := steps.reason_above(steps.best.mfu):

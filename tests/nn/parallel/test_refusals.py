@@ -26,7 +26,7 @@ OF_MODELS = {
     "three_names": "transformer.wte.weight, transformer.wpe.weight and lm_head.weight are one parameter",
     "one_memory": "transformer.h.0.attn.c_proj.weight and transformer.h.1.attn.c_proj.weight overlap in memory",
     "overlapping_memory": "transformer.h.1.attn.c_proj.weight overlap in memory",
-    "tied_by_memory": "transformer.wte.weight and lm_head.weight overlap in memory",
+    "tied_by_memory": "lm_head.weight and transformer.wte.weight overlap in memory",
     "bias_of_a_tied_head": "lm_head has a bias and the weight of transformer.wte",
     "parametrized": "transformer.h.1.mlp.c_fc: weight is computed by a parametrization",
     "hooked": "transformer.ln_f.weight has hooks",

@@ -128,11 +128,8 @@ class ForwardArguments:
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
         given = {**dict(zip(self.names, args, strict=False)), **given}
         labels = given.pop("labels", None)
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
+        if not isinstance(tokens, Tensor):
             raise LayoutError("give input_ids: whole numbers (batch, sequence)")
-        for name, wanted in (("labels", labels), ("targets", targets)):
-            if wanted is not None and wanted.shape != tokens.shape:
-                raise LayoutError(f"{name} have shape {tuple(wanted.shape)}, tokens {tuple(tokens.shape)}")
         for name, value in given.items():
             if value is not None and not self._changes_nothing(name, value, tokens, labels, targets):
                 why = _ARGUMENTS.get(name, "forward does not take it")
@@ -143,7 +140,8 @@ class ForwardArguments:
             raise UnsupportedError(
                 "loss_function is not computed: the loss is that of causal language models"
             )
-        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self.has_shift else labels
+        shifts = self.has_shift and labels.ndim == 2  # other shapes are told to all ranks
+        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifts else labels
 
     def _changes_nothing(
         self, name: str, value: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None

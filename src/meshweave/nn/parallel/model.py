@@ -335,9 +335,9 @@ def parallelize(
         "debug_every": debug_every,
     }  # fmt: skip
     with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+        check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         resolved = resolve(plan, device_mesh, config, overlap, context)
-        check_unaltered(module)
         title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
         check_modules(module, names)
         check_takeable(module, names.embedding, names.head, names.positions)

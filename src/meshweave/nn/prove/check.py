@@ -54,12 +54,13 @@ def check_layers(
         device = torch.device(strategy.device_mesh.device_type)
     ranks = ProofRanks(strategy.mesh.ranks, strategy.rank, context_for(strategy, device))
     fits = _fits(module, names, device, len(ranks.ranks))
+    sizes = _sizes(strategy, _most_tokens(module, names))
     dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for chosen, binds in cases:
-            whole = _copy(module, names, strategy, chosen, binds, device, dtype)
+            whole = _copy(module, names, strategy, chosen, binds, device, dtype, sizes[1])
             made = make(copy.deepcopy(whole))
-            given = generated(whole, len(ranks.ranks), device, _sizes(strategy))
+            given = generated(whole, len(ranks.ranks), device, sizes)
             proof = _proved(whole, made, given)
             if proof.difference is not None:
                 told = _with_numbers(str(proof.difference), names, chosen)
@@ -96,18 +97,32 @@ def _copy(
     binds: bool,
     device: torch.device,
     dtype: torch.dtype,
+    sequence: int,
 ) -> nn.Module:
     ranks = math.prod(strategy.mesh.shape)
     own = int(module.get_submodule(names.embedding).weight.shape[0])
     words = ranks * -(-_TOKENS // ranks) + own % ranks
-    sequence = _sizes(strategy)[1]
     return reduced(
         module, names, chosen, words=words, sequence=sequence, binds=binds, device=device, dtype=dtype
     )
 
 
-def _sizes(strategy: LayerStrategy) -> tuple[int, int]:
-    """Return a batch and a sequence that ranks share evenly."""
+def _most_tokens(module: nn.Module, names: ModelMap) -> int:
+    """Return how many tokens the copies are given at most: no more than there are positions."""
+    most = [_TOKENS]
+    if names.positions:
+        most.append(int(module.get_submodule(names.positions).weight.shape[0]))
+    config = getattr(module, "config", None)
+    stated = (getattr(config, name, None) for name in _POSITIONS)
+    return min(most + [number for number in stated if isinstance(number, int) and number > 0])
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
+"""What configurations call the number of their positions."""
+
+
+def _sizes(strategy: LayerStrategy, most: int) -> tuple[int, int]:
+    """Return a batch and a sequence of at most `most` tokens, if ranks can share so few evenly."""
     roles = strategy.roles
     sizes = {"batch": 1, "sequence": 1}
     for axis, size in enumerate(strategy.mesh.shape):
@@ -115,7 +130,7 @@ def _sizes(strategy: LayerStrategy) -> tuple[int, int]:
         for word in sizes:
             sizes[word] *= size if word in dims else 1
     batch = math.lcm(sizes["batch"] * strategy.config.chunks, 2)
-    return batch, sizes["sequence"] * -(-_TOKENS // sizes["sequence"])
+    return batch, sizes["sequence"] * max(most // sizes["sequence"], 1)
 
 
 def _fits(module: nn.Module, names: ModelMap, device: torch.device, ranks: int) -> bool:

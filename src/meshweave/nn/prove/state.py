@@ -45,7 +45,10 @@ def is_managed(module: nn.Module) -> bool:
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(isinstance(child, wrappers) for child in module.modules()) or any(
-        getattr(parameter, name, None) for parameter in module.parameters() for name in hooks
+        not getattr(hook, "__module__", "").startswith("meshweave.")
+        for parameter in module.parameters()
+        for name in hooks
+        for hook in (getattr(parameter, name, None) or {}).values()
     )
 
 
