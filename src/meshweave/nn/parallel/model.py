@@ -241,8 +241,9 @@ class ParallelModel:
 
         Args:
             input_ids: tokens (batch, sequence).
-            args, given: as the module took them: labels, tokens of which each is foretold by those before it,
-                for models of transformers, else the same as targets. Others must change nothing.
+            *args: as the module took them: labels, tokens of which each is foretold by those before it, for models
+                of transformers, else the same as targets. Others must change nothing.
+            **given: the same by name.
             targets: per token the one that is to be foretold, or -100 for none.
         """
         targets = self._arguments.targets(input_ids, args, given, targets)

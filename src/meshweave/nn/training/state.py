@@ -78,7 +78,8 @@ class TrainingState:
         afterwards.
 
         Args:
-            casts, extra: see `Checkpoints.load`.
+            casts: see `Checkpoints.load`.
+            extra: as there.
 
         Raises:
             CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and then
