@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from device import FOLDER, save_rows
-from plain_models import MixedAdam, PlainTransformer, TrainingRun
 from profiles import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_models import MixedAdam, PlainTransformer, TrainingRun
 
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster

@@ -125,14 +125,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_optimizer_and_random_states_go_on(tmp_path: Path) -> None:
-    def trained(steps: int, *, resumes: int = 0, places: int = 1) -> tuple[list[float], float]:
+    def trained(steps: int, *, resumes: int = 0, places: int = 1, rank: int = 0) -> tuple[list[float], float]:
         model = torch.nn.Linear(3, 1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.5)
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state = TrainingState([model], optimizer, rank=0, places=places)
+        state = TrainingState([model], optimizer, rank=rank, places=places)
         checkpoints = Checkpoints(tmp_path)
         if resumes:
             optimizer.param_groups[0]["lr"] = 7.0
@@ -155,6 +155,9 @@ def test_optimizer_and_random_states_go_on(tmp_path: Path) -> None:
     elsewhere, _ = trained(6, resumes=3, places=2)
     assert elsewhere != losses[3:]
     assert (elsewhere, _) == trained(6, resumes=3, places=2)
+    assert (elsewhere, _) == trained(
+        6, resumes=3, places=2, rank=1
+    )  # which shares the model, and was seeded alike
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,8 @@ class TrainingState:
         optimizer: of some or all of their parameters.
         rank: this rank.
         places: how ranks share the model, as JSON. A training that goes on at the same places has the random
-            states that it had; at other places they are drawn from `seed` and the step.
+            states that it had; at other places they are drawn from `seed`, the step, and the seed that torch was
+            given last, which ranks that share a model have alike.
         seed: see `places`.
     """
 
@@ -112,7 +113,8 @@ class TrainingState:
         if random is not None:
             torch.set_rng_state(random)
         else:
-            torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + self._rank)
+            # Ranks that share a model were seeded alike, and stay so: their copies drop the same.
+            torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + torch.initial_seed() % 65_521)
         return notes
 
     def _load(
