@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,8 @@ class CallSequence:
             UnsupportedError: an earlier call in the context was out of order.
         """
         order = self.order
+        if order.open is not None:
+            order.finish_open()
         if order.verdict or dist.group.WORLD is not order.world:
             order.check()
         self.count = count = self.count + 1
@@ -115,6 +117,18 @@ class CallSequence:
             raise
         self.end()
 
+    @contextlib.contextmanager
+    def resume(self) -> Iterator[None]:
+        """Wait inside for what the call that was begun last has left open."""
+        self.order.current = self
+        self.order.serial += 1
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+
     def bind(self, title: str) -> BoundCall:
         """Number a program that all ranks bind now; `title` is what it does, in words."""
         self.num_bound += 1
@@ -126,6 +140,7 @@ class CallSequence:
         if order.verdict or dist.group.WORLD is not order.world:
             return
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        order.open = None  # ranks that wait for its answer have all that they need of this one
         number = self.begin(CallKind(REFUSED, title, why))
         self.end(error)
         store = signed_store(_TELL_S)
@@ -177,6 +192,8 @@ class CallOrder:
         title: what the calls under way belong to, in words; "" where nobody says.
         current: the sequence of the call under way, if there is one.
         serial: the calls begun so far, of all sequences.
+        open: waits for the answer to a call that runs beside what follows it; None where there is none. The next
+            call begins with that.
         verdict: why calls are out of order; "" as long as they are not.
     """
 
@@ -188,6 +205,7 @@ class CallOrder:
         self.title = ""
         self.current: CallSequence | None = None
         self.serial = 0
+        self.open: Callable[[], None] | None = None
         self.verdict = ""
         self._watched = WatchedCalls(self, context)
         self._watch: CallWatch | None = None
@@ -202,6 +220,12 @@ class CallOrder:
                 self.watch()
             sequence = self.sequences[ranks] = CallSequence(self, ranks)
         return sequence
+
+    def finish_open(self) -> None:
+        """Wait for the answer to the call that was left open, if there is one."""
+        finish, self.open = self.open, None
+        if finish is not None:
+            finish()
 
     def check(self) -> None:
         """Raise BindError where the context's process group is gone, UnsupportedError after a verdict."""

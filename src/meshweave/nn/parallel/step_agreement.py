@@ -1,13 +1,15 @@
-"""What ranks compare in each call of a parallelised model, before anything of it runs.
+"""What ranks compare in each call of a parallelised model, before anything else of it travels.
 
 A number of 64 bits stands for all that ranks must have alike in a call: tokens, targets, modes, the generator of
-dropout, how many steps were taken. Its greatest and least are one all-reduce of 16 bytes. The first call and each
+dropout, how many steps were taken. Its greatest and least are one all-reduce of 16 bytes, which runs beside the
+call until its first program that communicates, or its end. The first call and each
 `debug_every`-th compare more: settings of torch, modes of modules, copies of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.base.errors import LayoutError
-from meshweave.execute.torch.call_order import call_order
+from meshweave.execute.torch.call_order import CallOrder, call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
 from meshweave.nn.parallel.checksums import checksum
@@ -71,56 +73,74 @@ class StepAgreement:
         """Return the context that ranks talk in."""
         return self.strategy.context(device)
 
-    def check(self, tokens: Tensor, targets: Tensor | None) -> None:
-        """Make sure that all ranks give a call the same, and what the model takes; all ranks call it.
+    @contextlib.contextmanager
+    def check(self, tokens: Tensor, targets: Tensor | None) -> Iterator[None]:
+        """Make sure that all ranks give a call the same, and what the model takes; all ranks run the call inside.
 
+        What ranks say of themselves travels beside the call, and is compared before anything else of it travels: a
+        rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait.
         Nothing is compared in a graph that a compiler makes of the whole model.
 
         Raises:
             LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
-        if torch.compiler.is_compiling():
-            return
         progress = self.progress
         progress.calls += 1
         is_whole = progress.calls == 1 or (self.debug_every > 0 and progress.calls % self.debug_every == 0)
-        if not self.strategy.is_alone:
-            words = {
-                "tokens": {"shape": _kind(tokens)},
-                "targets": {"shape": _kind(targets)},
-                **self._words(),
-            }
+        order = None if self.strategy.is_alone else call_order(self.context(tokens.device))
+        try:
+            if order is not None:
+                self._begin(order, tokens, targets, is_whole)
             with torch.no_grad():
-                is_same = self._is_same(words, tokens, targets)
-                if not is_same or is_whole:
-                    given = {"tokens": _values(tokens), "targets": _values(targets)}
-                    words |= {name: {**words[name], **values} for name, values in given.items()}
-                    self.compare(words | (self._all_words() if is_whole else {}))
-                    assert is_same, "numbers of ranks differ, and nothing that they stand for"
-        with torch.no_grad():
-            if problem := self.limits.problem(tokens, targets):
-                raise LayoutError(problem)
+                if problem := self.limits.problem(tokens, targets):
+                    raise LayoutError(problem)
+            yield
+        finally:
+            if order is not None:
+                order.finish_open()
 
-    def _is_same(self, words: Words, tokens: Tensor, targets: Tensor | None) -> bool:
-        """Return whether the numbers that stand for words and tokens are equal; the same on all ranks."""
+    def _begin(self, order: CallOrder, tokens: Tensor, targets: Tensor | None, is_whole: bool) -> None:
+        """Say what this rank gives a call, and compare it before the next call of this context."""
+        words = {"tokens": {"shape": _kind(tokens)}, "targets": {"shape": _kind(targets)}, **self._words()}
+        with torch.no_grad():
+            answer = self._numbers(order, words, tokens, targets)
+
+        @torch.no_grad()
+        def finish() -> None:
+            is_same = answer()
+            if not is_same or is_whole:
+                given = {"tokens": _values(tokens), "targets": _values(targets)}
+                every = words | {name: {**words[name], **values} for name, values in given.items()}
+                self.compare(every | (self._all_words() if is_whole else {}))
+                assert is_same, "numbers of ranks differ, and nothing that they stand for"
+
+        order.open = finish
+        if is_whole:
+            order.finish_open()
+
+    def _numbers(
+        self, order: CallOrder, words: Words, tokens: Tensor, targets: Tensor | None
+    ) -> Callable[[], bool]:
+        """Send a number that stands for words and tokens; return what waits and says whether all are equal."""
         number = checksum(tokens) + int(digest(words)[:15], 16)
         if targets is not None:
             number = number + checksum(targets) * _TARGETS_FACTOR
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks
-        context = self.context(both.device)
+        context, sequence = self.context(both.device), order.sequence(ranks)
         group = context.group_of(ranks)
         others = [rank for rank in ranks if rank != self.strategy.rank]
-        order = call_order(context)
-        with order.sequence(ranks).talk(_WHAT), context.guard(_WHAT, others) as wait:
-            try:
-                dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(wait.timeout)
-            except RuntimeError:
-                order.explain_failure()
-                raise
-        greatest, least = both.tolist()
-        return bool(greatest == ~least)
+        with sequence.talk(_WHAT), _explained(order):
+            work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def answer() -> bool:
+            with sequence.resume(), context.guard(_WHAT, others) as wait, _explained(order):
+                work.wait(wait.timeout)
+            greatest, least = both.tolist()
+            return bool(greatest == ~least)
+
+        return answer
 
     def _all_words(self) -> dict[str, Mapping[str, str]]:
         named = list(self.module.named_parameters())
@@ -162,6 +182,16 @@ class StepAgreement:
         """Raise LayoutError, on all ranks, where they differ; all call it."""
         device = torch.device(self.strategy.device_mesh.device_type)
         agree(self.context(device), self.strategy.mesh.ranks, words, what)
+
+
+@contextlib.contextmanager
+def _explained(order: CallOrder) -> Iterator[None]:
+    """Raise BindError where torch fails inside because calls are out of order."""
+    try:
+        yield
+    except RuntimeError:
+        order.explain_failure()
+        raise
 
 
 def _kind(given: Tensor | None) -> str:
