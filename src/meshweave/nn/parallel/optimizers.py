@@ -26,17 +26,16 @@ from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
 _WHAT = "all ranks to compare the optimizers of a parallelised model"
-_agreements: weakref.WeakSet[StepAgreement] = weakref.WeakSet()
 _replaced: Any = WeakIdKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[StepAgreement]]] = weakref.WeakKeyDictionary()
 _probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakKeyDictionary()
+"""By model, in the order in which they were parallelised: ranks compare one after another."""
 
 
 def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
     """Look at the steps of optimizers that hold parameters of a model, or those that were `replaced` in it."""
-    if not _agreements and not _replaced:
+    if not _probes and not _replaced:
         register_optimizer_step_pre_hook(_before_step)
-    _agreements.add(agreement)
     own = {id(parameter) for parameter in agreement.module.parameters()}
     for name, parameter in replaced.items():
         if id(parameter) not in own:
@@ -68,7 +67,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
                 "no longer has: it would train nothing; make it after parallelize, of model.module.parameters()"
             )
     agreements = []
-    for agreement in _agreements:
+    for agreement, probe in list(_probes.items()):
         named = {name: each for name, each in agreement.module.named_parameters() if id(each) in held}
         if named:
             gradients = ((name, each.grad) for name, each in named.items() if each.grad is not None)
@@ -87,7 +86,7 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
                 },
                 _WHAT,
             )
-            _probes[agreement].compare(agreement)
+            probe.compare(agreement)
             agreements.append(weakref.ref(agreement))
     return agreements
 
