@@ -315,6 +315,26 @@ def _difference(module: Any, whole: Any, tokens: Tensor, given: dict[str, Any]) 
     return worst
 
 
+def one_optimizer(mesh: Any, folder: Path) -> str:
+    """Return what is said of one optimizer for several models, whose objects lie elsewhere on each rank: nothing."""
+    tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
+    parameters, models, others = [], [], []
+    for number in range(6):
+        torch.manual_seed(number)
+        models.append(parallelize(PlainLlama(layers=1 + number % 2), "megatron", mesh, check=False))
+        parameters += models[-1].module.parameters()
+        others.append([PlainLlama(layers=1) for _ in range((number * 5 + dist.get_rank() * 3) % 7)])
+        del others[number // 2 :: 2]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for model in models:
+        model.loss(tokens, tokens).backward()
+    try:
+        optimizer.step()
+    except MeshweaveError as error:
+        return str(error)
+    return ""
+
+
 # --- models made on the meta device -------------------------------------------------------------------------
 
 

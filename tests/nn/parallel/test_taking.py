@@ -49,7 +49,7 @@ FEW |= dict.fromkeys(("gpt2", "seed_oss"), "exact")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    names = ("refusals", "features", "harmless", "meta", "plain_words")
+    names = ("refusals", "features", "harmless", "meta", "plain_words", "one_optimizer")
     payload = {"names": names, "kinds": list(FEW), "folder": str(tmp_path_factory.mktemp("weights"))}
     return launch("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
 
@@ -99,3 +99,8 @@ def test_only_plain_models_are_recognised_by_names(ranks: list[dict[str, Any]]) 
     around, plain = ranks[0]["plain_words"]
     assert "a LlamaModel of transformers, in a class of its own" in around
     assert plain == "nanoGPT"
+
+
+@pytest.mark.gloo
+def test_models_of_one_optimizer_are_compared_in_one_order(ranks: list[dict[str, Any]]) -> None:
+    assert [answer["one_optimizer"] for answer in ranks] == ["", ""]
