@@ -158,6 +158,7 @@ def train_stages(
 def save_and_load(moment: Moment) -> None:
     """Checkpoints of a training, saved and loaded in turns."""
     mesh, context = init_device_mesh("cpu", (dist.get_world_size(),)), mw.TorchContext(deadline_s=DEADLINE_S)
+    torch.manual_seed(0)
     parallel = mw.parallelize(PlainLlama(layers=2), "megatron", mesh, context=context)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
     state = mw.TrainingState([parallel.module], optimizer, rank=dist.get_rank())
