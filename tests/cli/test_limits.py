@@ -15,10 +15,13 @@ from damage import CLUSTER, CONFIG, MODEL
 from forked import Outcome, run_forked
 from sweep import PROGRAM, RING
 
+from meshweave.algorithms.block import BlockConfig, BlockProblem
+from meshweave.algorithms.table import algorithm
 from meshweave.base import limits
 from meshweave.base.errors import MAX_LINE, MAX_QUOTED, ProgramError, listed, printable, shortened
 from meshweave.base.limits import LIMITS
 from meshweave.cli.app import run_app
+from meshweave.ir.program import to_text
 from meshweave.ir.program.parse import parse
 
 HEAD = """program("x")
@@ -332,3 +335,13 @@ def test_a_layer_that_takes_an_age_is_refused(tmp_path: Path) -> None:
         slow,
     )
     assert not outcome.fault() and "106 days" in outcome.err, outcome
+
+
+def test_rings_of_parts_that_take_much_to_write_are_refused_soon(tmp_path: Path) -> None:
+    """Each of 250 members has its own extents in the dims that 240 others share unevenly."""
+    problem = BlockProblem(3, 2, 5, 3, 3, 2, 5, biases=True)
+    text = to_text(algorithm("atp").program(problem, BlockConfig()))
+    outcome = outcome_of(
+        tmp_path, ["show", "FILE", "--rings", "2"], "x.txt", text.replace("(2, 2)", "(250, 240)", 1)
+    )
+    assert not outcome.fault() and "as rings, the program has more than" in outcome.err, outcome

@@ -128,7 +128,7 @@ def signal_a_command(plan_path, verb, signum, victim, delay_s):
         return f"{verb} ended before the signal"
     if any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
         return f"{verb} left ranks"
-    headline = said.strip().splitlines()[-1] if said.strip() else ""
+    headline = next((line for line in said.splitlines() if line.startswith("error: ")), said)
     wrong = re.findall(rf"ranks? (?!{victim}\b)\d", headline.partition(";")[0].partition(" while ")[0])
     named = re.search(rf"rank {victim} (was|stopped|never)", said)
     if process.returncode not in (1, 2) or not named or (verb == "run" and wrong):

@@ -11,7 +11,7 @@ The pass works on the template: parts are addressed by expressions in the member
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,10 +20,10 @@ from typing import Literal
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import RING_NUMBERS
 from meshweave.ir.program import Buffer, Lane, Program, Statement
-from meshweave.ir.program.expressions import Index, Var, maximum, names_in, select, substitute
+from meshweave.ir.program.expressions import Binary, Index, Select, Var, maximum, names_in, select, substitute
 from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
 from meshweave.ir.program.statements import bodies_of, rewrite
-from meshweave.ir.program.views import FULL, Range, View
+from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.split_products import sub_view, view_extent
 
 BACK = "_back"
@@ -98,7 +98,7 @@ class _DirectedPart:
     @property
     def num_written(self) -> int:
         """Return the numbers that a view of a share has."""
-        return 2 if self._step is not None else 2 * len(self.starts)
+        return 2 if self._step is not None else _numbers_in((*self._begins, *self._ends))
 
     def bounds(self, member: Index) -> tuple[Index, Index]:
         """Return [start, stop) of a member's share within the gathered dim."""
@@ -109,6 +109,24 @@ class _DirectedPart:
     def extent(self, member: Index) -> Index:
         """Return the size of a member's share."""
         return select(self.sizes, member)
+
+
+def _numbers_in(indices: Iterable[Index]) -> int:
+    """Return the numbers and names that indices have where they are written out; shared terms are met once."""
+    known: dict[int, int] = {}
+
+    def count(index: Index) -> int:
+        if isinstance(index, Binary):
+            terms: tuple[Index, ...] = (index.left, index.right)
+        elif isinstance(index, Select):
+            terms = (*index.entries, index.index)
+        else:
+            return 1
+        if id(index) not in known:
+            known[id(index)] = sum(map(count, terms))
+        return known[id(index)]
+
+    return sum(map(count, indices))
 
 
 def _stride(values: Sequence[Index]) -> int | None:
@@ -132,6 +150,7 @@ class _RingLowering:
         self.dropped = self._buffers_only_gathered(program)
         self._pending_copy: Copy | None = None
         self._num_written = 0
+        self._extents: dict[tuple[str, Selector, int], tuple[Index, int]] = {}
 
     def replacement(self, op: Op) -> list[Statement]:
         """Return the ops that replace `op`. A copy into a dropped buffer waits for the gather after it."""
@@ -188,10 +207,13 @@ class _RingLowering:
     def _counted(self, parts: list[_DirectedPart]) -> list[_DirectedPart]:
         """Return the parts of a ring. Raises ProgramError where the rings so far are too much to write."""
         for part in parts:
-            self._num_written += len(part.starts) * (_NUMBERS_OF_STEP + part.num_written)
+            self._count(len(part.starts) * (_NUMBERS_OF_STEP + part.num_written))
+        return parts
+
+    def _count(self, numbers: int) -> None:
+        self._num_written += numbers
         if self._num_written > RING_NUMBERS.most:
             raise ProgramError(f"as rings, the program {RING_NUMBERS.refusal()}; keep its collectives")
-        return parts
 
     def _part_size(self, op: AllGather | ReduceScatter, count: int) -> Index:
         """Return the size of member `peer`'s part along the dim."""
@@ -210,7 +232,14 @@ class _RingLowering:
         return extent
 
     def _extent(self, view: View, dim: int) -> Index:
-        return view_extent(self.program, view, dim)
+        """Return `view_extent`, looked at once for all steps of a ring: it asks every rank of the mesh."""
+        key = (view.buffer, view.selectors[dim], dim)
+        if key not in self._extents:
+            extent = view_extent(self.program, view, dim)
+            self._extents[key] = extent, _numbers_in((extent,))
+        extent, numbers = self._extents[key]
+        self._count(numbers)
+        return extent
 
     # --- rings ----------------------------------------------------------------------------------------
 
