@@ -319,3 +319,16 @@ def test_steps_are_counted_as_ranks_take_them() -> None:
         exact = limits.Limit(sum(per_rank), "steps", "this")
         assert program.has_steps_within(exact)
         assert not program.has_steps_within(limits.Limit(exact.most - 1, "steps", "this"))
+
+
+def test_a_layer_that_takes_an_age_is_refused(tmp_path: Path) -> None:
+    model, slow = tmp_path / "small.toml", CLUSTER.replace("1e12", "8")
+    assert slow != CLUSTER
+    model.write_text(MODEL)
+    outcome = outcome_of(
+        tmp_path,
+        ["tune", "block", str(model), "--cluster", "FILE", "--batch", "4", "--seq", "64"],
+        "c.toml",
+        slow,
+    )
+    assert not outcome.fault() and "106 days" in outcome.err, outcome

@@ -334,3 +334,5 @@ def test_what_is_not_the_catalogs_is_said(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(app, ["simulate", str(path), "--layer", "ff1", "--pass", "forward"])
     assert f"note: {said[0]}" in result.stderr, result.output
+    result = CliRunner().invoke(app, ["simulate", str(path), "--layer", "none", "--pass", "forward"])
+    assert result.exit_code and "note: " not in result.stderr, result.output

@@ -29,6 +29,7 @@ class CommandOutputs:
         claimed: the option of each path, links resolved.
         read: device and number of each file that was read.
         written: the files that were written, as they were named.
+        notes: sentences beside the result, for people; an error stands alone, without them.
         is_command: whether this is a command, of which a record is kept.
     """
 
@@ -36,6 +37,7 @@ class CommandOutputs:
     claimed: dict[str, str] = field(default_factory=dict)
     read: set[tuple[int, int]] = field(default_factory=set)
     written: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def claim(self, path: Path, option: str) -> None:
         """Note that an option names this output.
@@ -90,6 +92,17 @@ def outputs_of_command() -> Iterator[CommandOutputs]:
 def claim_output(path: Path, option: str) -> None:
     """Claim an output of this command, as `CommandOutputs.claim` does. Raises DescriptionError."""
     outputs.claim(path, option)
+
+
+def note(sentence: str) -> None:
+    """Say something beside the result of this command, once it has ended well."""
+    outputs.notes.append(sentence)
+
+
+def taken_notes() -> list[str]:
+    """Return what there is to say beside the result, once."""
+    taken, outputs.notes = outputs.notes, []
+    return taken
 
 
 def refuse_input(descriptor: int, path: str | Path) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from meshweave import __version__
 from meshweave.base.errors import MeshweaveError, shortened, without_control_characters
-from meshweave.base.outputs import CommandOutputs, outputs_of_command
+from meshweave.base.outputs import CommandOutputs, outputs_of_command, taken_notes
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -66,14 +66,20 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+def _say_notes(result: object, **options: object) -> None:
+    """Say what the command had to say beside its result."""
+    for sentence in taken_notes():
+        typer.echo(f"note: {sentence}", err=True)
+
+
+@app.callback(result_callback=_say_notes)
 def _options(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    pass
+    taken_notes()  # of a command before this one in the same process that failed
 
 
 @cache

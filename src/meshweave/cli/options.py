@@ -25,7 +25,7 @@ from meshweave.base.errors import (
     printable,
 )
 from meshweave.base.limits import PROGRAM_BYTES
-from meshweave.base.outputs import claim_output
+from meshweave.base.outputs import claim_output, note
 from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import read_stdin, read_text
@@ -49,9 +49,9 @@ def read_plan(path: str | Path) -> Plan:
     """
     plan = load_plan(Path(path))
     for sentence in catalog_differences(plan):
-        typer.echo(f"note: {sentence}", err=True)
+        note(sentence)
     for text in plan.not_priced if plan.kind == "step" else ():
-        typer.echo(f"note: {printable(text)}", err=True)
+        note(printable(text))
     return plan
 
 

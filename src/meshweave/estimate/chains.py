@@ -30,7 +30,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave._core import skeleton_ps
+from meshweave._core import ProgramFault, skeleton_ps
+from meshweave.base.errors import ProgramError
 from meshweave.base.units import to_ps
 from meshweave.cost.machine import Machine
 from meshweave.ir.skeleton import Part, Skeleton, Task
@@ -82,8 +83,15 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
 
 
 def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
-    """Return the picoseconds until the last rank ends; send buffers and bursts are those of `machine`."""
-    return skeleton_ps(skeleton_code(skeleton, cost_ps, machine))
+    """Return the picoseconds until the last rank ends; send buffers and bursts are those of `machine`.
+
+    Raises:
+        ProgramError: it takes longer than 64 bits of picoseconds, some 106 days.
+    """
+    try:
+        return skeleton_ps(skeleton_code(skeleton, cost_ps, machine))
+    except (ProgramFault, OverflowError):
+        raise ProgramError("takes longer than 106 days; give a faster machine, or less to do") from None
 
 
 def skeleton_code(

@@ -316,7 +316,7 @@ def _difference(module: Any, whole: Any, tokens: Tensor, given: dict[str, Any]) 
 
 
 def one_optimizer(mesh: Any, folder: Path) -> str:
-    """Return what is said of one optimizer for several models, whose objects lie elsewhere on each rank: nothing."""
+    """Return what is said of one optimizer for several models that lie elsewhere on each rank: nothing."""
     tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
     parameters, models, others = [], [], []
     for number in range(6):
