@@ -64,8 +64,8 @@ def _degrees_left_out(row: PlannedRow) -> list[str]:
     degrees, tensor, left_out = row.degrees, row.tensor, []
     if row.is_sequence_parallel:
         left_out.append(
-            f"{degrees.strategy} shares the tokens between the matrices of a layer; a tp_plan keeps them whole, so "
-            "that it sums with all-reduces and needs more memory for norms."
+            f"{degrees.strategy} shares the tokens between the matrices of a layer; a tp_plan keeps them "
+            "whole, so that it sums with all-reduces and needs more memory for norms."
         )
     for name, size in (
         ("data", degrees.data),
