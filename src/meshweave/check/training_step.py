@@ -12,9 +12,9 @@ import numpy as np
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, LOSS, TARGETS, TOKENS_IN
+from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.contract import Array, Arrays
-from meshweave.algorithms.table import algorithm
 from meshweave.nn.step_run import Adam
 from meshweave.tune.step import StepProblem
 
@@ -42,7 +42,7 @@ def whole_model(problem: StepProblem) -> BlockProblem:
 def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:
     """Return weights of a model by name, for products that keep the size of their operands: float32."""
     whole = replace(whole_model(problem), batch=1)
-    inputs = algorithm("megatron").random_inputs(whole, seed)
+    inputs = Megatron().random_inputs(whole, seed)
     weights: dict[str, Array] = {}
     for name, value in inputs.items():
         if name in _NO_WEIGHTS:

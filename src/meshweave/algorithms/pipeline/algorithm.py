@@ -77,6 +77,8 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         repeats: whether each further round of as many micro-batches as ranks takes as long as the one before.
         waits_at_ends: whether the last rank waits for a whole micro-batch of the stages before it.
         forwards_first: whether the last stage has all its results before it needs one. Else it needs each at once.
+        names_elsewhere: what others call the schedule, by "torch" (torch.distributed.pipelining) or "megatron-lm";
+            who does not have it is left out.
     """
 
     problem_type = PipelineProblem
@@ -86,6 +88,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     repeats: ClassVar[bool] = False
     waits_at_ends: ClassVar[bool] = False
     forwards_first: ClassVar[bool] = False
+    names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:

@@ -5,6 +5,9 @@ A stage keeps the stashes of all M micro-batches. The bubble is (P - 1) / (M + P
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
@@ -20,6 +23,7 @@ class GPipe(PipelineAlgorithm):
     source = "Huang et al., GPipe, NeurIPS '19"
     is_searched = False  # never faster than 1F1B, and keeps more
     stages_per_rank = (1,)
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "GPipe"}
     repeats = waits_at_ends = forwards_first = True
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:

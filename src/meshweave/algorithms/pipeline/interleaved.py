@@ -8,6 +8,9 @@ micro-batches, which torch refuses, the first rounds have one more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule, looped
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
@@ -24,6 +27,7 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
     is_searched = False  # 1F1B with several stages a rank is this one
     stages_per_rank = (2, 3, 4, 6, 8, 12)
     repeats = waits_at_ends = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "Interleaved1F1B", "megatron-lm": "interleaved"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if stages are not dealt out to ranks in turn."""

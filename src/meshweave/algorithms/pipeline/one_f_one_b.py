@@ -6,7 +6,8 @@ micro-batches there are. The bubble is that of GPipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
@@ -25,6 +26,7 @@ class OneForwardOneBackward(PipelineAlgorithm):
     source = "Narayanan et al., PipeDream, SOSP '19"
     stages_per_rank = (1, *INTERLEAVED_1F1B.stages_per_rank)
     repeats = waits_at_ends = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "1F1B", "megatron-lm": "1f1b"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return a reason if a pipeline rank holds several stages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
@@ -77,6 +77,7 @@ class ZeroBubbleV(_ZeroBubble):
     title = "ZB-V"
     source = _SOURCE
     stages_per_rank = (2,)
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "ZBVZeroBubble"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, or None."""
@@ -103,6 +104,7 @@ class DualPipeV(_ZeroBubble):
     source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
     is_searched = False  # in dense layers it hides no more than ZB-V
     stages_per_rank = (2,)
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "DualPipeV"}
 
     def examples(self) -> Iterator[PipelineProblem]:
         """Yield two ranks, and one that has both stages."""

@@ -62,10 +62,10 @@ def to_hugging_face(row: PlannedRow) -> Export:
 def _degrees_left_out(row: PlannedRow) -> list[str]:
     """Return what of the degrees of a step a `tp_plan` cannot say."""
     degrees, tensor, left_out = row.degrees, row.tensor, []
-    if tensor > 1 and degrees.strategy == "megatron_sp":
+    if row.is_sequence_parallel:
         left_out.append(
-            "megatron_sp shares the tokens between the matrices of a layer; a tp_plan keeps them whole, so that "
-            "it sums with all-reduces and needs more memory for norms."
+            f"{degrees.strategy} shares the tokens between the matrices of a layer; a tp_plan keeps them "
+            "whole, so that it sums with all-reduces and needs more memory for norms."
         )
     for name, size in (
         ("data", degrees.data),

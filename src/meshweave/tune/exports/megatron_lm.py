@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.errors import UnsupportedError, listed
 from meshweave.tune.exports.model_words import model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 _ORDERS = {("tensor", "context", "data", "pipeline"): (), ("tensor", "context", "pipeline", "data"): (
     "--use-tp-pp-dp-mapping",
 )}  # fmt: skip
+_TARGET = "megatron-lm"
 _DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 
 
@@ -36,7 +38,7 @@ def to_megatron_lm(row: PlannedRow) -> Export:
             f"Data parallelism of {degrees.data} is what the number of ranks makes of it: start "
             f"{degrees.num_chips}."
         )
-    if row.tensor > 1 and degrees.strategy == "megatron_sp":
+    if row.is_sequence_parallel:
         flags.append("--sequence-parallel")
     flags += _zero_flags(row, settings)
     _add_schedule(row, settings, left_out)
@@ -59,7 +61,7 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     left_out += step_left_out(row, ("dropout", *_add_step(row, settings, flags)), "Megatron-LM")
     words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
     table = settings | dict.fromkeys(flags, True)
-    return Export("megatron-lm", table, " \\\n".join(words), tuple(left_out))
+    return Export(_TARGET, table, " \\\n".join(words), tuple(left_out))
 
 
 def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]) -> set[str]:
@@ -204,10 +206,10 @@ def _add_schedule(row: PlannedRow, settings: dict[str, Any], left_out: list[str]
     degrees = row.degrees
     if degrees.pipeline == 1:
         return
-    if degrees.schedule not in ("1f1b", "interleaved-1f1b"):
+    if _TARGET not in row.schedule.names_elsewhere:
+        here = [name for name, entry in SCHEDULES.items() if _TARGET in entry.names_elsewhere]
         raise UnsupportedError(
-            f"Megatron-LM has the schedules 1f1b and interleaved-1f1b, and not {degrees.schedule}; mw.pipeline "
-            "runs that"
+            f"Megatron-LM has the schedules {listed(here)}, and not {degrees.schedule}; mw.pipeline runs that"
         )
     if row.num_layers_per_stage is None:
         left_out.append(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from meshweave.algorithms.block.roles import IDLE, INNER, SEQUENCE_INNER
+from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
 from meshweave.tune.plan import Plan
@@ -58,10 +61,21 @@ class PlannedRow:
         stages = self.degrees.pipeline * self.degrees.virtual_stages
         return None if self.model.num_layers % stages else self.model.num_layers // stages
 
+    @property
+    def schedule(self) -> PipelineAlgorithm:
+        """Return the schedule of so many stages a rank. Raises UnsupportedError where it is unknown."""
+        return SCHEDULES.named(self.degrees.schedule).for_stages(self.degrees.virtual_stages)
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Return whether ranks that share a layer share the tokens between its matrices, as Megatron-LM does."""
+        return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
+
     def require_megatron(self, target: str) -> None:
         """Raise UnsupportedError where layers are shared otherwise than Megatron does it along one axis."""
-        if self.tensor > 1 and self.degrees.strategy not in ("megatron", "megatron_sp"):
+        strategy = STRATEGIES.named(self.degrees.strategy)
+        if self.tensor > 1 and not set(strategy.roles) <= {INNER, SEQUENCE_INNER, IDLE}:
             raise UnsupportedError(
-                f"{target} shares layers as megatron and megatron_sp do, and not as {self.degrees.strategy}; "
+                f"{target} shares layers as Megatron-LM does, along one axis, and not as {strategy.name}; "
                 "mw.parallelize runs that"
             )

@@ -8,15 +8,6 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.tune.exports.model_words import model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
-_SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved-1f1b": "Interleaved1F1B",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
-"""Schedules of ours that torch.distributed.pipelining has under another name."""
-
 
 def to_torchtitan(row: PlannedRow) -> Export:
     """Return the overrides of a config. Raises UnsupportedError where torchtitan has no such strategy."""
@@ -25,7 +16,7 @@ def to_torchtitan(row: PlannedRow) -> Export:
     left_out: list[str] = []
     parallelism: dict[str, Any] = {
         "tensor_parallel_degree": row.tensor,
-        "enable_sequence_parallel": row.tensor > 1 and degrees.strategy == "megatron_sp",
+        "enable_sequence_parallel": row.is_sequence_parallel,
         "context_parallel_degree": degrees.context,
         "pipeline_parallel_degree": degrees.pipeline,
         **_data_parallel(row, left_out),
@@ -91,16 +82,14 @@ def _pipeline(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
     degrees = row.degrees
     if degrees.pipeline == 1:
         return {}
-    name = degrees.schedule
-    if name == "1f1b" and degrees.virtual_stages > 1:
-        name = "interleaved-1f1b"
-    if name not in _SCHEDULES:
+    name, theirs = row.schedule.name, row.schedule.names_elsewhere.get("torch")
+    if theirs is None:
         raise UnsupportedError(
             f"torch.distributed.pipelining has no schedule {name}; write it as a file with `meshweave pipeline "
             f"{name} --csv`, and give that as parallelism.pipeline_parallel_schedule_csv"
         )
     settings: dict[str, Any] = {
-        "pipeline_parallel_schedule": _SCHEDULES[name],
+        "pipeline_parallel_schedule": theirs,
         "pipeline_parallel_microbatch_size": degrees.micro_batch,
         "pipeline_parallel_first_stage_less_layers": 0,
         "pipeline_parallel_last_stage_less_layers": 0,

@@ -11,9 +11,8 @@ priced one by one.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, Unpack
 
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import to_s
@@ -30,6 +29,7 @@ from meshweave.tune.step.memory import (
     rank_of_head,
     rank_parameters,
 )
+from meshweave.tune.step.options import ProblemOptions, StepOptions
 from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
@@ -135,7 +135,9 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int
     return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
-def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:
+def step(
+    model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Unpack[StepOptions]
+) -> Step:
     """Return the time and memory of a step of one configuration.
 
     Args:
@@ -151,23 +153,25 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
         LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
         DescriptionError: a model or cluster is unknown.
     """
-    chosen = {SHORT_NAMES.get(name, name): value for name, value in options.items()}
-    if isinstance(chosen.get("stack"), str):
-        chosen["stack"] = load_stack(chosen["stack"])
-    of_problem = {each.name for each in fields(StepProblem)}
-    of_parallelism = {each.name for each in fields(Parallelism)}
-    for name in chosen:
-        if name not in of_problem | of_parallelism:
-            known = sorted(of_problem | of_parallelism | set(SHORT_NAMES))
-            raise LayoutError(f"a step has no option '{name}'{did_you_mean(name, known)}")
+    for name in options:
+        if name not in StepOptions.__annotations__:
+            raise LayoutError(
+                f"a step has no option '{name}'{did_you_mean(name, sorted(StepOptions.__annotations__))}"
+            )
+    of_problem: dict[str, Any] = {}
+    degrees: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ProblemOptions.__annotations__:
+            of_problem[name] = load_stack(value) if name == "stack" and isinstance(value, str) else value
+        else:
+            degrees[SHORT_NAMES.get(name, name)] = value
     problem = StepProblem(
         load_model(model) if isinstance(model, str) else model,
         load_cluster(cluster) if isinstance(cluster, str) else cluster,
         batch,
         seq,
-        **{name: value for name, value in chosen.items() if name in of_problem},
+        **of_problem,
     )
-    degrees = {name: value for name, value in chosen.items() if name in of_parallelism}
     return step_of(problem, with_defaults(problem, degrees))
 
 

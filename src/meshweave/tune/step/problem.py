@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from meshweave.algorithms.block.megatron import MegatronSequence
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
@@ -59,9 +61,9 @@ class Parallelism:
     pipeline: int = 1
     context: int = 1
     tensor: int | tuple[int, int] = 1
-    strategy: str = "megatron_sp"
+    strategy: str = MegatronSequence.name
     zero: int = 0
-    schedule: str = "1f1b"
+    schedule: str = OneForwardOneBackward.name
     virtual_stages: int = 1
     micro_batch: int = 1
     recompute: Recompute = "none"

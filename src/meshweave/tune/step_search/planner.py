@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
@@ -18,6 +18,7 @@ from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
 from meshweave.tune.step.ceiling import rate_ceiling
+from meshweave.tune.step.options import PlanOptions, ProblemOptions
 from meshweave.tune.step.problem import SHORT_NAMES
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
@@ -46,7 +47,7 @@ def plan(
     num_exact: int = NUM_EXACT,
     sensitivity: bool = False,
     progress: Progress = no_progress,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Return the fastest configurations of a training step of a model on a cluster, ranked.
 
@@ -69,25 +70,25 @@ def plan(
         DescriptionError: a name, size or option is wrong.
         UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
     """
-    names = {item.name for item in fields(StepProblem)}
-    known = (
-        names | set(SHORT_NAMES) | set(SHORT_NAMES.values()) | set(_FIELDS_OF_SPACE) | {"zero", "recompute"}
-    )
+    known = sorted(PlanOptions.__annotations__)
     for name in options:
         if name not in known:
-            raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, sorted(known))}")
-    if isinstance(options.get("stack"), str):
-        options["stack"] = load_stack(options["stack"])
+            raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, known)}")
+    of_problem: dict[str, Any] = {
+        name: value for name, value in options.items() if name in ProblemOptions.__annotations__
+    }
+    if isinstance(of_problem.get("stack"), str):
+        of_problem["stack"] = load_stack(of_problem["stack"])
     problem = StepProblem(
         model if isinstance(model, Transformer) else load_model(model),
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
         batch,
         seq,
-        **{name: options.pop(name) for name in list(options) if name in names},
+        **of_problem,
     )
     return plan_step(
         problem,
-        space_options(options),
+        space_options({name: value for name, value in options.items() if name not in of_problem}),
         memory_bytes=memory_bytes,
         num_exact=num_exact,
         sensitivity=sensitivity,

@@ -1,0 +1,70 @@
+"""The keywords of `mw.step` and `mw.plan` with their types, for type checkers and editors."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from meshweave.algorithms.block.problem import Overlap
+from meshweave.describe.model.memory import Recompute
+from meshweave.tune.step.problem import Degree, SoftwareStack
+
+Tensor = int | tuple[int, int]
+
+
+class ProblemOptions(TypedDict, total=False):
+    """What a step computes, beside model, cluster, batch and seq: attributes of `StepProblem`."""
+
+    dtype: str
+    gradient_dtype: str
+    optimizer: str
+    product_dtype: str | None
+    attention: Literal["flash", "plain"]
+    attention_share: float
+    loss: Literal["fused", "eager", "sharded"]
+    dropout: bool | None
+    stack: SoftwareStack | str
+    overlap: Overlap
+    reserve: float
+
+
+class StepOptions(ProblemOptions, total=False):
+    """The keywords of `mw.step`: attributes of `StepProblem` and `Parallelism`, and short names of degrees."""
+
+    data: int
+    dp: int
+    pipeline: int
+    pp: int
+    context: int
+    cp: int
+    tensor: Tensor
+    tp: Tensor
+    virtual_stages: int
+    vp: int
+    strategy: str
+    zero: int
+    zero_group: int | None
+    schedule: str
+    micro_batch: int
+    recompute: Recompute
+    order: tuple[Degree, ...]
+
+
+class PlanOptions(ProblemOptions, total=False):
+    """The keywords of `mw.plan` that say what is fixed: a value, or a list of values to choose among."""
+
+    data: int | list[int]
+    dp: int | list[int]
+    pipeline: int | list[int]
+    pp: int | list[int]
+    context: int | list[int]
+    cp: int | list[int]
+    tensor: Tensor | list[Tensor]
+    tp: Tensor | list[Tensor]
+    virtual_stages: int | list[int]
+    vp: int | list[int]
+    strategy: str | list[str]
+    zero: int | list[int]
+    schedule: str | list[str]
+    micro_batch: int | list[int]
+    recompute: Recompute | list[Recompute]
+    order: tuple[Degree, ...] | list[tuple[Degree, ...]]
