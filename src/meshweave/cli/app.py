@@ -66,10 +66,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _say_notes(result: object, **options: object) -> None:
-    """Say what the command had to say beside its result."""
+def _say_notes(result: object, **options: object) -> object:
+    """Say what the command had to say beside its result; return the result, which may be an exit status."""
     for sentence in taken_notes():
         typer.echo(f"note: {sentence}", err=True)
+    return result
 
 
 @app.callback(result_callback=_say_notes)
