@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,7 @@ def run(of: Sequence[dict[str, Any]], num_ranks: int = 4) -> list[dict[str, Any]
 
 
 def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
-    env = {"PYTHONPATH": str(TESTS)}
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
     try:
         ranks = launch(
             "architecture_rank_functions:sweep", num_ranks, {"cases": part}, timeout_s=600, env=env

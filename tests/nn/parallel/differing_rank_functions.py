@@ -84,6 +84,7 @@ def _state(way: Way, stack: contextlib.ExitStack) -> SimpleNamespace:
         make=_make, stack=stack, patch=patch, patch_item=patch_item, model=model, mesh=mesh, plan=way.strategy,
         options=options, tokens=tokens, targets=targets, around=contextlib.nullcontext, clip=0.5, scale=1.0,
         skips_optimizer=False, skips_backward=False, clears=True, forwards=1, drops_a_gradient=False,
+        given={},
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def _step(state: SimpleNamespace) -> None:
     made = state.made
     for _ in range(state.forwards):
         with state.around():
-            loss = made.forward(state.tokens, targets=state.targets).loss
+            loss = made.forward(state.tokens, targets=state.targets, **state.given).loss
     if not state.skips_backward:
         loss.backward()
     parameters = list(made.module.parameters())

@@ -22,7 +22,8 @@ TOLERANCE = 1e-9
 FAST = (
     "one_weight", "sign_of_zero", "weights_that_are_broadcast", "a_frozen_parameter", "a_layer_more",
     "another_strategy", "a_strategy_that_does_not_exist", "precision_of_products", "version_of_torch", "one_token",
-    "no_targets", "a_token_out_of_range", "a_row_less_in_the_third_step", "evaluation", "no_gradients", "autocast",
+    "no_targets", "a_token_out_of_range", "a_row_less_in_the_third_step", "a_mask_of_one_rank",
+    "evaluation", "no_gradients", "autocast",
     "seed_of_dropout", "a_copy_of_a_gain", "learning_rate", "clipping", "a_step_left_out", "a_backward_left_out",
 )  # fmt: skip
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
@@ -71,22 +72,27 @@ class StepAgreement:
         """Return the context that ranks talk in."""
         return self.strategy.context(device)
 
-    def check(self, tokens: Tensor, targets: Tensor | None) -> None:
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
+    )
+    def check(
+        self, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None = None
+    ) -> None:
         """Make sure that all ranks give a call the same, and what the model takes; all ranks call it.
 
-        Nothing is compared in a graph that a compiler makes of the whole model.
+        Args:
+            refused: why this rank does not take its arguments, which it raises where no rank does.
 
         Raises:
             LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
-        if torch.compiler.is_compiling():
-            return
         progress = self.progress
         progress.calls += 1
         is_whole = progress.calls == 1 or (self.debug_every > 0 and progress.calls % self.debug_every == 0)
         if not self.strategy.is_alone:
             words = {
+                "arguments of a call": {"refused": "nothing" if refused is None else str(refused)},
                 "tokens": {"shape": _kind(tokens)},
                 "targets": {"shape": _kind(targets)},
                 **self._words(),
@@ -98,15 +104,19 @@ class StepAgreement:
                     words |= {name: {**words[name], **values} for name, values in given.items()}
                     self.compare(words | (self._all_words() if is_whole else {}))
                     assert is_same, "numbers of ranks differ, and nothing that they stand for"
+        if refused is not None:
+            raise refused
         with torch.no_grad():
             if problem := self.limits.problem(tokens, targets):
                 raise LayoutError(problem)
 
-    def _is_same(self, words: Words, tokens: Tensor, targets: Tensor | None) -> bool:
+    def _is_same(self, words: Words, tokens: Tensor | None, targets: Tensor | None) -> bool:
         """Return whether the numbers that stand for words and tokens are equal; the same on all ranks."""
-        number = checksum(tokens) + int(digest(words)[:15], 16)
-        if targets is not None:
-            number = number + checksum(targets) * _TARGETS_FACTOR
+        number: Any = int(digest(words)[:15], 16)
+        for given, factor in ((tokens, 1), (targets, _TARGETS_FACTOR)):
+            if given is not None:
+                number = number + checksum(given) * factor
+        number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks
         context = self.context(both.device)
