@@ -441,10 +441,10 @@ OF_TRANSFORMERS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
 """The same of models of transformers."""
 
 FEW = (
-    "one_weight_of_one_rank", "a_replica_that_drifts", "gains_that_are_not_summed", "a_window", "no_rotary",
-    "dropout_that_is_active", "a_bias_on_every_rank", "a_multiplier", "a_frozen_weight",
-    "a_product_that_is_not_summed", "a_bias_before_the_sum", "gradients_of_copies_that_are_not_summed",
-    "gradients_summed_by_hand_again", "a_root_left_out",
+    "a_replica_that_drifts", "gains_that_are_not_summed", "no_rotary",
+    "dropout_that_is_active", "a_bias_on_every_rank", "a_frozen_weight",
+    "a_product_that_is_not_summed", "gradients_of_copies_that_are_not_summed",
+    "a_root_left_out",
     "a_weight_that_is_transposed", "gate_and_up_exchanged_by_name", "rounded_weights", "a_bias_of_keys_left_out",
     "features_of_heads_by_turns", "gate_and_up_exchanged", "words_that_are_padding", "a_loss_over_all_tokens",
     "a_head_whose_gradient_is_dropped", "clipped_by_a_norm_of_one_rank", "a_mesh_of_each_rank_alone",

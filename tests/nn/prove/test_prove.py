@@ -49,8 +49,21 @@ def test_all_seeded_faults_are_named(num_ranks: int, which: str) -> None:
 
 @pytest.mark.gloo
 def test_right_models_are_equal() -> None:
-    for said in _said("said_of_right_models", 2, thorough=False):
+    for rank, said in enumerate(_said("said_of_right_models", 2, thorough=False)):
         assert all(text.startswith("equal") for text in said.values()), said
+        assert f"on rank {rank} of 2; with others: give data_mesh=" in said["each alone"]
+        assert "on rank" not in said["fsdp2"]
+
+
+def test_names_are_told_without_wrappers() -> None:
+    from meshweave.nn.prove.state import plain_name
+
+    names = (
+        "_orig_mod.module.up.weight",
+        "module._orig_mod.up._checkpoint_wrapped_module.weight",
+        "up.weight",
+    )
+    assert {plain_name(name) for name in names} == {"up.weight"}
 
 
 @pytest.mark.gloo

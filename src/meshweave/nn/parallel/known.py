@@ -247,9 +247,10 @@ def _check_parts(module: nn.Module) -> None:
 
 def _check_config(config: Any, known: KnownClass) -> None:
     """Raise UnsupportedError where a field of a config that changes what is computed has a value that is not."""
-    from transformers import GenerationConfig  # its fields are in configs of transformers 4, too
+    import transformers
 
-    defaults, computed = vars(type(config)()), {*_COMPUTED, *known.fields, *vars(GenerationConfig())}
+    of_generation: Any = transformers.GenerationConfig  # configs of transformers 4 have its fields, too
+    defaults, computed = vars(type(config)()), {*_COMPUTED, *known.fields, *vars(of_generation())}
     for name, default in {**_SHARED, **defaults}.items():
         if name in computed or name.startswith("_"):
             continue
