@@ -38,7 +38,8 @@ def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
 def few(mesh: Any, kinds: Sequence[str]) -> dict[str, Any]:
     """Return by type of model and strategy whether a small model is exact, refused, wrong, or crashes."""
     shape = (mesh.size(),)
-    cases = [{"kind": kind, "strategies": [("megatron", shape), ("zero3", shape)]} for kind in kinds]
+    strategies = [("megatron", shape), ("zero3", shape)]
+    cases = [{"kind": kind, "strategies": strategies, "options": {"check": False}} for kind in kinds]
     return {case["kind"]: outcome(case, {shape: mesh})["strategies"] for case in cases}
 
 
@@ -220,7 +221,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
     """Return what is said of features that a parallelised model has not."""
     torch.manual_seed(0)
     module = _llama()
-    made = parallelize(module, "megatron", mesh)
+    made = parallelize(module, "megatron", mesh, check=False)
     tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
     holes = torch.ones_like(tokens)
     holes[0, 2] = 0
@@ -290,7 +291,7 @@ def harmless(mesh: Any, folder: Path) -> dict[str, float]:
     mask, labels = torch.ones_like(tokens), tokens.clone()
     mask[0, 6:], labels[0, 6:] = 0, -100
     module.gradient_checkpointing_enable()
-    parallelize(module, "megatron", mesh)
+    parallelize(module, "megatron", mesh, check=False)
     off = {"enabled before": float(not all(block.gradient_checkpointing for block in module.model.layers))}
     for name, given in {
         "ones": {"attention_mask": torch.ones_like(tokens), "use_cache": False, "labels": tokens},
@@ -353,12 +354,12 @@ def meta(mesh: Any, folder: Path) -> dict[str, Any]:
     tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = float(whole(tokens, labels=tokens).loss)
     losses, said = [], []
-    for kind in ("rebuilt", "no memory", "not rebuilt"):
+    for kind in ("rebuilt", "no memory", "not rebuilt"):  # of which the first is proved, too
         with torch.device("meta"):
             empty = type(whole)._from_config(whole.config).double()
         if kind == "not rebuilt":
             empty.model.rotary_emb.config = None
-        made = parallelize(empty, "megatron", mesh, check=kind != "not rebuilt")
+        made = parallelize(empty, "megatron", mesh, check=kind == "rebuilt")
         if kind == "no memory":
             load_weights(made.module, folder / "weights")
         else:
@@ -414,7 +415,7 @@ def plain_words(mesh: Any, folder: Path) -> list[str]:
     said = []
     for module in (model, PlainGpt(layers=1)):
         try:
-            said.append(parallelize(module, "megatron", mesh).report.model)
+            said.append(parallelize(module, "megatron", mesh, check=False).report.model)
         except MeshweaveError as error:
             said.append(str(error))
     return said
