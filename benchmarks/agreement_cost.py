@@ -55,10 +55,12 @@ def compared(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, f
     made = mw.parallelize(model, payload["strategy"], mesh)
     optimizer = torch.optim.SGD(made.module.parameters(), lr=1e-4)
     tokens = torch.randint(0, 256, (8, 128))
-    agreement, check = made.agreement, made.agreement.check
+    agreement, beside = made.agreement, made.agreement.beside
 
     def step_s(is_compared: bool) -> float:
-        agreement.check = check if is_compared else lambda tokens, targets: contextlib.nullcontext()  # type: ignore[method-assign]
+        agreement.beside = (
+            beside if is_compared else lambda tokens, targets, refused: contextlib.nullcontext()
+        )  # type: ignore[method-assign]
         optimizer.zero_grad()
         dist.barrier()
         began = time.perf_counter()

@@ -2,12 +2,16 @@
 
 Writes validation/results/architectures.json and .md: per type of model whether loss and all gradients are
 those of the model itself in double precision, or what the refusal says. Run: python validation/architectures.py
+With another version of transformers before the installed one (PYTHONPATH), counts go to architectures_versions.md:
+PYTHONPATH=/tmp/tf python validation/architectures.py --ranks 1
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,13 +25,15 @@ sys.path.insert(0, str(TESTS))
 import small_models  # noqa: E402
 
 from meshweave.execute.ranks.launch import launch  # noqa: E402
-from meshweave.nn.parallel.known import KNOWN  # noqa: E402
+from meshweave.nn.parallel.known import KNOWN, TRIED  # noqa: E402
 from meshweave.nn.parallel.model import parallelize  # noqa: E402
 
 STRATEGIES = (
     ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("data_parallel", (4,)),
     ("ring_attention", (4,)),
 )  # fmt: skip
+ALONE = (("megatron", (1,)),)
+"""What is tried on one rank: which classes are known and how their configs are read does not depend on ranks."""
 LISTED = f"({', '.join(path.rpartition('.')[2] for path in KNOWN)})"
 AT_ONCE = 16
 """Models that one start of the ranks tries: their memory goes with the ranks."""
@@ -56,7 +62,7 @@ def run(of: Sequence[dict[str, Any]], num_ranks: int = 4) -> list[dict[str, Any]
 
 
 def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
-    env = {"PYTHONPATH": str(TESTS)}
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
     try:
         ranks = launch(
             "architecture_rank_functions:sweep", num_ranks, {"cases": part}, timeout_s=600, env=env
@@ -147,10 +153,60 @@ def write(columns: dict[str, list[dict[str, Any]]]) -> None:
     (folder / "architectures.md").write_text(table(columns))
 
 
-if __name__ == "__main__":
-    every = cases(sys.argv[1:] or None)
-    found = {name: run([{**case, "options": given} for case in every]) for name, given in options().items()}
-    if len(sys.argv) == 1:
-        write(found)
+def write_version(columns: dict[str, list[dict[str, Any]]], num_ranks: int) -> None:
+    """Add the counts of a version to those of others, and what was wrong or crashed."""
+    import transformers
+
+    path = HERE / "results/architectures_versions.json"
+    versions = json.loads(path.read_text()) if path.exists() else {}
+    counted = versions.setdefault(f"{transformers.__version__} on {num_ranks}", {})
+    for column, rows in columns.items():
+        for of, is_odd in (("types", False), ("odd configs", True)):
+            found = Counter(outcome(row) for row in rows if bool(row["changes"]) == is_odd)
+            if found:
+                counted[f"{of}, {column}"] = dict(sorted(found.items()))
+    path.write_text(json.dumps(dict(sorted(versions.items())), indent=1) + "\n")
+    lines = [
+        "# Causal language models of other versions of transformers",
+        "",
+        f"Known classes were compared with transformers {TRIED}. Made by `validation/architectures.py --ranks`, "
+        "with the other version on PYTHONPATH: every type by its defaults, and odd configs of the known classes.",
+        "",
+        "| transformers on ranks | of | exact | refused | wrong | crash | no model |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for version, of_version in sorted(versions.items()):
+        for what, counts in of_version.items():
+            cells = " | ".join(
+                str(counts.get(kind, 0)) for kind in ("exact", "refused", "wrong", "crash", "no model")
+            )
+            lines.append(f"| {version} | {what} | {cells} |")
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Try the types that are named, or all, and write or print what came of it."""
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="types of models; default: all")
+    parser.add_argument("--ranks", type=int, choices=(1, 4), default=4)
+    given = parser.parse_args()
+    listed = small_models.names()
+    every = cases([kind for kind in given.types if kind in listed] or None)
+    if given.ranks == 1:
+        every = [{**case, "strategies": ALONE} for case in every]
+    columns = {
+        name: run([{**case, "options": options_} for case in every], given.ranks)
+        for name, options_ in options().items()
+    }
+    if not transformers.__version__.startswith(f"{TRIED}."):
+        write_version(columns, given.ranks)
+    elif given.types or given.ranks == 1:
+        print(table(columns))
     else:
-        print(table(found))
+        write(columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ A state dict may be nested, as that of an optimizer is: `{"state": {name: {"step
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import mesh_of
+from meshweave.nn.parallel.checksums import checksum
 from meshweave.nn.reshard import HOW_TO_DISTRIBUTE
 from meshweave.nn.resharding import (
     DTensorMove,
@@ -157,8 +157,7 @@ def _run(
 
 
 def _digest(entry: _StateEntry) -> str:
-    carried = entry.move.as_carried(entry.tensor).reshape(-1).contiguous().cpu()
-    return hashlib.sha256(carried.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return f"{int(checksum(entry.move.as_carried(entry.tensor))):x}"
 
 
 def _local(tensor: Tensor) -> Tensor:

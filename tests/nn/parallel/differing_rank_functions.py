@@ -10,6 +10,7 @@ from typing import Any
 import reference_models
 import torch
 import torch.distributed as dist
+from differing_pipeline_rank_functions import said_of
 from plain_models import WORDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,8 @@ def differ(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return for each way of the payload, by name, what came of it on this rank."""
     torch.set_num_threads(1)
     known = {each.name: each for each in WAYS}
-    return {name: _try(known[name]) for name in payload["ways"]}
+    answers = {name: _try(known[name]) for name in payload["ways"]}
+    return {**answers, "stages": said_of(payload["stages"])}
 
 
 def _try(way: Way) -> dict[str, Any]:
@@ -80,10 +82,12 @@ def _state(way: Way, stack: contextlib.ExitStack) -> SimpleNamespace:
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = 0.0
     options = {"debug_every": way.every, "broadcast_weights": way.name == "weights_that_are_broadcast"}
+    options["check"] = False  # which is about the model, the same on all ranks
     return SimpleNamespace(
         make=_make, stack=stack, patch=patch, patch_item=patch_item, model=model, mesh=mesh, plan=way.strategy,
         options=options, tokens=tokens, targets=targets, around=contextlib.nullcontext, clip=0.5, scale=1.0,
         skips_optimizer=False, skips_backward=False, clears=True, forwards=1, drops_a_gradient=False,
+        given={},
     )  # fmt: skip
 
 
@@ -116,7 +120,7 @@ def _step(state: SimpleNamespace) -> None:
     made = state.made
     for _ in range(state.forwards):
         with state.around():
-            loss = made.forward(state.tokens, targets=state.targets).loss
+            loss = made.forward(state.tokens, targets=state.targets, **state.given).loss
     if not state.skips_backward:
         loss.backward()
     parameters = list(made.module.parameters())

@@ -200,6 +200,22 @@ def _compiled(mesh: DeviceMesh) -> dict[str, Any]:
     return {"difference": _worst(*found), "graph_breaks": sum(counters["graph_break"].values())}
 
 
+def _compiled_whole(mesh: DeviceMesh) -> dict[str, Any]:
+    """A whole model compiled: the difference of a gradient, and what is said of other tokens on a rank."""
+    found = []
+    for is_compiled in (False, True):
+        made = parallelize(_model(), "megatron_sp", mesh, check=False)
+        module = torch.compile(made.module, backend="eager") if is_compiled else made.module
+        tokens, targets = _batch()
+        module(tokens, targets=targets).loss.backward()
+        found.append(_gradients(made))
+    try:
+        module(tokens.roll(dist.get_rank(), 0), targets=targets)
+    except MeshweaveError as error:
+        return {"difference": _worst(*found), "said": str(error)}
+    return {"difference": _worst(*found), "said": ""}
+
+
 def _fsdp(mesh: DeviceMesh) -> float:
     """FSDP2 over a data axis around tensor-parallel layers: the largest difference of a gradient, relative."""
     from torch.distributed.fsdp import fully_shard

@@ -87,9 +87,9 @@ class KeepDoubles(TorchFunctionMode):
         """Call a function of torch, without its narrowing."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
+        if func is Tensor.float:  # of whole numbers, too: positions are multiplied by frequencies
+            return Tensor.double(first)
         if isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func is Tensor.float:
-                return first
             if func in (Tensor.to, Tensor.type):
                 args = tuple(torch.float64 if each is torch.float32 else each for each in args)
             if kwargs.get("dtype") is torch.float32:
@@ -116,6 +116,8 @@ def classes(kind: str) -> tuple[Any, type[nn.Module]]:
 def small(fields: Mapping[str, Any], kept: frozenset[str], fills: bool = False) -> dict[str, Any]:
     """Return what makes the model of a config of these fields small; `kept` ones stay, None where it fills."""
     out: dict[str, Any] = {}
+    if "do_sample" in fields:  # configs of transformers 4 have the fields of generation, by the same names
+        kept |= {"top_k", "num_beam_groups"}
     for name, value in fields.items():
         if value is None and fills and name in SIZES and name not in kept:
             out[name] = SIZES[name]

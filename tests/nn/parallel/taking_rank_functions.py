@@ -15,6 +15,7 @@ from architecture_rank_functions import outcome
 from plain_models import HIDDEN, PlainGpt, PlainLlama
 from reference_models import make
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshweave.base.errors import MeshweaveError
@@ -37,7 +38,8 @@ def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
 def few(mesh: Any, kinds: Sequence[str]) -> dict[str, Any]:
     """Return by type of model and strategy whether a small model is exact, refused, wrong, or crashes."""
     shape = (mesh.size(),)
-    cases = [{"kind": kind, "strategies": [("megatron", shape), ("zero3", shape)]} for kind in kinds]
+    strategies = [("megatron", shape), ("zero3", shape)]
+    cases = [{"kind": kind, "strategies": strategies, "options": {"check": False}} for kind in kinds]
     return {case["kind"]: outcome(case, {shape: mesh})["strategies"] for case in cases}
 
 
@@ -98,6 +100,12 @@ def _adapter() -> nn.Module:
     return model
 
 
+def _wrapped() -> nn.Module:
+    model = _llama()
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    return model
+
+
 def _quantised() -> nn.Module:
     model = PlainLlama(layers=2).double()
     weight = model.model.layers[1].mlp.down_proj.weight
@@ -154,6 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another norm": (lambda: _other_norm(PlainLlama(layers=2).double()), "computes something else"),
     "the last norm": (lambda: _of(_last_norm), "computes something else"),
     "adapter": (_adapter, "merge them"),
+    "wrapped": (_wrapped, "wrap the layers after parallelize"),
     "quantised": (_quantised, "quantised"),
     "one bias": (lambda: _of(_gates_of_one), "have a bias"),
     "no gate": (lambda: _of(_without_gate), "gate_proj"),
@@ -212,7 +221,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
     """Return what is said of features that a parallelised model has not."""
     torch.manual_seed(0)
     module = _llama()
-    made = parallelize(module, "megatron", mesh)
+    made = parallelize(module, "megatron", mesh, check=False)
     tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
     holes = torch.ones_like(tokens)
     holes[0, 2] = 0
@@ -244,6 +253,7 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "inner save": lambda: module.model.save_pretrained(folder),
         "ddp": lambda: nn.parallel.DistributedDataParallel(module),
         "again": lambda: parallelize(module, "megatron", mesh),
+        "another norm": lambda: _with_norm(module, tokens),
     }
     said = {}
     for name, do in tries.items():
@@ -255,6 +265,16 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         except Exception as error:
             said[name] = f"RAW {type(error).__name__}: {error}"
     return said
+
+
+def _with_norm(module: Any, tokens: Tensor) -> None:
+    """Call a model in which a module was put around a norm, as adapters do."""
+    before = module.model.norm
+    module.model.norm = nn.Sequential(before)
+    try:
+        module(tokens, targets=tokens)
+    finally:
+        module.model.norm = before
 
 
 def _with_loss(module: Any) -> Any:
@@ -271,7 +291,7 @@ def harmless(mesh: Any, folder: Path) -> dict[str, float]:
     mask, labels = torch.ones_like(tokens), tokens.clone()
     mask[0, 6:], labels[0, 6:] = 0, -100
     module.gradient_checkpointing_enable()
-    parallelize(module, "megatron", mesh)
+    parallelize(module, "megatron", mesh, check=False)
     off = {"enabled before": float(not all(block.gradient_checkpointing for block in module.model.layers))}
     for name, given in {
         "ones": {"attention_mask": torch.ones_like(tokens), "use_cache": False, "labels": tokens},
@@ -291,6 +311,13 @@ def harmless(mesh: Any, folder: Path) -> dict[str, float]:
     runs.clear()
     module(tokens, labels=tokens).loss.backward()
     off["calls without"] = len(runs)
+    module.gradient_checkpointing_enable(every_n_layers=2)
+    off["every layer"] = float([each.gradient_checkpointing for each in layers] != [True, False])
+    module.gradient_checkpointing_disable()
+    module.model.layers[0] = checkpoint_wrapper(layers[0])
+    runs.clear()
+    off["wrapped"] = _difference(module, whole, tokens, {"labels": tokens})
+    off["calls of a wrapped layer"] = len(runs)
     return off
 
 
@@ -311,7 +338,8 @@ def _difference(module: Any, whole: Any, tokens: Tensor, given: dict[str, Any]) 
     worst = abs(float(module.last) - float(whole.last))
     expected = dict(whole.named_parameters())
     for name, parameter in module.named_parameters():
-        worst = max(worst, float((parameter.grad.full_tensor() - expected[name].grad).abs().max()))
+        wanted = expected[name.replace("_checkpoint_wrapped_module.", "")].grad
+        worst = max(worst, float((parameter.grad.full_tensor() - wanted).abs().max()))
     return worst
 
 
@@ -346,12 +374,12 @@ def meta(mesh: Any, folder: Path) -> dict[str, Any]:
     tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = float(whole(tokens, labels=tokens).loss)
     losses, said = [], []
-    for kind in ("rebuilt", "no memory", "not rebuilt"):
+    for kind in ("rebuilt", "no memory", "not rebuilt"):  # of which the first is proved, too
         with torch.device("meta"):
             empty = type(whole)._from_config(whole.config).double()
         if kind == "not rebuilt":
             empty.model.rotary_emb.config = None
-        made = parallelize(empty, "megatron", mesh, check=kind != "not rebuilt")
+        made = parallelize(empty, "megatron", mesh, check=kind == "rebuilt")
         if kind == "no memory":
             load_weights(made.module, folder / "weights")
         else:
@@ -366,6 +394,40 @@ def meta(mesh: Any, folder: Path) -> dict[str, Any]:
     return {"expected": expected, "losses": losses, "said": said}
 
 
+class _Slope(nn.Module):
+    """An activation with a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.full((), 0.1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, self.slope * x)
+
+
+def meta_activation(mesh: Any, folder: Path) -> list[str]:
+    """Return what is said of an activation with a buffer made without memory, before and after it is filled."""
+    with torch.device("meta"):
+        empty = PlainLlama()
+        empty.model.layers[0].mlp.act_fn = _Slope()
+    made = parallelize(empty, "megatron", mesh, check=False)
+    made.module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in made.module.parameters():
+            parameter.fill_(0.1)
+    tokens = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(0))
+    said = []
+    for _ in range(2):
+        try:
+            made.loss(tokens, tokens)
+            said.append("")
+        except MeshweaveError as error:
+            said.append(str(error))
+        with torch.no_grad():
+            made.module.model.layers[0].mlp.act_fn.slope.fill_(0.1)
+    return said
+
+
 def plain_words(mesh: Any, folder: Path) -> list[str]:
     """Return that a plain model around transformers' layers is refused, and a plain one by names is not."""
     model = nn.Module()
@@ -373,7 +435,7 @@ def plain_words(mesh: Any, folder: Path) -> list[str]:
     said = []
     for module in (model, PlainGpt(layers=1)):
         try:
-            said.append(parallelize(module, "megatron", mesh).report.model)
+            said.append(parallelize(module, "megatron", mesh, check=False).report.model)
         except MeshweaveError as error:
             said.append(str(error))
     return said

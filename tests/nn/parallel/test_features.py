@@ -48,10 +48,12 @@ def test_features_of_torch() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_compile_fsdp_and_optimizers() -> None:
-    for answer in _answers(("optimizer", "compiled", "fsdp"), 4, timeout_s=300):
+    for answer in _answers(("optimizer", "compiled", "compiled_whole", "fsdp"), 4, timeout_s=300):
         assert answer["optimizer"] < 1e-8
         assert answer["compiled"]["difference"] < 1e-12
         assert answer["compiled"]["graph_breaks"] == 0
+        assert answer["compiled_whole"]["difference"] < 1e-12
+        assert "have other tokens than" in answer["compiled_whole"]["said"]
         assert answer["fsdp"] < 1e-10
 
 

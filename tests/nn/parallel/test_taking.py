@@ -41,6 +41,7 @@ WORDS = {
     "inner save": "mw.save_weights",
     "ddp": "take FSDP2",
     "again": "a forward of its own",
+    "another norm": "model.norm is a Sequential that was put there after parallelize",
 }
 TOLERANCE = 1e-12
 FEW = dict.fromkeys(("granite", "ernie4_5", "smollm3", "gpt_bigcode"), "refused")
@@ -49,7 +50,7 @@ FEW |= dict.fromkeys(("gpt2", "seed_oss"), "exact")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    names = ("refusals", "features", "harmless", "meta", "plain_words", "one_optimizer")
+    names = ("refusals", "features", "harmless", "meta", "meta_activation", "plain_words", "one_optimizer")
     payload = {"names": names, "kinds": list(FEW), "folder": str(tmp_path_factory.mktemp("weights"))}
     return launch("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
 
@@ -73,7 +74,8 @@ def test_features_that_are_not_there_say_what_to_use(ranks: list[dict[str, Any]]
 def test_arguments_that_change_nothing_and_checkpointing(ranks: list[dict[str, Any]]) -> None:
     for answer in ranks:
         off = answer["harmless"]
-        assert (off.pop("calls of a layer"), off.pop("calls without")) == (2, 1)
+        calls = [off.pop(f"calls {of}") for of in ("of a layer", "without", "of a wrapped layer")]
+        assert calls == [2, 1, 2]
         assert max(off.values()) < TOLERANCE, off
 
 
@@ -85,6 +87,9 @@ def test_buffers_that_no_checkpoint_has_are_computed_anew(ranks: list[dict[str, 
         assert all(abs(loss - meta["expected"]) < 1e-5 for loss in meta["losses"]), meta
         (said,) = meta["said"]
         assert "model.rotary_emb.inv_freq was made on the meta device" in said
+        before, after = answer["meta_activation"]
+        assert "model.layers.0.mlp.act_fn.slope was made on the meta device" in before
+        assert after == ""
 
 
 @pytest.mark.gloo

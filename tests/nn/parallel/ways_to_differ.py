@@ -249,6 +249,11 @@ def _rows_in_another_order(s: Any) -> None:
     s.tokens = s.tokens.flip(0)
 
 
+@way("later", "refused: attention_mask is not computed")
+def _a_mask_of_one_rank(s: Any) -> None:
+    s.given = {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]] * 4)}
+
+
 @way("later", "other tokens")
 def _tokens_of_the_third_step(s: Any) -> None:
     s.tokens = s.tokens.roll(1, 1)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from plain_models import HIDDEN, PlainGpt, PlainLlama
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -379,8 +380,15 @@ def right_models(mesh: DeviceMesh, thorough: bool) -> Iterator[tuple[str, Made]]
     torch.manual_seed(9)
     plain = Mlp()
     yield "ddp", (plain, nn.parallel.DistributedDataParallel(copy.deepcopy(plain)), {})
+    lines = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "shards"))
+    yield "each alone", (plain, fully_shard(copy.deepcopy(plain), mesh=lines["shards"]), {})
     if not thorough:
         return
+    own = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    yield "compiled ddp", (plain, torch.compile(own, backend="aot_eager"), {})
+    model, made = _fully(mesh, whole=False)
+    made.model.layers = nn.ModuleList(map(checkpoint_wrapper, made.model.layers))
+    yield "checkpoint wrappers under fsdp2", (model, fully_shard(made, mesh=mesh), {})
     for strategy in (
         "megatron",
         "data_parallel",

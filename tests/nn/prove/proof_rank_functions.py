@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import faults
+import more_faults
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +20,7 @@ def said_of_faults(context: RankContext, payload: Mapping[str, Any]) -> dict[str
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (context.num_ranks,), mesh_dim_names=("tp",))
     said = {}
-    for fault in faults.FAULTS:
+    for fault in more_faults.chosen(payload["chosen"]):
         try:
             model, made, more = fault(mesh)
             proof = prove(model, made, more.pop("inputs", None), **more)

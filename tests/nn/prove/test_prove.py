@@ -16,17 +16,16 @@ PARALLEL = Path(__file__).parents[1] / "parallel"
 HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{PARALLEL}"}
 
 
-def _said(what: str, num_ranks: int, thorough: bool) -> list[dict[str, str]]:
-    payload: dict[str, Any] = {"thorough": thorough}
+def _said(what: str, num_ranks: int, **payload: Any) -> list[dict[str, str]]:
     return launch(f"proof_rank_functions:{what}", num_ranks, payload, timeout_s=500, env=HERE)
 
 
-def _check_faults(num_ranks: int) -> None:
+def _check_faults(num_ranks: int, which: str) -> None:
     sys.path[:0] = [str(PARALLEL), str(Path(__file__).parent)]
-    from faults import FAULTS
+    from more_faults import chosen
 
-    ranks = _said("said_of_faults", num_ranks, True)
-    for fault, words in FAULTS.items():
+    ranks = _said("said_of_faults", num_ranks, chosen=which)
+    for fault, words in chosen(which).items():
         first = ranks[0][fault.__name__]
         assert all(said[fault.__name__] == first for said in ranks), fault.__name__
         for word in words:
@@ -36,24 +35,40 @@ def _check_faults(num_ranks: int) -> None:
 
 @pytest.mark.gloo
 def test_seeded_faults_are_named() -> None:
-    _check_faults(2)
+    _check_faults(2, "few")
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_seeded_faults_are_named_on_four_ranks() -> None:
-    _check_faults(4)
+@pytest.mark.parametrize(("num_ranks", "which"), [(2, "first"), (4, "first"), (2, "others")])
+def test_all_seeded_faults_are_named(num_ranks: int, which: str) -> None:
+    if which == "others":
+        pytest.importorskip("transformers")
+    _check_faults(num_ranks, which)
 
 
 @pytest.mark.gloo
 def test_right_models_are_equal() -> None:
-    for said in _said("said_of_right_models", 2, False):
+    for rank, said in enumerate(_said("said_of_right_models", 2, thorough=False)):
         assert all(text.startswith("equal") for text in said.values()), said
+        assert f"on rank {rank} of 2; with others: give data_mesh=" in said["each alone"]
+        assert "on rank" not in said["fsdp2"]
+
+
+def test_names_are_told_without_wrappers() -> None:
+    from meshweave.nn.prove.state import plain_name
+
+    names = (
+        "_orig_mod.module.up.weight",
+        "module._orig_mod.up._checkpoint_wrapped_module.weight",
+        "up.weight",
+    )
+    assert {plain_name(name) for name in names} == {"up.weight"}
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_24_right_models_are_equal() -> None:
-    for said in _said("said_of_right_models", 4, True):
+    for said in _said("said_of_right_models", 4, thorough=True):
         assert len(said) >= 24
         assert all(text.startswith("equal") for text in said.values()), said

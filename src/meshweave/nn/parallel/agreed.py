@@ -29,6 +29,7 @@ REMEDIES = {
     "configuration": "make the same model on every rank",
     "parameters": "give every rank the same model, with the same parameters frozen",
     "weights": "load the same weights on every rank or seed them alike, or give broadcast_weights=True",
+    "arguments of a call": "call the model alike on every rank",
     "tokens": "every rank of the mesh gives the same tokens, all of them, and takes its part; batches of its own "
     "are for an outer data axis",
     "targets": "every rank of the mesh gives the same targets, all of them, and takes its part",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -68,10 +68,25 @@ def refuse_features(module: nn.Module, layers: str) -> None:
         if child is module or hasattr(child, "save_pretrained"):
             for name in sorted(_of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}):
                 setattr(child, name, _refusal(type(child).__name__, name))
+    whole = layers
     while layers := layers.rpartition(".")[0]:
         inner = module.get_submodule(layers)
         inner.forward = _refusal(type(inner).__name__, "forward")
     module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
+    if hasattr(module, "_set_gradient_checkpointing"):
+        _count_layers(module, list(module.get_submodule(whole)))
+
+
+def _count_layers(module: nn.Module, layers: Sequence[Any]) -> None:
+    """Let transformers' checkpointing of every n-th layer count the parallel ones, which it does not know."""
+    before = module._set_gradient_checkpointing
+
+    def set_all(*args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing &= number % kwargs.get("every_n_layers", 1) == 0
+
+    module._set_gradient_checkpointing = set_all
 
 
 def _of_transformers(kind: type) -> set[str]:
@@ -81,6 +96,32 @@ def _of_transformers(kind: type) -> set[str]:
         (name, value) for base in bases for name, value in vars(base).items() if not name.startswith("_")
     ]
     return {name for name, value in named if inspect.isfunction(value)} - _KEPT
+
+
+class PlacedModules:
+    """The modules that a parallelised model computes with, which others may replace later: adapters, wrappers.
+
+    Args:
+        layers: the name of its list of layers. One of them may be wrapped, for the list is what is called.
+    """
+
+    def __init__(self, module: nn.Module, layers: str) -> None:
+        self._placed = [
+            (owner, name, child, f"{path}.{name}" if path else name)
+            for path, owner in module.named_modules()
+            for name, child in owner._modules.items()
+            if path != layers
+        ]
+
+    def check(self) -> None:
+        """Raise UnsupportedError, naming it, where another module stands in the place of one."""
+        for owner, name, child, path in self._placed:
+            now = owner._modules.get(name)
+            if now is not child:
+                raise UnsupportedError(
+                    f"{path} is a {type(now).__name__} that was put there after parallelize, and is not computed; "
+                    "adapters are merged before it, and wrappers go around whole layers"
+                )
 
 
 class _WithoutDdp:

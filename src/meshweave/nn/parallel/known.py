@@ -29,7 +29,8 @@ _COMPUTED = (
     "bos_token_id", "eos_token_id", "initializer_range", "use_cache", "pretraining_tp", "architectures",
     "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "problem_type", "transformers_version",
     "name_or_path", "chunk_size_feed_forward", "decoder_start_token_id", "sep_token_id", "tokenizer_class",
-    "model_type", "finetuning_task",
+    "model_type", "finetuning_task", "task_specific_params", "prefix", "tf_legacy_loss", "torchscript",
+    "tie_encoder_decoder", "use_bfloat16",
 )  # fmt: skip
 """Fields that modules show, or that change nothing in a forward pass for training."""
 _SHARED = {
@@ -93,6 +94,13 @@ def _one_window(config: Any, number: int) -> int | None:
 
 
 def _window_by_layer(config: Any, number: int) -> int | None:
+    if getattr(config, "sliding_window", None) is None:
+        return None
+    if not getattr(config, "layer_types", None):
+        raise UnsupportedError(
+            f"transformers {_version()} does not say in config.layer_types which layers have the window of "
+            f"{config.sliding_window}; give sliding_window=None, or take {TRIED}"
+        )
     kind = config.layer_types[number]
     if kind not in ("full_attention", "sliding_attention"):
         raise UnsupportedError(
@@ -239,7 +247,10 @@ def _check_parts(module: nn.Module) -> None:
 
 def _check_config(config: Any, known: KnownClass) -> None:
     """Raise UnsupportedError where a field of a config that changes what is computed has a value that is not."""
-    defaults, computed = vars(type(config)()), {*_COMPUTED, *known.fields}
+    import transformers
+
+    of_generation: Any = transformers.GenerationConfig  # configs of transformers 4 have its fields, too
+    defaults, computed = vars(type(config)()), {*_COMPUTED, *known.fields, *vars(of_generation())}
     for name, default in {**_SHARED, **defaults}.items():
         if name in computed or name.startswith("_"):
             continue

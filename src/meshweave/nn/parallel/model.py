@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import AxisDims, Side
+from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
-from meshweave.nn.parallel.features import ForwardArguments, refuse_features
+from meshweave.nn.parallel.features import ForwardArguments, PlacedModules, refuse_features
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
@@ -30,15 +31,14 @@ from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.plans import PlanLike, resolve
-from meshweave.nn.parallel.rotary import Rotary
+from meshweave.nn.parallel.rotary import Rotary, UnfilledBuffers
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
-from meshweave.nn.parallel.takeable import check_takeable
+from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
-from meshweave.nn.parallel.unaltered import check_unaltered
 from meshweave.nn.prove.check import check_layers
 
 _LOG = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class ParallelModel:
         self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
         self._plan_layers()
         self._plan_ends()
+        self._activations = UnfilledBuffers(module, self._names_of_activations())
         self._take()
         names_of = {name for name, child in module.named_modules() if isinstance(child, _OURS)}
         self.report = ParallelReport(
@@ -126,6 +127,7 @@ class ParallelModel:
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
+        self._placed = PlacedModules(module, names.layers)
         module.forward = self.forward
 
     # --- replacing: all is planned, and may be refused, before the first module is replaced -----------------
@@ -164,6 +166,10 @@ class ParallelModel:
             width = self.blocks[0].core.heads.width
             self.rotary = Rotary(module, names.rotary, strategy, width)
 
+    def _names_of_activations(self) -> list[str]:
+        names, count = self.names, len(self.blocks)
+        return [f"{names.layers}.{number}.{names.layer.activation}" for number in range(count)]
+
     def _take(self) -> None:
         """Replace the modules by what was planned for them."""
         names, module = self.names, self.module
@@ -193,7 +199,9 @@ class ParallelModel:
     ) -> Tensor:
         """Return this rank's part of the residual after some layers, by default all."""
         rotary = None if self.rotary is None else self.rotary(x, sequence)
-        for block in self.blocks if blocks is None else blocks:
+        self._activations.fill(x.device)
+        # Of the module: a layer may have been wrapped since, to be computed again or compiled.
+        for block in self.module.get_submodule(self.names.layers) if blocks is None else blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
             elif getattr(block, "gradient_checkpointing", False) and block.training:
@@ -246,14 +254,21 @@ class ParallelModel:
             **given: the same by name.
             targets: per token the one that is to be foretold, or -100 for none.
         """
-        targets = self._arguments.targets(input_ids, args, given, targets)
-        assert input_ids is not None
+        refused = None
+        try:
+            targets = self._arguments.targets(input_ids, args, given, targets)
+            self._placed.check()
+        except MeshweaveError as error:  # on this rank: others hear of it
+            refused, targets = error, None
+        tokens = input_ids if isinstance(input_ids, Tensor) else None
         if torch.compiler.is_compiling():
+            self.agreement.check(tokens, targets, refused)
             return self._run(input_ids, targets)
-        with self.agreement.check(input_ids, targets):
+        with self.agreement.beside(tokens, targets, refused):
             return self._run(input_ids, targets)
 
-    def _run(self, input_ids: Tensor, targets: Tensor | None) -> ParallelOutput:
+    def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
+        assert input_ids is not None
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
             return ParallelOutput(self.head_loss(x, targets), None)

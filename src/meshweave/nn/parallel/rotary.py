@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,60 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
+class UnfilledBuffers:
+    """Buffers of modules that were made on the meta device; those that no checkpoint holds stay empty then.
+
+    They are computed anew at the first call, by a module of the same class and configuration.
+
+    Args:
+        paths: the names of the modules in the model.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+        modules = {path: model.get_submodule(path) for path in paths}
+        self._names = {
+            (path, name): module
+            for path, module in modules.items()
+            for name, buffer in module.named_buffers()
+            if buffer.is_meta
+        }
+
+    def fill(self, device: torch.device) -> None:
+        """Compute buffers anew that nothing was written into since they got memory, or that have none yet.
+
+        Raises UnsupportedError, naming one, where it cannot be.
+        """
+        for (path, name), module in self._names.items():
+            buffer = dict(module.named_buffers())[name]
+            if not buffer.is_meta and buffer._version:
+                continue
+            made = _anew(module, device)
+            values = dict(made.named_buffers()).get(name) if made is not None else None
+            if values is None or values.shape != buffer.shape:
+                raise UnsupportedError(
+                    f"{path}.{name} was made on the meta device, is in no checkpoint, and cannot be computed "
+                    "anew; copy its values into it before the first forward pass"
+                )
+            owner, _, last = name.rpartition(".")
+            module.get_submodule(owner)._buffers[last] = values.to(buffer.dtype)
+        self._names = {}
+
+
+def _anew(module: nn.Module, device: torch.device) -> nn.Module | None:
+    """Return a module of the same class and configuration, with memory; None where the class takes none."""
+    config: Any = getattr(module, "config", None)
+    if config is None:
+        return None
+    try:
+        with torch.device(device):
+            made: nn.Module = type(module)(config=config)
+    except Exception:
+        return None
+    return made
+
+
 class Rotary:
     """The rotary module of a model, called with (x, positions), whose rows each rank takes its part of.
-
-    Of a model made on the meta device, buffers that no checkpoint holds (inverse frequencies) are computed anew at
-    the first call, by a module of the same class and configuration.
 
     Args:
         path: the name of the module in the model.
@@ -29,7 +79,7 @@ class Rotary:
     def __init__(self, model: nn.Module, path: str, strategy: LayerStrategy, width: int) -> None:
         self.path, self.strategy = path, strategy
         self.module = model.get_submodule(path)
-        self.unfilled = {name for name, buffer in self.module.named_buffers() if buffer.is_meta}
+        self.unfilled = UnfilledBuffers(model, [path])
         self._try(model, width)
 
     def _try(self, model: nn.Module, width: int) -> None:
@@ -52,39 +102,8 @@ class Rotary:
 
     def __call__(self, x: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (1, positions, head width) of the positions of this rank's attention."""
-        if self.unfilled:
-            self._fill(x.device)
+        self.unfilled.fill(x.device)
         # All positions: some kinds of rotary embedding follow from the last one.
         cos, sin = self.module(x, torch.arange(sequence, device=x.device)[None])
         start, stop = self.strategy.span(Side("sequence", sequence), self.strategy.roles.core(True))
         return cos[:, start:stop], sin[:, start:stop]
-
-    def _fill(self, device: torch.device) -> None:
-        """Compute buffers anew that nothing was written into since they got memory, or that have none yet."""
-        buffers = dict(self.module.named_buffers())
-        made: nn.Module | None = None
-        for name in sorted(self.unfilled):
-            if not buffers[name].is_meta and buffers[name]._version:
-                continue
-            made = made or self._anew(device)
-            values = dict(made.named_buffers()).get(name) if made is not None else None
-            if values is None or values.shape != buffers[name].shape:
-                raise UnsupportedError(
-                    f"{self.path}.{name} was made on the meta device, is in no checkpoint, and cannot be computed "
-                    "anew; copy its values into it before the first forward pass"
-                )
-            owner, _, last = name.rpartition(".")
-            self.module.get_submodule(owner)._buffers[last] = values.to(buffers[name].dtype)
-        self.unfilled = set()
-
-    def _anew(self, device: torch.device) -> nn.Module | None:
-        """Return a module of the same class and configuration, with memory; None where the class takes none."""
-        config: Any = getattr(self.module, "config", None)
-        if config is None:
-            return None
-        try:
-            with torch.device(device):
-                made: nn.Module = type(self.module)(config=config)
-        except Exception:
-            return None
-        return made

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.execute.torch.call_order import CallOrder, call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
@@ -73,25 +74,41 @@ class StepAgreement:
         """Return the context that ranks talk in."""
         return self.strategy.context(device)
 
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
+    )
+    def check(
+        self, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None = None
+    ) -> None:
+        """Make sure of what `beside` does, before a call that a compiler runs. Raises as it does."""
+        with self.beside(tokens, targets, refused):
+            pass
+
     @contextlib.contextmanager
-    def check(self, tokens: Tensor, targets: Tensor | None) -> Iterator[None]:
+    def beside(
+        self, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None = None
+    ) -> Iterator[None]:
         """Make sure that all ranks give a call the same, and what the model takes; all ranks run the call inside.
 
         What ranks say of themselves travels beside the call, and is compared before anything else of it travels: a
         rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait.
-        Nothing is compared in a graph that a compiler makes of the whole model.
+
+        Args:
+            refused: why this rank does not take its arguments, which it raises where no rank does.
 
         Raises:
             LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
             RankLostError, DeadlineError, BindError: other ranks are missing, late, or in another call.
         """
-        progress = self.progress
-        progress.calls += 1
-        is_whole = progress.calls == 1 or (self.debug_every > 0 and progress.calls % self.debug_every == 0)
-        order = None if self.strategy.is_alone else call_order(self.context(tokens.device))
+        self.progress.calls += 1
+        order = None if self.strategy.is_alone else self._order()
         try:
             if order is not None:
-                self._begin(order, tokens, targets, is_whole)
+                self._begin(order, tokens, targets, refused)
+                if self._is_whole or refused is not None:
+                    order.finish_open()
+            if refused is not None:
+                raise refused
             with torch.no_grad():
                 if problem := self.limits.problem(tokens, targets):
                     raise LayoutError(problem)
@@ -100,9 +117,22 @@ class StepAgreement:
             if order is not None:
                 order.finish_open()
 
-    def _begin(self, order: CallOrder, tokens: Tensor, targets: Tensor | None, is_whole: bool) -> None:
+    def _order(self) -> CallOrder:
+        """Return the order of calls of the context in which programs run, on the current device."""
+        here = torch.empty(0, device=self.strategy.device_mesh.device_type).device
+        return call_order(self.context(here))
+
+    def _begin(
+        self, order: CallOrder, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None
+    ) -> None:
         """Say what this rank gives a call, and compare it before the next call of this context."""
-        words = {"tokens": {"shape": _kind(tokens)}, "targets": {"shape": _kind(targets)}, **self._words()}
+        words: dict[str, Mapping[str, str]] = {
+            "arguments of a call": {"refused": "nothing" if refused is None else str(refused)},
+            "tokens": {"shape": _kind(tokens)},
+            "targets": {"shape": _kind(targets)},
+            **self._words(),
+        }
+        is_whole = self._is_whole
         with torch.no_grad():
             answer = self._numbers(order, words, tokens, targets)
 
@@ -117,16 +147,22 @@ class StepAgreement:
                 assert is_same, "numbers of ranks differ, and nothing that they stand for"
 
         order.open = finish
-        if is_whole:
-            order.finish_open()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Return whether the present call compares all that there is."""
+        calls = self.progress.calls
+        return calls == 1 or (self.debug_every > 0 and calls % self.debug_every == 0)
 
     def _numbers(
-        self, order: CallOrder, words: Words, tokens: Tensor, targets: Tensor | None
+        self, order: CallOrder, words: Words, tokens: Tensor | None, targets: Tensor | None
     ) -> Callable[[], bool]:
         """Send a number that stands for words and tokens; return what waits and says whether all are equal."""
-        number = checksum(tokens) + int(digest(words)[:15], 16)
-        if targets is not None:
-            number = number + checksum(targets) * _TARGETS_FACTOR
+        number: Any = int(digest(words)[:15], 16)
+        for given, factor in ((tokens, 1), (targets, _TARGETS_FACTOR)):
+            if given is not None:
+                number = number + checksum(given) * factor
+        number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks
         context, sequence = self.context(both.device), order.sequence(ranks)

@@ -1,42 +1,94 @@
-"""What of a model's parameters `parallelize` cannot take over, said before anything is replaced."""
+"""What `parallelize` cannot take over of a model, said before anything is replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from meshweave.base.errors import UnsupportedError
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WRAPPERS = {
+    "peft": "adapters are not computed; merge them (merge_and_unload()), or train all weights",
+    "accelerate": "accelerate moves weights of its own; load the model without device_map",
+    "bitsandbytes": "quantised weights are not computed; load the model without quantization_config",
+    "torch.nn.parallel": "give its .module; data parallelism is an axis of the mesh, or goes around the result",
+    "torch.distributed.algorithms": "wrap the layers after parallelize",
+    "torch.distributed.fsdp": "shard it after parallelize, over other dims of the mesh",
+}
+"""Packages whose modules stand around or in place of a model's own, and what to do instead."""
 
 
-def check_takeable(module: nn.Module, embedding: str, head: str, positions: str = "") -> None:
-    """Raise UnsupportedError, naming it, for what replaced layers would not keep of the parameters of a model.
-
-    These are parameters with several names or with memory in common, but for one of embedding and head; those
-    that are computed from others; hooks and gradients of parameters; options of embeddings.
-    """
-    weights = f"{embedding}.weight", f"{head}.weight"
-    _check_names(module, weights)
-    _check_memory(module)
+def check_unaltered(module: nn.Module) -> None:
+    """Raise UnsupportedError where hooks, adapters, wrappers, quantised weights or gradients would be dropped."""
     for name, child in module.named_modules():
+        where = name or type(module).__name__
+        if hasattr(child, "_orig_mod"):
+            raise UnsupportedError(f"{where} is compiled; compile the blocks after parallelize")
+        for base in type(child).__mro__:
+            for package, remedy in _WRAPPERS.items():
+                if f"{base.__module__}.".startswith(f"{package}."):
+                    raise UnsupportedError(f"{where}: {type(child).__name__} of {package}: {remedy}")
+        if "forward" in vars(child):
+            raise UnsupportedError(
+                f"{where} has a forward of its own, set on the object (by parallelize, accelerate or a patch of "
+                "kernels), which would be dropped; give a model as its class makes it"
+            )
         if parametrize.is_parametrized(child):
             raise UnsupportedError(
                 f"{name}: {next(iter(child.parametrizations))} is computed by a parametrization, which would "
                 "be lost; call torch.nn.utils.parametrize.remove_parametrizations first"
             )
+        if name:
+            _check_hooks(child, name)
     for name, parameter in module.named_parameters():
-        hooks = (
-            getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        )
-        if any(hooks):
-            raise UnsupportedError(f"{name} has hooks, which would be lost; register them after parallelize")
-        if parameter.grad is not None and bool(parameter.grad.any()):
+        _check_parameter(parameter, name)
+
+
+def _check_hooks(child: nn.Module, name: str) -> None:
+    for kind in _HOOKS:
+        hooks = getattr(child, kind, None) or {}
+        # transformers' own, for checkpoints that enter anew: it does nothing where these do not.
+        kept = [
+            hook
+            for hook in hooks.values()
+            if "make_inputs_require_grads" not in getattr(hook, "__qualname__", "")
+        ]
+        if kept:
             raise UnsupportedError(
-                f"{name} has a gradient, which would be lost; call zero_grad() before parallelize"
+                f"{name} has {kind.strip('_').replace('_', ' ')}, which would be dropped; add them after "
+                "parallelize"
             )
+
+
+def _check_parameter(parameter: Tensor, name: str) -> None:
+    if isinstance(parameter, DTensor):
+        raise UnsupportedError(f"{name} is a DTensor: the model is sharded already; parallelize comes first")
+    if type(parameter.data) is not Tensor or not parameter.is_floating_point():
+        raise UnsupportedError(
+            f"{name} is a {type(parameter.data).__name__} of {parameter.dtype}: quantised weights are not computed"
+        )
+    if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+        raise UnsupportedError(f"{name} has hooks, which would be lost; register them after parallelize")
+    if parameter.grad is not None and bool(parameter.grad.any()):
+        raise UnsupportedError(
+            f"{name} has a gradient, which would be lost; call zero_grad() before parallelize"
+        )
+
+
+def check_takeable(module: nn.Module, embedding: str, head: str, positions: str = "") -> None:
+    """Raise UnsupportedError, naming it, for what replaced layers would not keep of how parameters are shared.
+
+    These are parameters with several names or with memory in common, but for one of embedding and head, and
+    options of embeddings.
+    """
+    weights = f"{embedding}.weight", f"{head}.weight"
+    _check_names(module, weights)
+    _check_memory(module)
     for path in filter(None, (embedding, positions)):
         _check_embedding(path, module.get_submodule(path))
     if positions and getattr(module.get_submodule(positions), "padding_idx", None) is not None:

@@ -71,6 +71,11 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         """Raise LayoutError where the model has no words for tokens or targets (rows, sequence)."""
         self._model.agreement.limits.check(tokens, targets)
 
+    @property
+    def draws(self) -> bool:
+        """Return whether ranks must have torch's generator in the same state."""
+        return self._model.agreement.draws and self.training
+
     def example(self, rows: int) -> Tensor:
         """Return what the stage passes on for so many rows, as zeros: for `outputs` of `meshweave.pipeline`."""
         dtype = next(self.module.parameters()).dtype

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.nn.parallel.agreed import Words
+from meshweave.nn.parallel.checksums import checksum
 from meshweave.nn.parallel.model_words import checksum_words, copy_words, setting_words, version_words
 from meshweave.nn.pipelining.plan import PipelineOptions
 from meshweave.nn.pipelining.stage_problem import StagePlaces
@@ -22,7 +24,10 @@ def stage_words(
     target: Tensor | None,
     options: PipelineOptions,
 ) -> Words:
-    """Return what ranks must have alike: weights along data axes, rows along the others, options everywhere."""
+    """Return what ranks must have alike: weights along data axes, rows along the others, options everywhere.
+
+    Modules of a stage are in training alike, and where they draw for copies, so is torch's generator.
+    """
     given = {
         "scale_grads": str(options.scale_grads),
         "has_local_batch": str(options.has_local_batch),
@@ -37,6 +42,12 @@ def stage_words(
         plain = [(name, each) for name, each in named if not isinstance(each, DTensor)]
         words[f"weights of parts {own} of stage {number}"] = checksum_words(plain)
         words |= copy_words(f"copies of stage {number}", named)
+        words[f"modules in training of stage {number}"] = {
+            f"{name}.training": str(child.training) for name, child in stage.named_modules()
+        }
+        if getattr(stage, "draws", False):
+            state = f"#{int(checksum(torch.get_rng_state())):x}"
+            words[f"generator of stage {number} of parts {shared}"] = {"state": state}
         rows = shared if options.has_local_batch else "all"
         if number == 0:
             words[f"tokens of parts {rows}"] = checksum_words(

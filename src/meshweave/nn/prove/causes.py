@@ -101,7 +101,9 @@ def _scaled(
     factor = float(actual @ wanted) / square
     if np.linalg.norm(actual) <= 1e-12 * math.sqrt(square):
         return "it is 0: nothing reaches it, or its gradient is dropped"
-    if not _close(actual, factor * wanted, near) or abs(factor - 1) < near:
+    if not _close(actual, factor * wanted, near):
+        return _scaled_apart(pairs, wrong, near)
+    if abs(factor - 1) < near:
         return ""
     for size in sizes:
         if abs(factor - size) < near * size:
@@ -116,6 +118,22 @@ def _scaled(
     if abs(factor + 1) < near:
         return "it has the opposite sign"
     return f"it is {factor:.4g} times what it should be throughout: a factor of {1 / factor:.4g} is missing"
+
+
+def _scaled_apart(pairs: dict[int, tuple[Vector, Vector]], wrong: Sequence[int], near: float) -> str:
+    """A factor of its own on each rank that differs."""
+    factors = []
+    for rank in wrong:
+        actual, wanted = pairs[rank]
+        factors.append(float(actual @ wanted) / max(float(wanted @ wanted), 1e-300))
+        if actual.size < 4 or not _close(actual, factors[-1] * wanted, near):
+            return ""
+    said = ", ".join(
+        f"{factor:.4g} on rank {rank}" for factor, rank in list(zip(factors, wrong, strict=True))[:4]
+    )
+    return (
+        f"each rank has it times a factor of its own ({said}): clipped or scaled by what that rank alone has"
+    )
 
 
 def _term(
@@ -151,7 +169,7 @@ def _shards(samples: dict[int, RankSample], wrong: Sequence[int], near: float) -
             if sample.key != samples[rank].key and _close(own, theirs, near):
                 return f"a wrong order of shards: rank {rank} has the shard of rank {other}"
         if samples[rank].elsewhere:
-            return f"a wrong slice of the whole: rank {rank} has {samples[rank].elsewhere}"
+            return f"a wrong slice or order: rank {rank} has {samples[rank].elsewhere}"
     return ""
 
 

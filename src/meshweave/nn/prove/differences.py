@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,14 @@ from torch import Tensor
 from meshweave.base.errors import listed
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.checksums import checksum
 from meshweave.nn.prove.causes import RankSample, likely_cause
 from meshweave.nn.prove.shards import LocalTensor
 
 _SAMPLES = 512
 _LISTED = 8
+_ENOUGH = 4
+"""How many numbers, not all alike, are said to be another parameter's."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,7 @@ class Compared:
         """Return a number for the part and one for its values; zeros of both signs are the same."""
         if self.actual is None:
             return 0, 0
-        values = self.actual.values
-        data = (values + 0).contiguous().cpu().flatten().view(torch.uint8).numpy() if values.numel() else b""
-        return self.actual.key, zlib.crc32(data)
+        return self.actual.key, int(checksum(self.actual.values + 0))
 
     def sample(self) -> RankSample:
         """Return some elements for `likely_cause`."""
@@ -132,7 +133,7 @@ class Compared:
             wanted[near].tolist(),
             actual[flat].tolist(),
             wanted[flat].tolist(),
-            _elsewhere(self.actual.values, self.wanted),
+            _elsewhere(self.actual.values, self._wanted(), self.wanted),
             bias,
             _extent(self.actual.values, self._wanted()),
         )
@@ -143,22 +144,60 @@ def _positions(count: int) -> Tensor:
     return torch.randperm(count, generator=generator)[:_SAMPLES]
 
 
-def _elsewhere(actual: Tensor, whole: Tensor) -> str:
-    """Return where else in a whole tensor a local one is, in words; "" where it is not."""
+def _elsewhere(actual: Tensor, wanted: Tensor, whole: Tensor) -> str:
+    """Return in words where else the numbers of a local tensor are: in a whole one, or in its own part.
+
+    Args:
+        wanted: the part of the whole that the local tensor should be.
+    """
     if actual.ndim != whole.ndim or not actual.numel() or actual.dtype != whole.dtype:
         return ""
-    if actual.ndim == 2 and actual.shape == whole.shape[::-1] and torch.equal(actual, whole.t()):
-        return "the transpose"
     cut = [dim for dim in range(actual.ndim) if actual.shape[dim] < whole.shape[dim]]
-    if len(cut) != 1:
+    if actual.ndim == 2:
+        turned = whole.t()
+        if actual.shape == turned.shape and torch.equal(actual, turned):
+            return "the transpose"
+        if whole.shape == turned.shape and len(cut) == 1 and _starts(actual, turned, cut[0]):
+            return "a part of the transpose"
+    if len(cut) == 1 and actual.shape != whole.shape:
+        if starts := _starts(actual, whole, cut[0]):
+            return f"positions {starts[0]}:{starts[0] + actual.shape[cut[0]]} along dim {cut[0]}"
+        lines, rows = _lines(whole, cut[0]), _lines(actual, cut[0])
+        if bool((lines[:, None, :16] == rows[None, :64, :16]).all(-1).any(0).all()):
+            return f"other rows of dim {cut[0]}, in another order"
+    if not actual.is_floating_point() or actual.shape != wanted.shape:
         return ""
-    (dim,) = cut
-    lines, rows = whole.movedim(dim, 0).flatten(1), actual.movedim(dim, 0).flatten(1)
+    off = torch.linalg.vector_norm(actual - wanted)
+    in_order = actual.flatten().sort().values - wanted.flatten().sort().values
+    return "its own numbers in another order" if torch.linalg.vector_norm(in_order) < 1e-3 * off else ""
+
+
+def _lines(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
+
+
+def _starts(actual: Tensor, whole: Tensor, dim: int) -> list[int]:
+    """Return the first position along a dim at which a local tensor stands in a whole one, in a list; or none."""
+    lines, rows = _lines(whole, dim), _lines(actual, dim)
     for start in (lines[:, :64] == rows[0, :64]).all(-1).nonzero().flatten().tolist():
         if torch.equal(lines[start : start + len(rows)], rows):
-            return f"positions {start}:{start + len(rows)} along dim {dim}"
-    if bool((lines[:, None, :16] == rows[None, :64, :16]).all(-1).any(0).all()):
-        return f"other rows of dim {dim}, in another order"
+            return [start]
+    return []
+
+
+def instead(local: LocalTensor, name: str, original: Mapping[str, Tensor]) -> str:
+    """Return in words what a part of a parameter is instead: another parameter's, or rounded; "" where neither."""
+    wanted, values = original.get(name), local.values
+    if wanted is None or values.numel() < _ENOUGH or bool((values == values.flatten()[0]).all()):
+        return ""
+    for other, tensor in original.items():
+        is_like = tensor.shape == wanted.shape and tensor is not wanted
+        if is_like and torch.equal(local.of(tensor.detach()).to(values.dtype), values):
+            return f"it has the numbers of {other}: weights of two names are exchanged"
+    right = local.of(wanted.detach())
+    for kind in (torch.bfloat16, torch.float16):
+        if right.shape == values.shape and torch.equal(right.to(kind).to(values.dtype), values):
+            return f"it is rounded to {str(kind).removeprefix('torch.')}: filled from weights of that type"
     return ""
 
 

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
+from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.prove.differences import Compared, Difference, ProofRanks
-from meshweave.nn.prove.given import Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
+from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
 from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
@@ -43,11 +44,15 @@ class Proof:
         difference: the first tensor that differs; None where all are equal.
         num_tensors: how many tensors were compared on each rank.
         dtype: in which type the models were run.
+        ranks: that were compared: those of the meshes of parameters and of the data.
+        num_ranks: how many ranks there are.
     """
 
     difference: Difference | None
     num_tensors: int
     dtype: torch.dtype
+    ranks: tuple[int, ...]
+    num_ranks: int
 
     @property
     def is_equal(self) -> bool:
@@ -60,7 +65,10 @@ class Proof:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         if self.difference is None:
-            return f"equal: {self.num_tensors} tensors in {kind}"
+            said = f"equal: {self.num_tensors} tensors in {kind}"
+            if len(self.ranks) == self.num_ranks:
+                return said
+            return f"{said} on {ranks_text(self.ranks)} of {self.num_ranks}; with others: give data_mesh="
         return str(self.difference)
 
     def require(self) -> Proof:
@@ -159,9 +167,19 @@ class ModelPair:
     def proof(self) -> Proof:
         """Return the proof. Collective."""
         difference = self._first(self._parameters())
-        if difference is None:
+        if difference is not None:
+            difference = self._named(difference)
+        else:
             difference = self._runs()
-        return Proof(difference, self.num_tensors, self.dtype)
+        return Proof(difference, self.num_tensors, self.dtype, self.ranks.ranks, dist.get_world_size())
+
+    def _named(self, difference: Difference) -> Difference:
+        """Return the difference of a parameter with what it is instead, where that is another one, or rounded."""
+        name = difference.what
+        actual = self.own.get(name)
+        local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
+        said = self.ranks.say("" if local is None else instead(local, name, self.original))[difference.rank]
+        return replace(difference, cause=said) if said else difference
 
     def _first(self, compared: list[Compared]) -> Difference | None:
         self.num_tensors += len(compared)
@@ -293,6 +311,7 @@ class ModelPair:
                 LocalTensor(made.values[name], None, self.given.part),
                 right.values[name],
                 *self._allowed(right, own, name),
+                hint=self._loss_hint() if name.startswith("loss") else "",
             )
             for name in ("logits", "output", "loss of labels", "loss")
             if name in made.values and name in right.values
@@ -303,6 +322,17 @@ class ModelPair:
                 return replace(difference, cause="random numbers are drawn: dropout is active")
             return first_module(self, dtype, difference)
         return self._first(self._gradients(made, right, own))
+
+    def _loss_hint(self) -> str:
+        """Return what is likely where logits agree and the loss does not."""
+        targets = self.given.targets
+        if targets is None:
+            return ""
+        kept = int((targets != IGNORED).sum())
+        return (
+            f"what is made of the logits: the number of tokens that it is averaged over ({kept} of "
+            f"{targets.numel()} have a target), or a sum over words or ranks"
+        )
 
     def _gradients(self, made: _Run, right: _Run, own: _Run | None) -> list[Compared]:
         """Return the gradients beside those of the original, the last parameter's first, as they are computed."""
@@ -330,6 +360,8 @@ class ModelPair:
     def _untied(self, name: str) -> str:
         """Return a hint where a tensor that the original has under two names is two in the parallelised model."""
         alike = [each for each, p in self.original.items() if p is self.original.get(name) and each != name]
+        if alike and self.own.get(alike[0]) is self.own.get(name):
+            return f"{name} and {alike[0]} are one tensor: the gradient of one of its uses may be missing"
         if alike and any(self.own.get(each) is not self.own.get(name) for each in alike):
             return (
                 f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of it"

@@ -16,6 +16,7 @@ from meshweave.execute.torch import compat
 
 WIDE = torch.float64
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
@@ -172,10 +173,10 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def plain_name(name: str) -> str:
     """Return the name of a tensor or module without what wrappers of torch add to it."""
-    words = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     parts = name.split(".")
-    first = parts[1:] if parts[:1] == ["module"] else parts
-    return ".".join(part for part in first if part not in words[1:])
+    while parts[:1] in (["module"], ["_orig_mod"]):
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def takes(call: Callable[..., Any], name: str) -> bool:

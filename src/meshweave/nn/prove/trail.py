@@ -63,7 +63,11 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
     )
     found_one = comparison.ranks.first_difference([c for c in seen if c.what in common])
     if found_one is None:
-        return difference
+        return replace(
+            difference,
+            cause=f"{difference.cause}; no module before was found to differ beyond rounding, of {len(common)} "
+            "inputs and outputs",
+        )
     return replace(found_one, cause=f"{found_one.cause}; {difference.what} are off by {difference.error:.2g}")
 
 
@@ -98,8 +102,10 @@ def _hint(model: nn.Module, module: nn.Module, name: str, kind: str) -> str:
         if is_linear and "att" in about:
             return (
                 "what enters attention agrees and what leaves it does not: its rotary embedding, mask, window, "
-                "scale or norms of heads are not the ones assumed"
+                "scale, cap, groups or norms of heads are not the ones assumed"
             )
+        if _is_activation(name, words):
+            return "another product enters the activation (gate and up exchanged), or a multiplier or cap"
         if is_linear and ("mlp" in about or "ffn" in about or "feed" in about):
             return "the activation or the gate between the products is not the one assumed"
         return "what stands before it is not what is assumed: a multiplier, a cap or another order of norms"
@@ -111,9 +117,13 @@ def _hint(model: nn.Module, module: nn.Module, name: str, kind: str) -> str:
         return "its weight, its bias or the communication of its product"
     if isinstance(module, nn.Embedding):
         return "the rows of its table, or the sum over ranks that share them"
-    if "act" in name.rpartition(".")[2] or "elu" in words or "activation" in words:
+    if _is_activation(name, words):
         return "the activation is not the one assumed"
     return "what it does with the results of its parts is not what is assumed"
+
+
+def _is_activation(name: str, words: str) -> bool:
+    return "act" in name.rpartition(".")[2] or "elu" in words or "activation" in words
 
 
 # --- recording ------------------------------------------------------------------------------------------------
