@@ -15,13 +15,13 @@ simulation work without torch.
     torch         products and resharding of DTensors and of local shards, pipelines of modules
     jax           products of sharded jax arrays: mw.jax.matmul2d
     pictures      timelines of traces
-    measurement   the lab, and what DTensor moves
     errors        what a user can cause and mend
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -130,11 +130,6 @@ _GROUPS = {
     },
     "pictures": {
         "report.timeline": "timeline_svg timeline_text",
-    },
-    "measurement": {
-        "lab": "Lab",
-        "lab.pace": "paced",
-        "lab.bench.dtensor_traffic": "PlacedProduct dtensor_traffics",
     },
     "errors": {
         "base.errors": (
@@ -300,10 +295,6 @@ if TYPE_CHECKING:
     from meshweave.ir.program import select as select
     from meshweave.ir.program import to_text as to_text
     from meshweave.ir.program import view as view
-    from meshweave.lab import Lab as Lab
-    from meshweave.lab.bench.dtensor_traffic import PlacedProduct as PlacedProduct
-    from meshweave.lab.bench.dtensor_traffic import dtensor_traffics as dtensor_traffics
-    from meshweave.lab.pace import paced as paced
     from meshweave.lower import lower_chains as lower_chains
     from meshweave.lower import lower_one_sided as lower_one_sided
     from meshweave.lower import lower_rings as lower_rings
@@ -382,6 +373,9 @@ _HOME = {
     name: module for names in _GROUPS.values() for module, line in names.items() for name in line.split()
 }
 
+_MOVED = dict.fromkeys(("Lab", "PlacedProduct", "dtensor_traffics", "paced"), "meshweave_lab")
+"""Names that another package of the repository has now; for one version they are to be had here too."""
+
 __all__ = ["__version__", *sorted(_HOME)]
 
 
@@ -396,6 +390,8 @@ class _FrontDoor(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _MOVED:
+            return _moved(name)
         if name not in _HOME:
             raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
         value = getattr(import_module(f"meshweave.{_HOME[name]}"), name)
@@ -404,6 +400,15 @@ class _FrontDoor(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted([*vars(self), *_HOME])
+
+
+def _moved(name: str) -> Any:
+    package = _MOVED[name]
+    warnings.warn(f"meshweave.{name} is {package}.{name} now", DeprecationWarning, stacklevel=3)
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"meshweave.{name} is {package}.{name} now: {error}") from None
 
 
 sys.modules[__name__].__class__ = _FrontDoor

@@ -10,7 +10,7 @@ import pytest
 
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.lab.network.check import lab_problem
+from meshweave_lab.network.check import lab_problem
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
 LAB = str(LABS / "torus-2x2.toml")

@@ -14,8 +14,8 @@ from meshweave.describe.catalog import gpu_names
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.gpu import load_gpu
 from meshweave.ir.program.text import to_text
-from meshweave.reproduce.t3.programs import SlicedProduct, overlapped_program
 from meshweave.trace import Counter, Trace, to_chrome
+from meshweave_studies.t3.programs import SlicedProduct, overlapped_program
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

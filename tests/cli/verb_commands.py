@@ -114,11 +114,11 @@ _WORDS = (
 
 
 def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the command of every verb."""
+    """Yield the name and the command of every verb, those of installed packages too."""
     command = command or _command()
     if hasattr(command, "commands"):
-        for name, inner in command.commands.items():
-            yield from leaves(inner, (*path, name))
+        for name in command.list_commands(None):
+            yield from leaves(command.get_command(None, name), (*path, name))
     else:
         yield " ".join(path), command
 

@@ -21,8 +21,8 @@ from meshweave.base.units import format_s
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
 from meshweave.execute.jax.tpu import TPU_TARGETS
-from meshweave.reproduce.meshslice.measured_mesh import local_shapes
-from meshweave.reproduce.meshslice.readings import reading_named
+from meshweave_studies.meshslice.measured_mesh import local_shapes
+from meshweave_studies.meshslice.readings import reading_named
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()

@@ -14,7 +14,7 @@ from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax
 import meshweave as mw
 from meshweave.algorithms import block
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.execute.jax.compiled import EMISSIONS
+from meshweave_studies.tpu.compiled import EMISSIONS
 from sampling import mostly_slow
 
 pytestmark = needs_jax

@@ -1,0 +1,1 @@
+"""The verbs `meshweave reproduce` and `meshweave compile`."""
