@@ -14,7 +14,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.gpu import load_gpu
 from meshweave.execute.numpy import run_numpy
-from meshweave.simulate.gpu.kernels import Source
+from meshweave_studies.gpu.kernels import Source
 from meshweave_studies.papers import FIGURES, reproduce_t3, select
 from meshweave_studies.pictures import pictures
 from meshweave_studies.published import published_rows

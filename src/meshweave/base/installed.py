@@ -10,7 +10,7 @@ from meshweave.base.errors import UnsupportedError
 
 OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "meshweave-lab": {"meshweave.commands": ("lab", "bench"), "meshweave.calibration": ("lab",)},
-    "meshweave-studies": {"meshweave.commands": ("reproduce", "compile")},
+    "meshweave-studies": {"meshweave.commands": ("reproduce", "compile", "simulate-gpu")},
 }
 """The packages of this repository beside the wheel, and what each offers, by group of entry points."""
 

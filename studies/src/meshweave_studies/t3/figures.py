@@ -9,8 +9,8 @@ from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
-from meshweave.simulate.gpu.kernels import Source
 from meshweave_studies.figures import Cell, Figure, FigurePanel, build_figures
+from meshweave_studies.gpu.kernels import Source
 from meshweave_studies.t3.end_to_end import BASES, Phase
 from meshweave_studies.t3.groups import (
     BIG,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from meshweave.simulate.gpu.kernels import Source
+from meshweave_studies.gpu.kernels import Source
 from meshweave_studies.reproduction import CheckedOrdering
 from meshweave_studies.t3.end_to_end import BASES, Phase
 from meshweave_studies.t3.groups import (

@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import geometric_mean, mean
 
 from meshweave.base.progress import Progress, no_progress
-from meshweave.simulate.gpu.kernels import Source
+from meshweave_studies.gpu.kernels import Source
 from meshweave_studies.published import PublishedRow, judge_rows, published_rows
 from meshweave_studies.t3.end_to_end import BASES, Basis, Phase
 from meshweave_studies.t3.groups import (

@@ -17,8 +17,8 @@ import numpy as np
 
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.gpu import load_gpu
-from meshweave.simulate.gpu import Arbiter, GpuRun, lower, run
-from meshweave.simulate.gpu.kernels import Kernels, Source
+from meshweave_studies.gpu import Arbiter, GpuRun, lower, run
+from meshweave_studies.gpu.kernels import Kernels, Source
 from meshweave_studies.t3.models import SubLayer
 from meshweave_studies.t3.programs import (
     SlicedProduct,

@@ -8,11 +8,11 @@ from typing import Any
 
 from meshweave.base.units import to_s
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
-from meshweave.simulate.gpu import Arbiter, GpuRun, simulate_in_detail
-from meshweave.simulate.gpu.kernels import Source
-from meshweave.simulate.gpu.run import BIN_PS
 from meshweave.trace import Counter, Span, Trace
 from meshweave.tune.cases import SimulationCase
+from meshweave_studies.gpu import Arbiter, GpuRun, simulate_in_detail
+from meshweave_studies.gpu.kernels import Source
+from meshweave_studies.gpu.run import BIN_PS
 
 WAITS = ("communication held back", "computing behind communication", "communication behind computing")
 """Who waited for whom at the memory controllers: by policy although there was room, or while the other went in."""

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from meshweave_studies.gpu.run import run_channel
 from reference_channel import (
     COMMUNICATION,
     COMMUNICATION_AWARE,
@@ -22,8 +24,6 @@ from reference_channel import (
     Wish,
     run,
 )
-
-from meshweave.simulate.gpu.run import run_channel
 from sampling import examples
 
 HBM = Timing()

@@ -11,7 +11,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import Release
 from meshweave.ir.program.views import Range, View
-from meshweave.simulate.gpu.kernels import Kernels, Rectangle, Region, Source
+from meshweave_studies.gpu.kernels import Kernels, Rectangle, Region, Source
 
 _ALIGN = 1 << 21
 ROWS_OF_TILES = 8

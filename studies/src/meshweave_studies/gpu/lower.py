@@ -26,9 +26,9 @@ from meshweave.describe.machine.gpu import GpuFile
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import AllGather, Copy, Fence, Matmul, Op, Put, ReduceScatter, Release, Zero
 from meshweave.ir.program.views import View
-from meshweave.simulate.gpu.kernels import Kernels, ProductOperands, Rectangle, Region, Source, StoreTarget
-from meshweave.simulate.gpu.memory_map import MatrixTiles, MemoryMap, by, number_of
-from meshweave.simulate.gpu.tiles import PARTIAL_BYTES, TileChoice, choose_tile
+from meshweave_studies.gpu.kernels import Kernels, ProductOperands, Rectangle, Region, Source, StoreTarget
+from meshweave_studies.gpu.memory_map import MatrixTiles, MemoryMap, by, number_of
+from meshweave_studies.gpu.tiles import PARTIAL_BYTES, TileChoice, choose_tile
 
 BLOCK_BYTES = 16384
 """Bytes that a compute unit moves at once in a kernel of a collective."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshweave._core import ProgramFault, run_channel, run_gpus
 from meshweave.describe.machine.gpu import ARBITRATIONS, Arbitration, GpuFile
-from meshweave.simulate.gpu.kernels import Column, Kernels, Source
+from meshweave_studies.gpu.kernels import Column, Kernels, Source
 
 BIN_PS = 1_000_000
 """The bins of time in which traffic and queues are counted."""

@@ -8,8 +8,8 @@ comes back to it as what its neighbour sent at the same time.
 
 from __future__ import annotations
 
-from meshweave.simulate.gpu.lower import lower
-from meshweave.simulate.gpu.machine import simulate_in_detail
-from meshweave.simulate.gpu.run import Arbiter, GpuRun, run
+from meshweave_studies.gpu.lower import lower
+from meshweave_studies.gpu.machine import simulate_in_detail
+from meshweave_studies.gpu.run import Arbiter, GpuRun, run
 
 __all__ = ["Arbiter", "GpuRun", "lower", "run", "simulate_in_detail"]

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from gpu_programs import LINK, small_gpu
 
+from gpu_programs import LINK, small_gpu
 from meshweave.algorithms.fused import (
     ENTRIES,
     AllGatherAtConsumer,
@@ -30,8 +30,8 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.network import FullMeshNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
-from meshweave.simulate.gpu import GpuRun, lower, run, simulate_in_detail
-from meshweave.simulate.gpu.kernels import Source
+from meshweave_studies.gpu import GpuRun, lower, run, simulate_in_detail
+from meshweave_studies.gpu.kernels import Source
 
 RANKS = 4
 NOT_IN_DETAIL = ("looped_reduce_scatter", "looped_all_gather", "t3_copied")

@@ -11,10 +11,10 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.gpu import load_gpu
 from meshweave.describe.machine.network import FullMeshNetwork, RingNetwork
 from meshweave.ir.program import Program
-from meshweave.simulate.gpu.lower import lower
-from meshweave.simulate.gpu.run import Arbiter, GpuRun, ProgramFault, run
+from meshweave_studies.gpu.lower import lower
+from meshweave_studies.gpu.run import Arbiter, GpuRun, ProgramFault, run
 
-_FAST = "a cluster whose chip has no gpu runs it on the fast model"
+_FAST = "`meshweave simulate --fast` runs it by the rates of the cluster"
 
 
 def simulate_in_detail(program: Program, machine: Machine, arbiter: Arbiter | None = None) -> GpuRun:
@@ -57,6 +57,11 @@ def _require_alike(program: Program, machine: Machine) -> None:
     """Raise UnsupportedError unless the program's ranks are alike and are the whole cluster, in its order."""
     cluster = machine.cluster
     name, network = cluster.chip.gpu, cluster.network
+    if not name:
+        raise UnsupportedError(
+            f"the chip of {cluster.name} has no GPU in detail (chip.gpu), as that of t3-8 has; `meshweave "
+            "simulate` takes it by its rates"
+        )
     has_links = isinstance(network, FullMeshNetwork) and 1 in (
         network.num_packages,
         network.chips_per_package,

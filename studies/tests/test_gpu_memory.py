@@ -5,16 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from gpu_programs import LINK, fused, sequential, small_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_programs import LINK, fused, sequential, small_gpu
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
-from meshweave.simulate.gpu import Arbiter, GpuRun, lower, run
-from meshweave.simulate.gpu.kernels import Kernels, Rectangle, Region, Source, StoreTarget
-from meshweave.simulate.gpu.tiles import SPLITS, choose_tile, estimated_ps
+from meshweave_studies.gpu import Arbiter, GpuRun, lower, run
+from meshweave_studies.gpu.kernels import Kernels, Rectangle, Region, Source, StoreTarget
+from meshweave_studies.gpu.tiles import SPLITS, choose_tile, estimated_ps
 from sampling import examples
 
 BLOCK = 16384

@@ -1,4 +1,4 @@
-"""`meshweave simulate` on a cluster with a GPU in detail: what is shown, written, and refused in one line."""
+"""`meshweave simulate-gpu`: what is shown, written, and refused in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kernels_traffic_and_waits_are_shown_and_written(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, report = tmp_path / "trace.json", tmp_path / "report.html"
-    given = ["simulate", program, "--cluster", "t3-8", "--trace", str(trace), "--report", str(report)]
+    given = ["simulate-gpu", program, "--cluster", "t3-8", "--trace", str(trace), "--report", str(report)]
     assert run_app(given) == 0
     out = capsys.readouterr().out
     for word in ("t3-80cu in detail", "reduce_scatter", "product read", "waited behind computing"):
@@ -58,7 +58,7 @@ def test_kernels_traffic_and_waits_are_shown_and_written(
     assert counted == {"memory requests, GB/s", "queue, entries", "waiting, % of cycles"}
     moved = 1024 * 512 * 2 * 7 // 8
     bins = [event for event in events if event["name"] == "memory requests, GB/s"]
-    assert run_app(["simulate", program, "--cluster", "t3-8", "--json"]) == 0
+    assert run_app(["simulate-gpu", program, "--cluster", "t3-8", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)[0]
     assert data["memory_bytes"]["all_gather_write"] == moved == data["memory_bytes"]["all_gather_read"]
     assert max(event["args"]["all gather write"] for event in bins) > 0
@@ -78,15 +78,17 @@ def test_a_cluster_file_names_a_gpu_by_catalog_or_file(
     (tmp_path / "gpu.toml").write_text((catalog / "gpus" / "t3-80cu.toml").read_text())
     text = (catalog / "clusters" / "t3-8.toml").read_text()
     (tmp_path / "own.toml").write_text(text.replace('gpu = "t3-80cu"', 'gpu = "gpu.toml"'))
-    assert run_app(["simulate", program, "--cluster", str(tmp_path / "own.toml"), "--json"]) == 0
+    assert run_app(["simulate-gpu", program, "--cluster", str(tmp_path / "own.toml"), "--json"]) == 0
     own = json.loads(capsys.readouterr().out)[0]
-    assert run_app(["simulate", program, "--cluster", "t3-8", "--json"]) == 0
+    assert run_app(["simulate-gpu", program, "--cluster", "t3-8", "--json"]) == 0
     assert own["duration_s"] == json.loads(capsys.readouterr().out)[0]["duration_s"]
     (tmp_path / "without.toml").write_text(text.replace('gpu = "t3-80cu"', ""))
+    assert run_app(["simulate-gpu", program, "--cluster", str(tmp_path / "without.toml")]) == 2
+    assert "has no GPU in detail" in capsys.readouterr().err
     assert run_app(["simulate", program, "--cluster", str(tmp_path / "without.toml"), "--json"]) == 0
     assert "links" in json.loads(capsys.readouterr().out)[0]  # of the fast model
     (tmp_path / "wrong.toml").write_text(text.replace('gpu = "t3-80cu"', 'gpu = "t3-80c"'))
-    assert run_app(["simulate", program, "--cluster", str(tmp_path / "wrong.toml")]) == 2
+    assert run_app(["simulate-gpu", program, "--cluster", str(tmp_path / "wrong.toml")]) == 2
     assert "t3-80cu" in capsys.readouterr().err
 
 
@@ -99,7 +101,7 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _simulated(fused: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert run_app(["simulate", fused, "--cluster", "t3-8", "--json", *options]) == 0
+    assert run_app(["simulate-gpu", fused, "--cluster", "t3-8", "--json", *options]) == 0
     data: dict[str, Any] = json.loads(capsys.readouterr().out)[0]
     return data
 
@@ -143,13 +145,12 @@ def test_arbitration_is_chosen_and_shown(fused: str, capsys: pytest.CaptureFixtu
         ),
         (["--arbitration=communication-aware", "--threshold=0"], "give 1 to"),
         (["--arbitration=communication-aware", "--starvation=0"], "--starvation"),
-        (["--fast", "--arbitration=round-robin"], "are of a GPU in detail"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
     program: str, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_app(["simulate", program, "--cluster", "t3-8", *options]) == 2
+    assert run_app(["simulate-gpu", program, "--cluster", "t3-8", *options]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
 
@@ -159,18 +160,19 @@ def test_the_fast_model_runs_there_too(program: str, capsys: pytest.CaptureFixtu
     assert "links" in json.loads(capsys.readouterr().out)[0]
 
 
-@pytest.mark.parametrize("option", ["--svg=x.svg", "--against=estimate"])
-def test_what_gpus_in_detail_have_not_is_refused(
+@pytest.mark.parametrize("options", [[], ["--svg=x.svg"], ["--against=estimate"]])
+def test_the_fast_model_is_asked_for(
     program: str,
-    option: str,
+    options: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Its times are others, so that neither model stands in for the other."""
     monkeypatch.chdir(tmp_path)
-    assert run_app(["simulate", program, "--cluster", "t3-8", option]) == 2
+    assert run_app(["simulate", program, "--cluster", "t3-8", *options]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "take --report and --trace" in error
+    assert error.count("\n") == 1 and "simulate-gpu" in error and "--fast" in error
     assert not (tmp_path / "x.svg").exists()
 
 
