@@ -42,8 +42,8 @@ from meshweave.describe.machine.kernels_file import (
     SystolicFile,
     TableFile,
 )
-from meshweave.describe.machine.matrix_file import LayerTable, MatrixFile, MeasuredTable
 from meshweave.describe.model.model_file import ArchitectureFile, ModelFile, NotPricedFile
+from meshweave_studies.matrix.matrix_file import LayerTable, MatrixFile, MeasuredTable
 
 REFERENCE = Path(__file__).parent / "reference"
 

@@ -31,8 +31,6 @@ __version__ = "0.1.0"
 _GROUPS = {
     "describe": {
         "describe.machine.cluster": "Cluster load_cluster",
-        "describe.machine.hierarchy": "CommunicationMatrix MatrixLayer MeasuredBandwidth communication_matrix",
-        "describe.machine.matrix_file": "load_matrix",
         "describe.catalog": "cluster_names model_names",
         "describe.model": "FcLayer Transformer load_model",
         "describe.model.workload": "Workload",
@@ -40,7 +38,6 @@ _GROUPS = {
         "describe.layout": "Layout Partial Placement Replicate Shard StridedShard Tile",
         "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
         "cost.machine": "Machine",
-        "cost.device_meshes": "MeshBandwidth MeshTime mesh_bandwidth rank_meshes",
         "cost.rates": "RankRates",
         "cost.fabric": "HostTopology",
     },
@@ -200,10 +197,6 @@ if TYPE_CHECKING:
     from meshweave.check import run as run
     from meshweave.check import verify as verify
     from meshweave.check.contract import prove_contract as prove_contract
-    from meshweave.cost.device_meshes import MeshBandwidth as MeshBandwidth
-    from meshweave.cost.device_meshes import MeshTime as MeshTime
-    from meshweave.cost.device_meshes import mesh_bandwidth as mesh_bandwidth
-    from meshweave.cost.device_meshes import rank_meshes as rank_meshes
     from meshweave.cost.fabric import HostTopology as HostTopology
     from meshweave.cost.machine import Machine as Machine
     from meshweave.cost.rates import RankRates as RankRates
@@ -225,11 +218,6 @@ if TYPE_CHECKING:
     from meshweave.describe.layout.mesh import Mesh as Mesh
     from meshweave.describe.machine.cluster import Cluster as Cluster
     from meshweave.describe.machine.cluster import load_cluster as load_cluster
-    from meshweave.describe.machine.hierarchy import CommunicationMatrix as CommunicationMatrix
-    from meshweave.describe.machine.hierarchy import MatrixLayer as MatrixLayer
-    from meshweave.describe.machine.hierarchy import MeasuredBandwidth as MeasuredBandwidth
-    from meshweave.describe.machine.hierarchy import communication_matrix as communication_matrix
-    from meshweave.describe.machine.matrix_file import load_matrix as load_matrix
     from meshweave.describe.model import FcLayer as FcLayer
     from meshweave.describe.model import Transformer as Transformer
     from meshweave.describe.model import load_model as load_model
@@ -373,7 +361,17 @@ _HOME = {
     name: module for names in _GROUPS.values() for module, line in names.items() for name in line.split()
 }
 
-_MOVED = dict.fromkeys(("Lab", "PlacedProduct", "dtensor_traffics", "paced"), "meshweave_lab")
+_MOVED = {
+    name: package
+    for package, names in {
+        "meshweave_lab": "Lab PlacedProduct dtensor_traffics paced",
+        "meshweave_studies.matrix": (
+            "CommunicationMatrix MatrixLayer MeasuredBandwidth MeshBandwidth MeshTime communication_matrix "
+            "load_matrix mesh_bandwidth rank_meshes"
+        ),
+    }.items()
+    for name in names.split()
+}
 """Names that another package of the repository has now; for one version they are to be had here too."""
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -112,8 +113,9 @@ def test_a_verb_of_the_wheel_is_never_another_package_s(tmp_path: Path) -> None:
 
 def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp_path: Path) -> None:
     for name, groups in OFFERED.items():
-        for verb in groups["meshweave.commands"]:
-            done = called(verb, "--help", paths=wheel_alone, alone=True)
+        for verb in (*groups["meshweave.commands"], *groups.get("meshweave.commands.tune", ())):
+            words = ["tune", verb] if verb == "mesh" else [verb]
+            done = called(*words, "--help", paths=wheel_alone, alone=True)
             assert (done.returncode, done.stdout) == (2, ""), done
             assert name in done.stderr and done.stderr.count("\n") == 1 and "pip install" in done.stderr
     lab = ROOT / "examples" / "labs" / "torus-2x2.toml"
@@ -130,10 +132,9 @@ def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp
     assert ran.stdout.startswith("meshweave.Lab is meshweave_lab.Lab now")
 
 
-def test_names_that_moved_are_said_to(recwarn: pytest.WarningsRecorder) -> None:
-    import meshweave_lab
-
-    for name in ("Lab", "PlacedProduct", "dtensor_traffics", "paced"):
-        assert getattr(meshweave, name) is getattr(meshweave_lab, name)
-        assert f"meshweave_lab.{name}" in str(recwarn.pop(DeprecationWarning).message)
-        assert name not in meshweave.__all__ and not hasattr(meshweave, "nothing")
+@pytest.mark.parametrize("name", sorted(meshweave._MOVED))
+def test_names_that_moved_are_said_to(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    package = meshweave._MOVED[name]
+    assert getattr(meshweave, name) is getattr(importlib.import_module(package), name)
+    assert f"{package}.{name}" in str(recwarn.pop(DeprecationWarning).message)
+    assert name not in meshweave.__all__ and not hasattr(meshweave, "nothing")

@@ -10,7 +10,10 @@ from meshweave.base.errors import UnsupportedError
 
 OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "meshweave-lab": {"meshweave.commands": ("lab", "bench"), "meshweave.calibration": ("lab",)},
-    "meshweave-studies": {"meshweave.commands": ("reproduce", "compile", "simulate-gpu")},
+    "meshweave-studies": {
+        "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
+        "meshweave.commands.tune": ("mesh",),
+    },
 }
 """The packages of this repository beside the wheel, and what each offers, by group of entry points."""
 

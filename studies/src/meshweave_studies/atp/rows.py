@@ -8,13 +8,6 @@ from functools import cache
 from itertools import pairwise
 
 from meshweave.base.progress import Progress, no_progress
-from meshweave.cost.device_meshes import MeshTime, mesh_bandwidth, rank_meshes
-from meshweave.describe.machine.hierarchy import (
-    CommunicationMatrix,
-    MatrixLayer,
-    MeasuredBandwidth,
-    communication_matrix,
-)
 from meshweave_studies.atp.study import (
     CHUNKS,
     COLLECTIVE,
@@ -31,6 +24,13 @@ from meshweave_studies.atp.study import (
     flops_per_layer,
     paper_mesh,
     simulated_communication_s,
+)
+from meshweave_studies.matrix.device_meshes import MeshTime, mesh_bandwidth, rank_meshes
+from meshweave_studies.matrix.hierarchy import (
+    CommunicationMatrix,
+    MatrixLayer,
+    MeasuredBandwidth,
+    communication_matrix,
 )
 from meshweave_studies.published import PublishedRow, judge_rows
 from meshweave_studies.verdict import JudgedRow, OurValue

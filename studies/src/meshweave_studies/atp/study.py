@@ -30,7 +30,7 @@ from functools import cache
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
 from meshweave.cost.calls import with_counts
-from meshweave.cost.device_meshes import device_meshes
+from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, load_cluster
 from meshweave.describe.machine.network import with_axes
 from meshweave.describe.model.attention import ops_besides_fc_layers

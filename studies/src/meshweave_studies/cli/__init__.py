@@ -1,1 +1,1 @@
-"""The verbs `meshweave reproduce` and `meshweave compile`."""
+"""The verbs `reproduce`, `compile`, `simulate-gpu` and `tune mesh` of the command line."""

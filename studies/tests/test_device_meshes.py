@@ -6,7 +6,10 @@ from itertools import pairwise
 import pytest
 
 from meshweave.base.errors import LayoutError
-from meshweave.cost.device_meshes import (
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+from meshweave_studies.matrix.device_meshes import (
     MeshTime,
     algorithm_bandwidth,
     device_meshes,
@@ -14,10 +17,7 @@ from meshweave.cost.device_meshes import (
     mesh_bandwidth,
     rank_meshes,
 )
-from meshweave.describe.machine.cluster import load_cluster
-from meshweave.describe.machine.hierarchy import CommunicationMatrix, MatrixLayer, MeasuredBandwidth
-from meshweave.describe.model.transformer import Transformer
-from meshweave.describe.model.workload import Workload
+from meshweave_studies.matrix.hierarchy import CommunicationMatrix, MatrixLayer, MeasuredBandwidth
 
 GIGA = 10**9
 FIGURE_7A = CommunicationMatrix(

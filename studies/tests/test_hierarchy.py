@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError
-from meshweave.cost.device_meshes import device_meshes, mesh_bandwidth, rank_meshes
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, SwitchNetwork, load_cluster
-from meshweave.describe.machine.hierarchy import GivenPairs, MatrixLayer, communication_matrix
 from meshweave.describe.machine.links import CommConstants
-from meshweave.describe.machine.matrix_file import load_cluster_or_matrix, load_matrix
 from meshweave.describe.machine.network import FullMeshNetwork, Network, RingNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
+from meshweave_studies.matrix.device_meshes import device_meshes, mesh_bandwidth, rank_meshes
+from meshweave_studies.matrix.hierarchy import GivenPairs, MatrixLayer, communication_matrix
+from meshweave_studies.matrix.matrix_file import load_cluster_or_matrix, load_matrix
 from sampling import examples
 
 CHIP = load_cluster("dgx-a100").chip

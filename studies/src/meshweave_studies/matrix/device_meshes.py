@@ -27,7 +27,6 @@ All values are fractions: equal costs compare equal.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,15 +34,16 @@ from typing import Literal
 
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
+from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.hierarchy import (
+from meshweave.describe.machine.network import TorusNetwork
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+from meshweave_studies.matrix.hierarchy import (
     CommunicationMatrix,
     MeasuredBandwidth,
     communication_matrix,
 )
-from meshweave.describe.machine.network import TorusNetwork
-from meshweave.describe.model.transformer import Transformer
-from meshweave.describe.model.workload import Workload
 
 MeshShape = tuple[int, int]
 Sharing = Literal["devices", "printed"]
@@ -198,13 +198,6 @@ def communication_s(
     first = Fraction(0) if bandwidth.first is None else num_bytes * narrow / (d2 * bandwidth.first)
     second = Fraction(0) if bandwidth.second is None else num_bytes * wide / (d1 * bandwidth.second)
     return MeshTime(bandwidth, first, second)
-
-
-def device_meshes(num_devices: int) -> tuple[MeshShape, ...]:
-    """Return all meshes (d1, d2) of so many devices, those with the smallest d2 first: ATP-1, ATP-2, ..."""
-    small = [d for d in range(1, math.isqrt(num_devices) + 1) if num_devices % d == 0]
-    divisors = sorted({*small, *(num_devices // d for d in small)})
-    return tuple((num_devices // d2, d2) for d2 in divisors)
 
 
 def rank_meshes(

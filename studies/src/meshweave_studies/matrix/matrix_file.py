@@ -20,7 +20,7 @@ from meshweave.describe.files import (
     load_table,
 )
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.hierarchy import (
+from meshweave_studies.matrix.hierarchy import (
     MOST_MEMBERS,
     CommunicationMatrix,
     GivenPairs,
