@@ -22,8 +22,9 @@ from meshweave_studies import papers
 from meshweave_studies.alpacomm import rows as paper
 from meshweave_studies.alpacomm.alpa import alpa_program, part_layout
 from meshweave_studies.alpacomm.cases import CASES
-from meshweave_studies.alpacomm.readings import READINGS, reading_named
+from meshweave_studies.alpacomm.readings import READINGS
 from meshweave_studies.alpacomm.study import ALL_GATHER, BROADCAST, SEND_RECV, AlpaCommStudy
+from meshweave_studies.published import reading_named
 from sampling import examples
 
 SMALL = (24, 16, 8)
@@ -103,7 +104,7 @@ def test_readings_cover_rows_and_refuse_others(capsys: pytest.CaptureFixture[str
     for reading in READINGS.values():
         assert load_cluster(reading.cluster)
     with pytest.raises(UnsupportedError, match="did you mean 'messages'"):
-        reading_named("message")
+        reading_named(READINGS, "message")
     assert run_app(["reproduce", "alpacomm", "--reading", "alpa", "--rows", "none_idle"]) == 2
     assert "reading alpa says nothing about row none_idle" in capsys.readouterr().err
     assert run_app(["reproduce", "alpacomm", "--reading", "alpa", "--figures", "6"]) == 2

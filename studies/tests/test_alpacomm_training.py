@@ -100,7 +100,7 @@ def test_rows_are_as_committed(study: AlpaCommStudy) -> None:
         if entry.id in ("end_to_end", "overlap_gain", "eager_gain", "few_micro_batches", "closer", "table_1"):
             for subject in entry.models:
                 if subject in QUICK or subject not in ALL_CASES:
-                    assert paper.row(study, entry, subject).to_json() == saved[entry.id, subject]
+                    assert paper.rows.row(study, entry, subject).to_json() == saved[entry.id, subject]
 
 
 @pytest.mark.slow

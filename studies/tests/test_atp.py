@@ -11,7 +11,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.cli.app import run_app
 from meshweave.ir.analysis.validate import validate
 from meshweave_studies import papers
-from meshweave_studies.atp.figures import figure, figures
+from meshweave_studies.atp.figures import FIGURES, figures
 from meshweave_studies.atp.rows import OURS, rows
 from meshweave_studies.atp.study import (
     MODELS,
@@ -142,7 +142,7 @@ def test_flops_are_those_of_table_2() -> None:
 
 def test_figure_12(study: AtpStudy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshweave_studies.atp.figures.SIMULATED_SIZES", (2, 4))
-    drawn = figure(study, 12)
+    drawn = FIGURES[12](study)
     optimum = drawn.panels[0].columns.index("optimum")
     expected = ["ATP-1", "ATP-1", "ATP-2", "ATP-2", "ATP-4", "ATP-4", "ATP-8", "ATP-8", "ATP-16"]
     assert [row[optimum] for panel in drawn.panels for row in panel.rows] == expected * 2

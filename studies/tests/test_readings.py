@@ -24,11 +24,11 @@ from meshweave.ir.work import Transfer, matmul_work
 from meshweave.simulate import simulate
 from meshweave_studies import Selection, reproduce_meshslice
 from meshweave_studies.meshslice import rows as paper
-from meshweave_studies.meshslice.readings import MEASURED_ROWS, PUBLIC, READINGS, reading_named
+from meshweave_studies.meshslice.readings import MEASURED_ROWS, PUBLIC, READINGS
 from meshweave_studies.meshslice.shared_links import pooled_s
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Rule, Timer
-from meshweave_studies.published import published_rows
+from meshweave_studies.published import published_rows, reading_named
 
 POD = load_cluster("tpu-v4-pod:16")
 LS = Matmul2dProblem(32768, 12288, 12288, (4, 4), "ls", "bfloat16")
@@ -161,7 +161,7 @@ def test_the_two_timers_agree_on_the_ends_of_a_product() -> None:
 def test_readings_say_what_they_are() -> None:
     assert next(iter(READINGS)) == PUBLIC and {row.id for row in published_rows("meshslice")} >= MEASURED_ROWS
     for name, reading in READINGS.items():
-        assert reading_named(name) is reading and reading.name == name
+        assert reading_named(READINGS, name) is reading and reading.name == name
         assert reading.pod or reading.mesh
         for cluster in filter(None, (reading.pod, reading.mesh and reading.mesh.cluster)):
             described = load_cluster(cluster)

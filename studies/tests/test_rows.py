@@ -43,7 +43,7 @@ def test_every_published_row_has_a_function() -> None:
 @pytest.mark.parametrize("row", published_rows(paper.PAPER), ids=lambda row: row.id)
 def test_rows_compute_at_small_sizes(row: PublishedRow, small: MeshSliceStudy) -> None:
     for model in row.models:
-        judged = paper.row(small, row, model)
+        judged = paper.rows.row(small, row, model)
         assert judged.verdict
         assert judged.ours is not None or "--by simulate" in judged.reason
 

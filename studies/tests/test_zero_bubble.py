@@ -11,7 +11,7 @@ from meshweave.cli.app import run_app
 from meshweave_studies.published import published_rows
 from meshweave_studies.zero_bubble.models import MODELS, SEQUENCE, Slots
 from meshweave_studies.zero_bubble.readings import PROFILED, READINGS, hosts, product_s
-from meshweave_studies.zero_bubble.rows import MEMORY, OURS, PAPER, memory, row, rows
+from meshweave_studies.zero_bubble.rows import MEMORY, OURS, PAPER, memory, rows
 from meshweave_studies.zero_bubble.study import (
     ONE_F_ONE_B,
     ZB_1P,
@@ -58,7 +58,7 @@ def test_a_published_gain_is_the_quotient_of_two_throughputs() -> None:
 @pytest.mark.parametrize(("name", "subject"), QUICK)
 def test_rows_are_as_committed(study: ZeroBubbleStudy, name: str, subject: str) -> None:
     (entry,) = (row for row in published_rows(PAPER) if row.id == name)
-    assert row(study, entry, subject).to_json() == committed()[name, subject]
+    assert rows.row(study, entry, subject).to_json() == committed()[name, subject]
 
 
 @pytest.mark.slow

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 from meshweave.base.errors import UnsupportedError, printable
-from meshweave.base.progress import Progress
+from meshweave.base.progress import Progress, no_progress
+from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.markdown import markdown_table, markdown_words
+from meshweave_studies.published import StudyT
 
 Cell = str | float | None
 
@@ -93,13 +95,38 @@ def parse_figure_numbers(names: Sequence[str], known: Iterable[int]) -> tuple[in
     return tuple(numbers[name] for name in names)
 
 
-def build_figures(
-    make: Callable[[int], Figure], known: Iterable[int], numbers: Sequence[int], progress: Progress
-) -> list[Figure]:
-    """Return the known figures that `numbers` lists, or all if it is empty, in the order of `known`."""
-    wanted = [number for number in known if not numbers or number in numbers]
-    out = []
-    for done, number in enumerate(wanted):
-        out.append(make(number))
-        progress(done + 1, len(wanted))
-    return out
+@dataclass(frozen=True)
+class PaperFigures(Generic[StudyT]):
+    """The figures of a paper that are computed: by number the function that makes one from a study."""
+
+    makers: Mapping[int, Callable[[StudyT], Figure]]
+
+    def __call__(
+        self, study: StudyT, numbers: Sequence[int] = (), progress: Progress = no_progress
+    ) -> list[Figure]:
+        """Return the figures of these numbers, or all, in order."""
+        wanted = [number for number in self.makers if not numbers or number in numbers]
+        out = []
+        for done, number in enumerate(wanted):
+            out.append(self.makers[number](study))
+            progress(done + 1, len(wanted))
+        return out
+
+
+def bars_by_row(figure: Figure, panel: FigurePanel, *, families: bool = False) -> str:
+    """Return an SVG with a group of bars for each row of a panel, one for each column that has a value.
+
+    Bars of one column have one colour where there are `families`; one below zero is then drawn as nothing.
+    """
+    groups = []
+    for row in panel.rows:
+        bars = [
+            Bar(name, max(value, 0.0), value, value, f"{value:.4g}", family=name)
+            if families
+            else Bar(name, value, value, value, f"{value:.4g}")
+            for name, value in zip(panel.columns[1:], row[1:], strict=True)
+            if isinstance(value, float)
+        ]
+        groups.append(Group(str(row[0]), tuple(bars)))
+    title = f"{panel.model}: {figure.title}"
+    return bar_chart(title, groups, figure.unit, bar_name=figure.unit, spread_name="")

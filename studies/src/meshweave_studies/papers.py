@@ -7,14 +7,16 @@ Each returns a `Reproduction`: rows (published number, our value, verdict) and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.gpu import load_gpu
+from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave_studies.alpacomm import figures as alpacomm_figures
 from meshweave_studies.alpacomm import readings as alpacomm_readings
 from meshweave_studies.alpacomm import rows as alpacomm_rows
@@ -23,13 +25,13 @@ from meshweave_studies.atp import figures as atp_figures
 from meshweave_studies.atp import rows as atp_rows
 from meshweave_studies.atp.study import MACHINES as ATP_MACHINES
 from meshweave_studies.atp.study import AtpStudy
-from meshweave_studies.figures import Figure, parse_figure_numbers
+from meshweave_studies.figures import Figure, PaperFigures, parse_figure_numbers
 from meshweave_studies.meshslice import figures as meshslice_figures
 from meshweave_studies.meshslice import rows as meshslice_rows
-from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading, reading_named
+from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Reading, Timer
-from meshweave_studies.published import published_rows, select_rows
+from meshweave_studies.published import StudyT, published_rows, reading_named, select_rows
 from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection
 from meshweave_studies.slicing import figures as slicing_figures
 from meshweave_studies.slicing import readings as slicing_readings
@@ -106,7 +108,7 @@ def reproduce_meshslice(
         LayoutError: the cluster cannot have 256 chips.
         UnsupportedError: there is no such reading, it does not cover a row or figure, or it has no simulation.
     """
-    chosen = reading_named(reading)
+    chosen = reading_named(READINGS, reading)
     if chosen.rule == "pooled" and by == "simulate":
         raise UnsupportedError(
             f"reading {reading} has no simulation: links belong to an axis there; give by='estimate'"
@@ -117,23 +119,21 @@ def reproduce_meshslice(
     fits = bool(chosen.fit) or pod.name != chosen.pod
     study = MeshSliceStudy(pod, Timer(by, chosen.rule), measured=chosen.mesh)
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: meshslice_rows.rows(study, ids, progress, chosen, fits),
-        lambda numbers, progress: meshslice_figures.figures(study, numbers, progress),
+        partial(meshslice_rows.rows, reading=chosen, fits=fits),
+        meshslice_figures.figures,
         progress_bar,
     )
     summary = PaperSummary(
         "MeshSlice",
         "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
-        tuple((cluster.name, cluster.source) for cluster in _machines(chosen, pod)),
+        _described(_machines(chosen, pod)),
         f"{'estimates' if by == 'estimate' else 'simulation; meshes and slice counts chosen by estimate'}; "
         f"reading {reading}: {chosen.title}",
     )
-    inputs = {
-        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
-        "by": by,
-        "reading": {"name": chosen.name, "title": chosen.title, "fit": chosen.fit},
-    }
+    said = {"name": chosen.name, "title": chosen.title, "fit": chosen.fit}
+    inputs = _inputs(summary.machines, "clusters", by=by, reading=said)
     return Reproduction(MESHSLICE, summary, inputs, rows, figures, f"{MESHSLICE}-{_file_name(chosen, pod)}")
 
 
@@ -180,7 +180,7 @@ def reproduce_slicing(
         DescriptionError: there is no such cluster.
         UnsupportedError: there is no such reading.
     """
-    chosen = slicing_readings.reading_named(reading)
+    chosen = reading_named(slicing_readings.READINGS, reading)
     machines = {
         name: load_cluster(cluster) if isinstance(cluster, str) else cluster
         for name, cluster in (("pvc", pvc), ("h100", h100))
@@ -188,24 +188,22 @@ def reproduce_slicing(
     partitionings = every_partitioning() if all_partitionings else NAMED
     study = SlicingStudy(machines, partitionings=partitionings, reading=chosen)
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: slicing_rows.rows(study, ids, progress),
-        lambda numbers, progress: slicing_figures.figures(study, numbers, progress),
+        slicing_rows.rows,
+        slicing_figures.figures,
         progress_bar,
     )
     summary = PaperSummary(
         "Slicing Is All You Need",
         "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
         "Multiplication.",
-        tuple((cluster.name, cluster.source) for cluster in machines.values()),
+        _described(machines.values()),
         f"simulation, batches of {', '.join(map(str, BATCHES))}, fp32; reading {reading}: {chosen.title}",
         subject="case",
     )
-    inputs = {
-        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
-        "batches": list(BATCHES),
-        "reading": {"name": chosen.name, "title": chosen.title},
-    }
+    said = {"name": chosen.name, "title": chosen.title}
+    inputs = _inputs(summary.machines, "clusters", batches=list(BATCHES), reading=said)
     names = [cluster.name for cluster in machines.values()]
     stem = _stem(SLICING, chosen.name, names, ["pvc-node", "h100-node"], slicing_readings.ALL_FACTORS)
     return Reproduction(SLICING, summary, inputs, rows, figures, stem)
@@ -232,32 +230,30 @@ def reproduce_alpacomm(
         UnsupportedError: the cluster's network is another one; there is no such reading, or it lacks a row
             or figure.
     """
-    chosen = alpacomm_readings.reading_named(reading)
+    chosen = reading_named(alpacomm_readings.READINGS, reading)
     if chosen.rows:
         selection = _without_figures(chosen.name, selection)
     where = cluster or chosen.cluster
     hosts = load_cluster(where) if isinstance(where, str) else where
     study = AlpaCommStudy(hosts, rivals=chosen.rivals)
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: alpacomm_rows.rows(study, ids, progress, chosen),
-        lambda numbers, progress: alpacomm_figures.figures(study, numbers, progress),
+        partial(alpacomm_rows.rows, reading=chosen),
+        alpacomm_figures.figures,
         progress_bar,
     )
     summary = PaperSummary(
         "AlpaComm",
         "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
         "Parallelism (MLSys '23).",
-        ((hosts.name, hosts.source),),
+        _described([hosts]),
         f"simulation at full size, fp32; reading {reading}: {chosen.title}",
         alpacomm_rows.findings(study) if chosen.rivals == "planned" else (),
         subject="of",
     )
-    inputs = {
-        "cluster": {"name": hosts.name, "source": hosts.source},
-        "reading": {"name": chosen.name, "title": chosen.title},
-        "findings": list(summary.findings),
-    }
+    said = {"name": chosen.name, "title": chosen.title}
+    inputs = _inputs(summary.machines, "cluster", reading=said, findings=list(summary.findings))
     stem = _stem(ALPACOMM, chosen.name, [hosts.name], [chosen.cluster], alpacomm_readings.BANDWIDTH)
     return Reproduction(ALPACOMM, summary, inputs, rows, figures, stem)
 
@@ -290,24 +286,22 @@ def reproduce_atp(
     """
     study = AtpStudy()
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: atp_rows.rows(study, ids, progress),
-        lambda numbers, progress: atp_figures.figures(study, numbers, progress),
+        atp_rows.rows,
+        atp_figures.figures,
         progress_bar,
     )
     machines = [load_cluster(name) for name in ATP_MACHINES.values()]
     summary = PaperSummary(
         "ATP",
         "Cheng, Liu, Du, You: ATP: Adaptive Tensor Parallelism for Foundation Models.",
-        tuple((cluster.name, cluster.source) for cluster in machines),
+        _described(machines),
         f"equations 2 to 4, and simulation of {study.layers} layers, fp16",
         atp_rows.findings(),
         subject="of",
     )
-    inputs = {
-        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
-        "findings": list(summary.findings),
-    }
+    inputs = _inputs(summary.machines, "clusters", findings=list(summary.findings))
     return Reproduction(ATP, summary, inputs, rows, figures)
 
 
@@ -322,24 +316,22 @@ def reproduce_zero_bubble(
     """
     study = ZeroBubbleStudy()
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: zero_bubble_rows.rows(study, ids, progress),
-        lambda numbers, progress: [],
+        zero_bubble_rows.rows,
+        PaperFigures[ZeroBubbleStudy]({}),
         progress_bar,
     )
     hosts = load_cluster(ZERO_BUBBLE_HOSTS)
     summary = PaperSummary(
         "Zero Bubble",
         "Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism (arXiv 2401.10241).",
-        ((hosts.name, hosts.source),),
+        _described([hosts]),
         "simulation of our schedules, fp16",
         zero_bubble_rows.findings(),
         subject="model, micro-batches",
     )
-    inputs = {
-        "cluster": {"name": hosts.name, "source": hosts.source},
-        "findings": list(summary.findings),
-    }
+    inputs = _inputs(summary.machines, "cluster", findings=list(summary.findings))
     return Reproduction(ZERO_BUBBLE, summary, inputs, rows, figures)
 
 
@@ -359,9 +351,10 @@ def reproduce_t3(
         with progress_bar("simulations") as progress:
             study.prefetch(t3_groups.every_job(), progress)
     rows, figures = _compute(
+        study,
         selection,
-        lambda ids, progress: t3_rows.rows(study, ids, progress),
-        lambda numbers, progress: t3_figures.figures(study, numbers, progress),
+        t3_rows.rows,
+        t3_figures.figures,
         progress_bar,
     )
     gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
@@ -369,31 +362,39 @@ def reproduce_t3(
         "T3",
         "Pati, Aga, Islam, Jayasena, Sinclair: T3: Transparent Tracking & Triggering for Fine-grained Overlap of "
         "Compute & Collectives (ASPLOS '24, doi 10.1145/3620665.3640410).",
-        tuple((gpu.name, gpu.source) for gpu in gpus),
+        _described(gpus),
         "simulation of one GPU of a ring down to its memory controllers, fp16",
         t3_rows.findings(rows),
         subject="of",
     )
-    inputs = {
-        "gpus": [{"name": name, "source": source} for name, source in summary.machines],
-        "findings": list(summary.findings),
-    }
+    inputs = _inputs(summary.machines, "gpus", findings=list(summary.findings))
     orderings = t3_orderings.orderings(study) if selection.rows == () else ()
     return Reproduction(T3, summary, inputs, rows, figures, T3, orderings)
 
 
 def _compute(
+    study: StudyT,
     selection: Selection,
-    compute_rows: Callable[[Sequence[str], Progress], list[JudgedRow]],
-    compute_figures: Callable[[Sequence[int], Progress], list[Figure]],
+    compute_rows: Callable[[StudyT, Sequence[str], Progress], list[JudgedRow]],
+    compute_figures: Callable[[StudyT, Sequence[int], Progress], list[Figure]],
     progress_bar: ProgressBar,
 ) -> tuple[tuple[JudgedRow, ...], tuple[Figure, ...]]:
     rows: list[JudgedRow] = []
     figures: list[Figure] = []
     if selection.rows is not None:
         with progress_bar("rows") as progress:
-            rows = compute_rows(selection.rows, progress)
+            rows = compute_rows(study, selection.rows, progress)
     if selection.figures is not None:
         with progress_bar("figures") as progress:
-            figures = compute_figures(selection.figures, progress)
+            figures = compute_figures(study, selection.figures, progress)
     return tuple(rows), tuple(figures)
+
+
+def _described(machines: Iterable[Cluster | GpuFile]) -> tuple[tuple[str, str], ...]:
+    return tuple((machine.name, machine.source) for machine in machines)
+
+
+def _inputs(machines: Sequence[tuple[str, str]], kind: str, **more: Any) -> dict[str, Any]:
+    """Return what the JSON says of a run: its machines under the name of their kind, and more."""
+    listed = [{"name": name, "source": source} for name, source in machines]
+    return {kind: listed if kind.endswith("s") else listed[0], **more}

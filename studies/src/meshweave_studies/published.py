@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from meshweave.base.errors import UnsupportedError, did_you_mean, printable
-from meshweave.base.progress import Progress
+from meshweave.base.progress import Progress, no_progress
 from meshweave_studies.verdict import JudgedRow, Listed, OurValue, Tolerance, tolerance_of
 
 MODELS = ("gpt3", "megatron-nlg")
@@ -131,16 +131,77 @@ def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[Publi
     return tuple(row for row in rows if not ids or row.id in ids)
 
 
-def judge_rows(
-    paper: str, row: Callable[[PublishedRow, str], JudgedRow], ids: Sequence[str], progress: Progress
-) -> list[JudgedRow]:
-    """Return the rows of a paper with these ids, or all, computed by `row`.
+class Reading(Protocol):
+    """A choice with a name for what a paper leaves open."""
 
-    Raises UnsupportedError for an unknown id.
+    @property
+    def name(self) -> str:
+        """Return the name by which it is chosen."""
+
+    def covers(self, row: str) -> bool:
+        """Return whether the reading says anything about a row of the paper."""
+
+
+ReadingT = TypeVar("ReadingT")
+StudyT = TypeVar("StudyT")
+
+
+def reading_named(readings: Mapping[str, ReadingT], name: str) -> ReadingT:
+    """Return the reading of a paper that has this name. Raises UnsupportedError for an unknown one."""
+    if name not in readings:
+        raise UnsupportedError(
+            f"there is no reading '{printable(name)}'{did_you_mean(name, readings)}; "
+            f"readings: {', '.join(readings)}"
+        )
+    return readings[name]
+
+
+@dataclass(frozen=True)
+class PaperRows(Generic[StudyT]):
+    """The rows of a paper that are computed.
+
+    Attributes:
+        paper: the paper's short name, that of its file.
+        ours: for each id of the file the function that computes it, from a study and what the row is of.
+        reading: that of rows by default; None where the paper leaves nothing open.
+        fits: whether constants were fitted, by default.
     """
-    jobs = [(entry, subject) for entry in select_rows(published_rows(paper), ids) for subject in entry.models]
-    out = []
-    for number, (entry, subject) in enumerate(jobs):
-        out.append(row(entry, subject))
-        progress(number + 1, len(jobs))
-    return out
+
+    paper: str
+    ours: Mapping[str, Callable[[StudyT, str], OurValue | float]]
+    reading: Reading | None = None
+    fits: bool = True
+
+    def row(self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None) -> JudgedRow:
+        """Return one row, computed for a subject; `fits` says whether constants were fitted for it."""
+        value = self.ours[entry.id](study, subject)
+        value = value if isinstance(value, OurValue) else OurValue(value)
+        return entry.beside(subject, value, self.fits if fits is None else fits)
+
+    def __call__(
+        self,
+        study: StudyT,
+        ids: Sequence[str] = (),
+        progress: Progress = no_progress,
+        reading: Reading | None = None,
+        fits: bool | None = None,
+    ) -> list[JudgedRow]:
+        """Return the rows with these ids, or all that a reading covers, computed.
+
+        Raises UnsupportedError for an unknown id, or one that the reading does not cover.
+        """
+        reading = reading or self.reading
+        if reading is not None:
+            for name in ids:
+                if name in self.ours and not reading.covers(name):
+                    raise UnsupportedError(
+                        f"reading {reading.name} says nothing about row {name}; give another reading"
+                    )
+            ids = tuple(ids) or tuple(name for name in self.ours if reading.covers(name))
+        entries = select_rows(published_rows(self.paper), ids)
+        jobs = [(entry, subject) for entry in entries for subject in entry.models]
+        out = []
+        for number, (entry, subject) in enumerate(jobs):
+            out.append(self.row(study, entry, subject, fits))
+            progress(number + 1, len(jobs))
+        return out

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave_studies.alpacomm.cases import CASES
 from meshweave_studies.alpacomm.models import CASES as TRAINED
@@ -30,7 +29,7 @@ from meshweave_studies.alpacomm.training import BOUND as BOUND_STEP
 from meshweave_studies.alpacomm.training import BROADCAST as BROADCAST_STEP
 from meshweave_studies.alpacomm.training import EAGER, OVERLAP, VARIANTS
 from meshweave_studies.alpacomm.training_rows import FEW
-from meshweave_studies.figures import Cell, Figure, FigurePanel, build_figures
+from meshweave_studies.figures import Cell, Figure, FigurePanel, PaperFigures
 
 TITLES = {
     SEND_RECV: "send/recv",
@@ -175,14 +174,11 @@ FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {
 }
 
 
-def figures(
-    study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
-) -> list[Figure]:
-    """Return the figures of these numbers, or all, in order."""
-    return build_figures(
-        lambda number: replace(FIGURES[number](study), draws=picture), FIGURES, numbers, progress
-    )
+def _drawn(make: Callable[[AlpaCommStudy], Figure]) -> Callable[[AlpaCommStudy], Figure]:
+    return lambda study: replace(make(study), draws=picture)
 
+
+figures = PaperFigures({number: _drawn(make) for number, make in FIGURES.items()})
 
 # --- pictures -------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
-
 Rivals = Literal["planned", "public"]
 """Where send/recv and the all-gather come from: our planner, or Alpa's public code (`alpacomm.alpa`)."""
 
@@ -70,13 +68,3 @@ READINGS: dict[str, AlpaCommReading] = {
     )
 }
 """By name, the default first."""
-
-
-def reading_named(name: str) -> AlpaCommReading:
-    """Return a reading by its name. Raises UnsupportedError for an unknown one."""
-    if name not in READINGS:
-        raise UnsupportedError(
-            f"there is no reading '{printable(name)}'{did_you_mean(name, READINGS)}; "
-            f"readings: {', '.join(READINGS)}"
-        )
-    return READINGS[name]

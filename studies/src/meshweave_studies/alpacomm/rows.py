@@ -7,14 +7,12 @@ Zhuang et al.: On Optimizing the Communication of Model Parallelism (MLSys '23).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from meshweave.algorithms.reshard.broadcast import MAX_CHUNKS, MIN_CHUNK_BYTES
-from meshweave.base.errors import UnsupportedError
-from meshweave.base.progress import Progress, no_progress
 from meshweave_studies.alpacomm import training_rows
 from meshweave_studies.alpacomm.cases import CASES
-from meshweave_studies.alpacomm.readings import BANDWIDTH, READINGS, AlpaCommReading
+from meshweave_studies.alpacomm.readings import BANDWIDTH, READINGS
 from meshweave_studies.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
@@ -27,8 +25,8 @@ from meshweave_studies.alpacomm.study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave_studies.published import PublishedRow, judge_rows, published_rows
-from meshweave_studies.verdict import JudgedRow, OurValue
+from meshweave_studies.published import PaperRows, published_rows
+from meshweave_studies.verdict import OurValue
 
 PAPER = "alpacomm"
 STRATEGY = {"send-recv": SEND_RECV, "all-gather": ALL_GATHER, "broadcast": BROADCAST}
@@ -231,29 +229,7 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], OurValue]] = {
 }
 """For each id of the file the function that computes it."""
 
-
-def row(study: AlpaCommStudy, entry: PublishedRow, subject: str) -> JudgedRow:
-    """Return one row, computed for a case, a strategy or a number of receivers."""
-    return entry.beside(subject, OURS[entry.id](study, subject))
-
-
-def rows(
-    study: AlpaCommStudy,
-    ids: Sequence[str] = (),
-    progress: Progress = no_progress,
-    reading: AlpaCommReading = READINGS[BANDWIDTH],
-) -> list[JudgedRow]:
-    """Return the rows with these ids, or all that a reading covers, computed.
-
-    Raises UnsupportedError for an unknown id, or one that the reading does not cover.
-    """
-    for name in ids:
-        if name in OURS and not reading.covers(name):
-            raise UnsupportedError(
-                f"reading {reading.name} says nothing about row {name}; give another reading"
-            )
-    covered = tuple(ids) or tuple(name for name in OURS if reading.covers(name))
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), covered, progress)
+rows = PaperRows(PAPER, OURS, reading=READINGS[BANDWIDTH])
 
 
 # --- what the numbers say together ----------------------------------------------------------------

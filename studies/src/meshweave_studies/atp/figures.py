@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from meshweave.base.progress import Progress, no_progress
-from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave_studies.atp.rows import SIZES, figure_12_times
 from meshweave_studies.atp.study import (
@@ -20,7 +18,7 @@ from meshweave_studies.atp.study import (
     paper_mesh,
     simulated_communication_s,
 )
-from meshweave_studies.figures import Cell, Figure, FigurePanel, build_figures
+from meshweave_studies.figures import Cell, Figure, FigurePanel, PaperFigures, bars_by_row
 
 MACHINES = ("ic1", "ic2", "ic3", "ic4", "ic4-flat")
 THEORY = ("ic5", "ic6")
@@ -53,7 +51,7 @@ def _compared(study: AtpStudy) -> Figure:
             "SUMMA and collective 2D on their best mesh with two sides; 2.5D, the rival on 8 GPUs, on 2 x 2 x 2",
         )
         panels.append(FigurePanel(machine, columns, tuple(rows), notes=notes))
-    return Figure(10, "ATP beside Megatron-LM and 2D products", UNIT, tuple(panels), _bars)
+    return Figure(10, "ATP beside Megatron-LM and 2D products", UNIT, tuple(panels), bars_by_row)
 
 
 def _meshes(study: AtpStudy) -> Figure:
@@ -67,7 +65,7 @@ def _meshes(study: AtpStudy) -> Figure:
         columns = ("model", *(f"ATP-{mesh[1]}" for mesh in meshes))
         panels.append(FigurePanel(machine, columns, tuple(rows)))
     title = f"ATP on every device mesh, without chunks; {NUM_GPUS['ic4']} GPUs of IC4, else 8"
-    return Figure(11, title, UNIT, tuple(panels), _bars)
+    return Figure(11, title, UNIT, tuple(panels), bars_by_row)
 
 
 def _theory(study: AtpStudy) -> Figure:
@@ -100,30 +98,9 @@ def _simulated_ms(machine: str, size: int) -> tuple[Cell, ...]:
 FIGURES: dict[int, Callable[[AtpStudy], Figure]] = {10: _compared, 11: _meshes, 12: _theory}
 
 
-def figure(study: AtpStudy, number: int) -> Figure:
-    """Return figure 10, 11 or 12."""
-    return FIGURES[number](study)
-
-
-def figures(study: AtpStudy, numbers: Sequence[int] = (), progress: Progress = no_progress) -> list[Figure]:
-    """Return the figures of these numbers, or all, in order."""
-    return build_figures(lambda number: figure(study, number), FIGURES, numbers, progress)
-
+figures = PaperFigures(FIGURES)
 
 # --- pictures ----------------------------------------------------------------------------------------------------
-
-
-def _bars(figure: Figure, panel: FigurePanel) -> str:
-    groups = []
-    for row in panel.rows:
-        bars = [
-            Bar(name, value, value, value, f"{value:.4g}")
-            for name, value in zip(panel.columns[1:], row[1:], strict=True)
-            if isinstance(value, float)
-        ]
-        groups.append(Group(str(row[0]), tuple(bars)))
-    title = f"{panel.model}: {figure.title}"
-    return bar_chart(title, groups, figure.unit, bar_name=figure.unit, spread_name="")
 
 
 def _lines(figure: Figure, panel: FigurePanel) -> str:

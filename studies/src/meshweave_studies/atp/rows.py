@@ -7,7 +7,6 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
-from meshweave.base.progress import Progress, no_progress
 from meshweave_studies.atp.study import (
     CHUNKS,
     COLLECTIVE,
@@ -32,8 +31,8 @@ from meshweave_studies.matrix.hierarchy import (
     MeasuredBandwidth,
     communication_matrix,
 )
-from meshweave_studies.published import PublishedRow, judge_rows
-from meshweave_studies.verdict import JudgedRow, OurValue
+from meshweave_studies.published import PaperRows
+from meshweave_studies.verdict import OurValue
 
 PAPER = "atp"
 SERIAL, OWN_MESH = "serial", "own_mesh"
@@ -330,15 +329,7 @@ for _reading in (*READINGS, FITTED):
             OURS[f"gain_of_{_name}{_suffix}"] = _chunk_gain(_chunks, _reading)
 OURS["table3_baseline_cal"] = _table3(1, FITTED)
 
-
-def row(study: AtpStudy, entry: PublishedRow, subject: str) -> JudgedRow:
-    """Return one row, computed for a machine, a model or both."""
-    return entry.beside(subject, OURS[entry.id](study, subject))
-
-
-def rows(study: AtpStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
-    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
+rows = PaperRows(PAPER, OURS)
 
 
 def findings() -> tuple[str, ...]:

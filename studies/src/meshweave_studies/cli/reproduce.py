@@ -14,6 +14,7 @@ from meshweave.base.outputs import claim_output, write_file
 from meshweave.cli.options import OutputOption, print_json, progress_bar
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
+from meshweave_studies.published import reading_named
 
 reproduce = typer.Typer(
     no_args_is_help=True,
@@ -76,7 +77,7 @@ def meshslice(
 
     Example: meshweave reproduce meshslice --reading one-part --by estimate
     """
-    from meshweave_studies.meshslice.readings import reading_named
+    from meshweave_studies.meshslice.readings import READINGS
     from meshweave_studies.papers import EVERYTHING, MESHSLICE, reproduce_meshslice, select
 
     outputs = Outputs(out, png, report, json)
@@ -84,7 +85,7 @@ def meshslice(
     if selection == EVERYTHING and out is None and report is None:
         selection = replace(selection, figures=None)
     pod = load_cluster(cluster) if cluster else None
-    reading_named(reading)
+    reading_named(READINGS, reading)
     outputs.check()
     outputs.write(
         reproduce_meshslice(pod, selection, reading=reading, by=by.value, progress_bar=progress_bar)
@@ -127,12 +128,12 @@ def slicing(
     Example: meshweave reproduce slicing --report slicing.html
     """
     from meshweave_studies.papers import SLICING, reproduce_slicing, select
-    from meshweave_studies.slicing.readings import reading_named
+    from meshweave_studies.slicing.readings import READINGS
 
     outputs = Outputs(out, png, report, json)
     selection = select(SLICING, split_names(rows), split_names(figures))
     machines = load_cluster(pvc), load_cluster(h100)
-    reading_named(reading)
+    reading_named(READINGS, reading)
     outputs.check()
     outputs.write(
         reproduce_slicing(
@@ -176,13 +177,13 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
-    from meshweave_studies.alpacomm.readings import reading_named
+    from meshweave_studies.alpacomm.readings import READINGS
     from meshweave_studies.papers import ALPACOMM, reproduce_alpacomm, select
 
     outputs = Outputs(out, png, report, json)
     selection = select(ALPACOMM, split_names(rows), split_names(figures))
     hosts = load_cluster(cluster) if cluster else None
-    reading_named(reading)
+    reading_named(READINGS, reading)
     outputs.check()
     outputs.write(reproduce_alpacomm(hosts, selection, reading=reading, progress_bar=progress_bar))
 

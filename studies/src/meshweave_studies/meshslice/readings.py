@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave_studies.meshslice.times import Rule
 
 
@@ -125,13 +124,3 @@ READINGS: dict[str, PaperReading] = {
     )
 }
 """By name, the default first."""
-
-
-def reading_named(name: str) -> PaperReading:
-    """Return a reading by its name. Raises UnsupportedError for an unknown one."""
-    if name not in READINGS:
-        raise UnsupportedError(
-            f"there is no reading '{printable(name)}'{did_you_mean(name, READINGS)}; "
-            f"readings: {', '.join(READINGS)}"
-        )
-    return READINGS[name]

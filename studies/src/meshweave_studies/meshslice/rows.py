@@ -12,7 +12,6 @@ from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
-from meshweave.base.progress import Progress, no_progress
 from meshweave.ir.work import traffic
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM
 from meshweave_studies.meshslice.agreement import (
@@ -26,10 +25,10 @@ from meshweave_studies.meshslice.agreement import (
 )
 from meshweave_studies.meshslice.measured_mesh import MeasuredMesh
 from meshweave_studies.meshslice.other_operations import end_to_end_gain, other_operations_percent
-from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading
+from meshweave_studies.meshslice.readings import PUBLIC, READINGS
 from meshweave_studies.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
-from meshweave_studies.published import MODELS, PublishedRow, judge_rows
-from meshweave_studies.verdict import JudgedRow, OurValue
+from meshweave_studies.published import MODELS, PaperRows
+from meshweave_studies.verdict import OurValue
 
 PAPER = "meshslice"
 KIBI = 1024
@@ -372,28 +371,4 @@ OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
     "bytes_meshslice_dp": lambda study, model: moved_bytes("meshslice_dp", (32, 8, 4)) / 1e6,
 }
 
-
-def row(study: MeshSliceStudy, entry: PublishedRow, model: str, fits: bool = False) -> JudgedRow:
-    """Return one row, computed for a model; `fits` says whether constants were fitted."""
-    value = OURS[entry.id](study, model)
-    return entry.beside(model, value if isinstance(value, OurValue) else OurValue(value), fits)
-
-
-def rows(
-    study: MeshSliceStudy,
-    ids: Sequence[str] = (),
-    progress: Progress = no_progress,
-    reading: PaperReading = READINGS[PUBLIC],
-    fits: bool = False,
-) -> list[JudgedRow]:
-    """Return the rows with these ids, or all that a reading covers, computed.
-
-    Raises UnsupportedError for an unknown id, or one that the reading does not cover.
-    """
-    for name in ids:
-        if name in OURS and not reading.covers(name):
-            raise UnsupportedError(
-                f"reading {reading.name} says nothing about row {name}; give another reading"
-            )
-    covered = tuple(ids) or tuple(name for name in OURS if reading.covers(name))
-    return judge_rows(PAPER, lambda entry, model: row(study, entry, model, fits), covered, progress)
+rows = PaperRows(PAPER, OURS, reading=READINGS[PUBLIC], fits=False)

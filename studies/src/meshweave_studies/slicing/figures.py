@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
-from meshweave.base.progress import Progress, no_progress
-from meshweave_studies.figures import Cell, Figure, FigurePanel, build_figures
+from meshweave_studies.figures import Cell, Figure, FigurePanel, PaperFigures
 from meshweave_studies.slicing.rows import copies_text
 from meshweave_studies.slicing.study import LAYERS, LayerOnMachine, SlicingStudy
 
@@ -22,11 +21,7 @@ def figure(study: SlicingStudy, number: int) -> Figure:
     return Figure(number, title, "% of peak", panels)
 
 
-def figures(
-    study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
-) -> list[Figure]:
-    """Return the figures of these numbers, or both, in order."""
-    return build_figures(lambda number: figure(study, number), MACHINES, numbers, progress)
+figures = PaperFigures({number: partial(figure, number=number) for number in MACHINES})
 
 
 def _panel(study: SlicingStudy, case: LayerOnMachine) -> FigurePanel:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave.describe.layout.shapes import near_square
 from meshweave_studies.slicing.partitionings import BlockKind
 
@@ -52,13 +51,3 @@ READINGS: dict[str, SlicingReading] = {
     )
 }
 """By name, the default first."""
-
-
-def reading_named(name: str) -> SlicingReading:
-    """Return a reading by its name. Raises UnsupportedError for an unknown one."""
-    if name not in READINGS:
-        raise UnsupportedError(
-            f"there is no reading '{printable(name)}'{did_you_mean(name, READINGS)}; "
-            f"readings: {', '.join(READINGS)}"
-        )
-    return READINGS[name]

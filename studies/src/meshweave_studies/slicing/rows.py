@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from meshweave.base.progress import Progress, no_progress
-from meshweave_studies.published import PublishedRow, judge_rows
+from meshweave_studies.published import PaperRows
 from meshweave_studies.slicing.partitionings import NAMED, OUTER, Partitioning
 from meshweave_studies.slicing.study import (
     LAYERS_ON_MACHINES,
@@ -20,7 +19,7 @@ from meshweave_studies.slicing.study import (
     SlicingStudy,
     Stationary,
 )
-from meshweave_studies.verdict import JudgedRow, OurValue
+from meshweave_studies.verdict import OurValue
 
 PAPER = "slicing"
 LEADERS = {"mlp1": ("column block", "inner product"), "mlp2": ("outer product", "2D block")}
@@ -241,13 +240,10 @@ OURS: dict[str, Callable[[SlicingStudy, LayerOnMachine], OurValue]] = {
 BY_LAYER: dict[str, Callable[[SlicingStudy, str], OurValue]] = {"closer_on_h100": closer_on_h100}
 
 
-def row(study: SlicingStudy, entry: PublishedRow, subject: str) -> JudgedRow:
-    """Return one row, computed for a layer on a machine, or for a layer on both machines."""
-    if entry.id in BY_LAYER:
-        return entry.beside(subject, BY_LAYER[entry.id](study, subject))
-    return entry.beside(subject, OURS[entry.id](study, LAYERS_ON_MACHINES[subject]))
+def _of_case(
+    value: Callable[[SlicingStudy, LayerOnMachine], OurValue],
+) -> Callable[[SlicingStudy, str], OurValue]:
+    return lambda study, subject: value(study, LAYERS_ON_MACHINES[subject])
 
 
-def rows(study: SlicingStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
-    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
+rows = PaperRows(PAPER, {name: _of_case(value) for name, value in OURS.items()} | BY_LAYER)

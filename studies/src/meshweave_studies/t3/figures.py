@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from statistics import geometric_mean
 
-from meshweave.base.progress import Progress, no_progress
-from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
-from meshweave_studies.figures import Cell, Figure, FigurePanel, build_figures
+from meshweave_studies.figures import Cell, Figure, FigurePanel, PaperFigures, bars_by_row
 from meshweave_studies.gpu.kernels import Source
 from meshweave_studies.t3.end_to_end import BASES, Phase
 from meshweave_studies.t3.groups import (
@@ -234,25 +233,12 @@ FIGURES: dict[int, Callable[[T3Study], Figure]] = {
 }
 
 
-def figures(study: T3Study, numbers: Sequence[int] = (), progress: Progress = no_progress) -> list[Figure]:
-    """Return the figures of these numbers, or all, in order."""
-    return build_figures(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
-
+figures = PaperFigures(FIGURES)
 
 # --- pictures ----------------------------------------------------------------------------------------------------
 
 
-def _bars(figure: Figure, panel: FigurePanel) -> str:
-    groups = []
-    for row in panel.rows:
-        bars = [
-            Bar(name, max(value, 0.0), value, value, f"{value:.4g}", family=name)
-            for name, value in zip(panel.columns[1:], row[1:], strict=True)
-            if isinstance(value, float)
-        ]
-        groups.append(Group(str(row[0]), tuple(bars)))
-    title = f"{panel.model}: {figure.title}"
-    return bar_chart(title, groups, figure.unit, bar_name=figure.unit, spread_name="")
+_bars = partial(bars_by_row, families=True)
 
 
 def _stacks(figure: Figure, panel: FigurePanel) -> str:

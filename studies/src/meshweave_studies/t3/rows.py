@@ -7,9 +7,8 @@ from functools import partial
 from math import exp, log
 from statistics import geometric_mean, mean
 
-from meshweave.base.progress import Progress, no_progress
 from meshweave_studies.gpu.kernels import Source
-from meshweave_studies.published import PublishedRow, judge_rows, published_rows
+from meshweave_studies.published import PaperRows, published_rows
 from meshweave_studies.t3.end_to_end import BASES, Basis, Phase
 from meshweave_studies.t3.groups import (
     BIG,
@@ -338,11 +337,4 @@ def _readings_beside(judged: Sequence[JudgedRow]) -> list[str]:
     return [f"End to end, by reading: {'; '.join(scores)}."] if scores else []
 
 
-def row(study: T3Study, entry: PublishedRow, subject: str) -> JudgedRow:
-    """Return a row beside the published one."""
-    return entry.beside(subject, OURS[entry.id](study, subject))
-
-
-def rows(study: T3Study, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
-    """Return the rows with these ids, or all. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
+rows = PaperRows(PAPER, OURS)

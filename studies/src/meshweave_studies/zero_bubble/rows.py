@@ -5,14 +5,13 @@ Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from statistics import mean
 
-from meshweave.base.progress import Progress, no_progress
-from meshweave_studies.published import PublishedRow, judge_rows, published_rows
-from meshweave_studies.verdict import JudgedRow, OurValue
+from meshweave_studies.published import PaperRows, published_rows
+from meshweave_studies.verdict import OurValue
 from meshweave_studies.zero_bubble.models import MODELS
 from meshweave_studies.zero_bubble.readings import READINGS
 from meshweave_studies.zero_bubble.study import (
@@ -110,14 +109,4 @@ OURS: dict[str, Callable[[ZeroBubbleStudy, str], OurValue]] = {
 }
 """For each id of the file the function that computes it."""
 
-
-def row(study: ZeroBubbleStudy, entry: PublishedRow, subject: str) -> JudgedRow:
-    """Return a row beside the published one."""
-    return entry.beside(subject, OURS[entry.id](study, subject))
-
-
-def rows(
-    study: ZeroBubbleStudy, ids: Sequence[str] = (), progress: Progress = no_progress
-) -> list[JudgedRow]:
-    """Return the rows with these ids, or all. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
+rows = PaperRows(PAPER, OURS)
