@@ -28,16 +28,18 @@ from meshweave_studies.training_runs.score import (
     MEMORY_GOAL,
     ScoredRun,
     run_bytes,
+    score_run,
     score_runs,
     source_scores,
     summary_of,
 )
 from meshweave_studies.training_runs.split import family_of, is_fitted
 from meshweave_studies.training_runs.sweeps import RunSweep, sweep_table, sweeps_of
-from meshweave_studies.training_runs.tables import runs_page, runs_table, worst_memory_table
+from meshweave_studies.training_runs.tables import runs_page, runs_table, scores_csv, worst_memory_table
 
 RUNS = shipped_runs()
 ROOT = Path(__file__).parents[2]
+SCORES = ROOT / "src" / "meshweave" / "catalog" / "scores.csv"
 HEADER = ",".join(COLUMNS) + "\n"
 ROW = "S,GPT 22B,8 A100,8,1,,,,,4,4,2048,full recompute,step time s,1.42,\n"
 
@@ -357,8 +359,18 @@ def test_the_saved_page_is_what_is_computed() -> None:
     rows = score_runs(RUNS)
     page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
     assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)))
+    assert scores_csv(rows) == SCORES.read_text("utf-8")
     calculon = [row for row in rows if row.source.startswith("calculon")]
     assert len(calculon) == 8 and all(row.error is not None for row in calculon)
+
+
+def test_the_scores_that_ship_are_those_that_are_computed() -> None:
+    """Of a few runs; of all on demand, above."""
+    saved = SCORES.read_text("utf-8").splitlines()
+    for line in random.Random(1).sample(range(len(RUNS)), 12):
+        row, _ = score_run(RUNS[line])
+        if row.error is not None:
+            assert row.counts and scores_csv([row]).splitlines()[1] in saved
 
 
 def test_constants_of_stacks_are_few_and_named() -> None:

@@ -299,6 +299,10 @@ def published(
         int, typer.Option(help="How many of the rows with the largest errors to list.", min=0)
     ] = 10,
     report: Annotated[Path | None, OutputOption(help="Write the tables as a Markdown page here.")] = None,
+    scores: Annotated[
+        Path | None,
+        OutputOption(help="Write the errors with their chips here (CSV), as the wheel ships them."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict published training runs, and score step time (or MFU, tokens/s) and memory by source.
@@ -312,7 +316,7 @@ def published(
     from meshweave_studies.training_runs.rows import read_runs, shipped_runs
     from meshweave_studies.training_runs.score import score_runs, source_scores, summary_of
     from meshweave_studies.training_runs.sweeps import sweep_table, sweeps_of
-    from meshweave_studies.training_runs.tables import runs_page, runs_table
+    from meshweave_studies.training_runs.tables import runs_page, runs_table, scores_csv
 
     runs = read_runs(cases) if cases is not None else shipped_runs()
     with progress_bar("runs") as progress:
@@ -323,12 +327,14 @@ def published(
     cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}" if cells else ""
     if report is not None:
         write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
+    if scores is not None:
+        write_file(scores, scores_csv(rows))
     if json:
-        scores = [score.to_json() for score in source_scores(rows)]
+        sources = [score.to_json() for score in source_scores(rows)]
         print_json(
             {
                 "summary": summary_of(rows).to_json(),
-                "sources": scores,
+                "sources": sources,
                 "sweeps": [sweep.to_json() for sweep in sweeps],
                 "cells": [cell.to_json() for cell in cells],
                 "rows": [row.to_json() for row in rows],

@@ -31,6 +31,7 @@ class ScoredRun:
         fitted: whether constants were fitted on the run's family.
         choice: the parallelism of the prediction, in short.
         parts: seconds of the predicted step by part.
+        chip, num_chips: those of the predicted cluster.
     """
 
     line: int
@@ -47,6 +48,8 @@ class ScoredRun:
     fitted: bool = False
     choice: str = ""
     parts: tuple[tuple[str, float], ...] = ()
+    chip: str = ""
+    num_chips: int = 0
 
     @property
     def error(self) -> float | None:
@@ -182,6 +185,8 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
     )
     fitted = is_fitted(case.problem.model)
     parts = tuple((name, round(seconds, 6)) for name, seconds in asdict(step.parts).items())
+    cluster = case.problem.cluster
+    scored = replace(scored, chip=cluster.chip.name, num_chips=cluster.num_chips)
     return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted), case
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +19,18 @@ from meshweave_studies.training_runs.score import (
 )
 
 _WIDTH = 58
+
+
+def scores_csv(rows: Sequence[ScoredRun]) -> str:
+    """Return the errors of the rows that were predicted and count, with their chips: what the wheel ships."""
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(("chip", "num_chips", "model", "fitted", "error"))
+    for row in rows:
+        if row.error is not None and row.counts:
+            fitted = "yes" if row.fitted else "no"
+            lines.writerow((row.chip, row.num_chips, row.model, fitted, f"{row.error:.4f}"))
+    return out.getvalue()
 
 
 def runs_table(rows: Sequence[ScoredRun], num_worst: int = 10) -> str:
