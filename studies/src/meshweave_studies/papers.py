@@ -170,7 +170,8 @@ def reproduce_slicing(
     """Compute figures 2 and 3 of Slicing Is All You Need, and what its text says of them.
 
     Args:
-        pvc, h100: the machines of figures 2 and 3: clusters, or their catalog names or TOML files.
+        pvc: the machine of figure 2: a cluster, or its catalog name or TOML file.
+        h100: that of figure 3.
         selection: the rows and figures to compute.
         reading: what the paper leaves open, one of `slicing.readings.READINGS`.
         all_partitionings: figures with all 28 partitionings instead of those of the paper's figures.

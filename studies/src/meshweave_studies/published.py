@@ -131,7 +131,7 @@ def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[Publi
     return tuple(row for row in rows if not ids or row.id in ids)
 
 
-class Reading(Protocol):
+class NamedReading(Protocol):
     """A choice with a name for what a paper leaves open."""
 
     @property
@@ -169,7 +169,7 @@ class PaperRows(Generic[StudyT]):
 
     paper: str
     ours: Mapping[str, Callable[[StudyT, str], OurValue | float]]
-    reading: Reading | None = None
+    reading: NamedReading | None = None
     fits: bool = True
 
     def row(self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None) -> JudgedRow:
@@ -183,7 +183,7 @@ class PaperRows(Generic[StudyT]):
         study: StudyT,
         ids: Sequence[str] = (),
         progress: Progress = no_progress,
-        reading: Reading | None = None,
+        reading: NamedReading | None = None,
         fits: bool | None = None,
     ) -> list[JudgedRow]:
         """Return the rows with these ids, or all that a reading covers, computed.
