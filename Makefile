@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := CMakeLists.txt csrc $(wildcard csrc/*)
-MODULES := $(shell find src -name '*.py' | sort | cksum)
+MODULES := $(shell find src lab/src studies/src -name '*.py' | sort | cksum)
 
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,8 +28,9 @@ $(TOOLS): constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile -c constraints.txt scikit-build-core nanobind cmake ninja
 	touch $@
 
-$(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules $(TOOLS) | $(BIN)/python
-	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[torch,mpi,docs,dev]'
+$(STAMP): pyproject.toml lab/pyproject.toml studies/pyproject.toml constraints.txt $(CORE) $(VENV)/.modules $(TOOLS) | $(BIN)/python
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation \
+		-e '.[torch,mpi,docs,dev]' -e ./lab -e ./studies
 	touch $@
 
 demo: $(STAMP)
@@ -60,7 +61,7 @@ browser: $(STAMP)
 	$(PIP) install --quiet --no-compile -c constraints.txt playwright
 	$(BIN)/python -m pytest -q -m slow tests/report/test_in_browser.py
 
-# The branches of the package that tests take in their own process, in build/coverage.
+# The branches of the three packages that tests take in their own process, in build/coverage.
 coverage: $(STAMP)
 	$(PYTEST) -m 'not slow and not gloo and not mpi and not lab' --cov --cov-report term --cov-report html:build/coverage
 

@@ -26,9 +26,9 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statement, Tensor, View
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Zero
-from meshweave.lab.bench.rank import running_order
-from meshweave.lab.pace import paced
 from meshweave.lower import lower_rings
+from meshweave_lab.bench.rank import running_order
+from meshweave_lab.pace import paced
 
 PRODUCT = (256, 256, 384)
 """Rows, terms and columns of the products that run beside a calibration."""

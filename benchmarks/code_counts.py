@@ -1,11 +1,13 @@
-"""Counts of what makes code hard to read: names with two meanings, missing docstrings, long functions, repeats.
+"""Counts of what makes code hard to read: size, names with two meanings, missing docstrings, repeats.
 
     python benchmarks/code_counts.py                      # this tree
     python benchmarks/code_counts.py --beside OTHER_TREE  # another checkout first, then this one, as a table
     python benchmarks/code_counts.py --save ...           # and into results/code_counts.json
 
-Counted are files under src/meshweave. A run of lines stands twice where six or more consecutive lines of code are
-equal but for their indentation; blank lines, comments, docstrings and imports are left out.
+Counted are the files of the distributions of the repository: the wheel (src/meshweave), the lab and the studies. A
+run of lines stands twice where six or more consecutive lines of code are equal but for their indentation; blank
+lines, comments, docstrings and imports are left out. Lines of code are those without docstrings, comments, blanks.
+`code_structure.py` has the counts of what is written where.
 """
 
 from __future__ import annotations
@@ -28,13 +30,27 @@ PRIVATE_TORCH = re.compile(
 )
 PRIVATE_ATTRIBUTES = {"_local_tensor", "_spec", "_flatten", "_sharding_spec"}
 
+Trees = dict[Path, ast.Module]
+
+WHEEL = "src/meshweave"
+DISTRIBUTIONS = (WHEEL, "lab/src/meshweave_lab", "studies/src/meshweave_studies")
+
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def counts(root: Path) -> dict[str, int]:
+def parsed(root: Path, folders: tuple[str, ...] = DISTRIBUTIONS) -> Trees:
+    """Return the modules of the distributions of a checkout, or of some of their folders."""
+    paths = (path for folder in folders for path in sorted((root / folder).rglob("*.py")))
+    return {path: ast.parse(path.read_text()) for path in paths}
+
+
+def counts(root: Path) -> dict[str, float]:
     """Return all counts of a checkout."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted((root / "src/meshweave").rglob("*.py"))}
+    from code_structure import structure
+
+    trees = parsed(root)
     return {
+        **structure(root, trees),
         "class names defined more than once": len(repeated_class_names(trees)),
         "public classes and functions": sum(1 for _ in public(trees)),
         "public classes and functions without a docstring": len(undocumented(trees)),
@@ -48,9 +64,6 @@ def counts(root: Path) -> dict[str, int]:
         "docstrings that begin with Of": sum(text.startswith("Of ") for text in docstrings(trees)),
         "lines": sum(len(path.read_text().splitlines()) for path in trees),
     }
-
-
-Trees = dict[Path, ast.Module]
 
 
 @functools.cache
@@ -207,9 +220,9 @@ def main() -> None:
     before = counts(options.beside) if options.beside else {}
     width = max(map(len, now))
     for name, count in now.items():
-        print(f"{name:<{width}}  {before.get(name, ''):>7}  {count:>7}")
+        print(f"{name:<{width}}  {_shown(before.get(name)):>7}  {_shown(count):>7}")
     if options.list:
-        trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "src/meshweave").rglob("*.py"))}
+        trees = parsed(ROOT)
         for name, paths in repeated_class_names(trees).items():
             print("twice:", name, *(path.relative_to(ROOT) for path in paths))
         for count in (undocumented, long_functions, riddles):
@@ -220,6 +233,10 @@ def main() -> None:
     if options.save:
         rows = {"before": before, "now": now}
         (ROOT / "benchmarks/results/code_counts.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _shown(count: float | None) -> str:
+    return "" if count is None else f"{count:.1f}" if isinstance(count, float) else f"{count:,}"
 
 
 if __name__ == "__main__":

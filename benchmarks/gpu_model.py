@@ -20,7 +20,7 @@ from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.describe.machine.measured_file import MeasuredKernel, shipped_measured
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
-from meshweave.simulate.gpu import lower, run
+from meshweave_studies.gpu import lower, run
 
 DEVICES = {"A100-SXM4-80GB": "a100", "H100-SXM5-80GB": "h100"}
 SMALLEST_SIDE, FEWEST_FLOPS, MOST_FLOPS = 128, 1e9, 4e11

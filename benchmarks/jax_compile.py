@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import meshweave as mw
-from meshweave.cli.compile import TOPOLOGIES, report
-from meshweave.execute.jax.compiled import compile_program, emission_named
 from meshweave.execute.jax.tpu import compiler_versions
+from meshweave_studies.cli.compile import TOPOLOGIES, report
+from meshweave_studies.tpu.compiled import compile_program, emission_named
 
 RESULTS = Path(__file__).parent / "results" / "jax_compile.json"
 PAGE = RESULTS.with_suffix(".md")

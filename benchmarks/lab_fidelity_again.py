@@ -16,9 +16,9 @@ from machine import RESULTS
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.lab.fidelity.cases import FidelityCase
-from meshweave.lab.fidelity.measure import CaseFidelity, FidelityReport, predict
 from meshweave.trace import Trace
+from meshweave_lab.fidelity.cases import FidelityCase
+from meshweave_lab.fidelity.measure import CaseFidelity, FidelityReport, predict
 
 
 def predicted_again(saved: dict[str, Any], cluster: Cluster) -> dict[str, Any]:

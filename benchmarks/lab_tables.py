@@ -12,8 +12,8 @@ from typing import Any
 
 from machine import RESULTS
 
-from meshweave.cli.bench_tables import NOT_COMPARABLE, heading, picture
-from meshweave.lab.bench.results import MeasuredRound, RivalTimes
+from meshweave_lab.bench.results import MeasuredRound, RivalTimes
+from meshweave_lab.cli.bench_tables import NOT_COMPARABLE, heading, picture
 
 _LAB = "--lab examples/labs/torus-4x4-50mbit.toml"
 _CALIBRATED = "--cluster benchmarks/results/torus-4x4-50mbit.toml"

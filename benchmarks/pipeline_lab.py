@@ -24,8 +24,8 @@ from machine import save
 
 from meshweave.cost.machine import Machine
 from meshweave.ir.program import parse
-from meshweave.lab import Lab, RunningLab
 from meshweave.simulate.engine import simulate
+from meshweave_lab import Lab, RunningLab
 
 LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-3x2.toml"
 VARIANTS = (

@@ -19,8 +19,8 @@ from meshweave.cost.fabric import HostTopology
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
-from meshweave.lab.description_file import load_lab
-from meshweave.lab.pace import paced
+from meshweave_lab.description_file import load_lab
+from meshweave_lab.pace import paced
 
 WIDTH, SEQUENCE = 128, 256
 CHANNELS, LENGTH = 128, 256

@@ -24,10 +24,10 @@ from reshard_rank import problem_of
 from meshweave.algorithms.reshard import STRATEGIES, plan_reshard, reshard_program
 from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
-from meshweave.lab import Lab
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.simulate.engine import simulate
+from meshweave_lab import Lab
+from meshweave_studies.alpacomm.cases import CASES
 
 TARGET = "reshard_rank:measure"
 LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-5x4.toml"

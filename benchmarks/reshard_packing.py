@@ -16,8 +16,8 @@ from typing import Any, get_args
 from machine import save
 
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.reproduce.alpacomm.readings import Rivals
-from meshweave.reproduce.alpacomm.study import AlpaCommStudy
+from meshweave_studies.alpacomm.readings import Rivals
+from meshweave_studies.alpacomm.study import AlpaCommStudy
 
 CASES = (3, 4, 9)
 BYTES_PER_S = (450e9, 100e9, 30e9, 12e9, 5e9, 2e9, 1e9, 0.5e9)

@@ -26,8 +26,8 @@ from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
-from meshweave.lab.description_file import load_lab
-from meshweave.reproduce.alpacomm.cases import CASES, one_to_many
+from meshweave_lab.description_file import load_lab
+from meshweave_studies.alpacomm.cases import CASES, one_to_many
 
 
 def problem_of(setting: Mapping[str, Any]) -> ReshardProblem:

@@ -229,9 +229,9 @@ BIG = (((64, 64), 16), ((128, 32), 32))
 def block() -> Row:
     """The 12 products of a GPT-3 block on 256 chips, by algorithm: each at its own best mesh and configurations.
     Seconds of everything: making the programs, handing them over, expanding and simulating them."""
-    from meshweave.reproduce.meshslice.study import MeshSliceStudy
-    from meshweave.reproduce.meshslice.times import Timer
     from meshweave.simulate.engine import simulate
+    from meshweave_studies.meshslice.study import MeshSliceStudy
+    from meshweave_studies.meshslice.times import Timer
 
     study = MeshSliceStudy("tpu-v4-pod", Timer("estimate"))
     out: Row = {}

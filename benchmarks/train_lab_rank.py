@@ -27,14 +27,14 @@ from meshweave.execute.torch.measure import start_together, without_garbage_coll
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Matmul
 from meshweave.ir.work import Compute, traffic, work_of
-from meshweave.lab.bench.rank import running_order
-from meshweave.lab.description_file import load_lab
-from meshweave.lab.pace import paced
 from meshweave.nn.parallel.attention import Heads
 from meshweave.nn.parallel.model import parallelize
 from meshweave.nn.parallel.structure import LayerMap, ModelMap
 from meshweave.simulate import simulate
 from meshweave.trace import Trace
+from meshweave_lab.bench.rank import running_order
+from meshweave_lab.description_file import load_lab
+from meshweave_lab.pace import paced
 
 WORDS = 64
 

@@ -22,8 +22,8 @@ from meshweave.algorithms.universal import UniversalProblem
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.lab.bench.dtensor_traffic import PlacedProduct, dtensor_traffics
 from meshweave.tune.universal import tune_universal
+from meshweave_lab.bench.dtensor_traffic import PlacedProduct, dtensor_traffics
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
 RATES = RankRates(60e9, 2.4e9, 1e-4, 0.0, 49e9)  # choose among ways that move the same

@@ -31,9 +31,9 @@ from meshweave.algorithms.universal.volume import volume
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import launch
-from meshweave.lab import Lab
-from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, PlacedProduct, dtensor_traffics
-from meshweave.lab.description import SwitchLab, TorusLab
+from meshweave_lab import Lab
+from meshweave_lab.bench.dtensor_traffic import DTensorTraffic, PlacedProduct, dtensor_traffics
+from meshweave_lab.description import SwitchLab, TorusLab
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]
 TARGET = "universal_rank:measure"

@@ -23,9 +23,9 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
-from meshweave.lab.bench.dtensor_traffic import from_torch, to_torch
-from meshweave.lab.description_file import load_lab
-from meshweave.lab.pace import paced
+from meshweave_lab.bench.dtensor_traffic import from_torch, to_torch
+from meshweave_lab.description_file import load_lab
+from meshweave_lab.pace import paced
 
 WORDS: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}
 _NOTHING = 3.4e38

@@ -42,8 +42,8 @@ from meshweave.describe.machine.kernels_file import (
     SystolicFile,
     TableFile,
 )
-from meshweave.describe.machine.matrix_file import LayerTable, MatrixFile, MeasuredTable
 from meshweave.describe.model.model_file import ArchitectureFile, ModelFile, NotPricedFile
+from meshweave_studies.matrix.matrix_file import LayerTable, MatrixFile, MeasuredTable
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -135,8 +135,8 @@ def page() -> str:
     )
     sections += ["## Kernels files\n", _section(KernelsFile, kernels), *map(_section, parts)]
     gpu = (
-        "A cluster file names it by `chip.gpu`; `meshweave simulate` then runs programs on it down to its memory. "
-        "The catalog has T3's machine (`t3-80cu`), `a100`, `h100` and `mi210`."
+        "A cluster file names it by `chip.gpu`; `meshweave simulate-gpu` then runs programs on it down to its "
+        "memory. The catalog has T3's machine (`t3-80cu`), `a100`, `h100` and `mi210`."
     )
     gpu_tables = (CacheFile, MemoryFile, DramTiming, TrackerFile)
     sections += ["## GPU files\n", _section(GpuFile, gpu), *map(_section, gpu_tables)]

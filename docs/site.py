@@ -3,8 +3,8 @@
     python docs/site.py          # every warning of the generator is an error
 
 Pages are staged in build/docs-pages with the paths that they have in the repository, so that their relative links
-hold in both places. The API reference lists the front door (`meshweave.__all__`), the command-line reference comes
-from the typer app; both are written into the staged tree only.
+hold in both places. The API reference lists the front door (`meshweave.__all__`) and what the lab and the studies
+offer, the command-line reference comes from the typer app; both are written into the staged tree only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import typer
@@ -43,8 +44,11 @@ GROUPS = {
     "torch": "Products and resharding of DTensors and of local shards.",
     "jax": "Products of sharded jax arrays.",
     "pictures": "Timelines of traces.",
-    "measurement": "The lab, and what DTensor moves.",
     "errors": "What a user can cause and mend.",
+}
+PACKAGES = {
+    "meshweave_lab": "A cluster in a box, and what DTensor moves.",
+    "meshweave_studies": "Published results beside ours: a function for each paper.",
 }
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
@@ -69,6 +73,8 @@ def stage() -> None:
                 shutil.copyfile(linked, copy)
     for group in GROUPS:
         _write(Path("docs/reference/api") / f"{group}.md", api_page(group))
+    for package in PACKAGES:
+        _write(Path("docs/reference/api") / f"{package}.md", package_page(package))
     _write(Path("docs/reference/command-line.md"), command_line_page())
     _write(Path("docs/reference/README.md"), reference_page())
 
@@ -79,6 +85,13 @@ def api_page(group: str) -> str:
     head = f"# {group.capitalize()}\n\n{GROUPS[group]} Every name is one of `meshweave`: `import meshweave as mw`."
     names = sorted(homes, key=str.lower)
     return "\n\n".join([head, *(f"::: meshweave.{homes[name]}.{name}" for name in names)]) + "\n"
+
+
+def package_page(package: str) -> str:
+    """Return the page of a package beside the wheel: a directive for each name."""
+    names = sorted(import_module(package).__all__, key=str.lower)
+    head = f"# {package}\n\n{PACKAGES[package]} Every name is one of `{package}`."
+    return "\n\n".join([head, *(f"::: {package}.{name}" for name in names)]) + "\n"
 
 
 def reference_page() -> str:
@@ -95,6 +108,7 @@ def reference_page() -> str:
         names = sorted(" ".join(meshweave._GROUPS[group].values()).split(), key=str.lower)
         words = ", ".join(f"`{name}`" for name in names)
         lines.append(f"**[{group.capitalize()}](api/{group}.md)**: {meaning}\n{words}")
+    lines += [f"**[`{package}`](api/{package}.md)**: {meaning}" for package, meaning in PACKAGES.items()]
     return "\n\n".join(lines) + "\n"
 
 
@@ -109,7 +123,9 @@ def config_path() -> Path:
     """Write the configuration with the pages of each section listed under their titles; return its path."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["docs_dir"], config["site_dir"] = str(STAGE), str(ROOT / "build" / "docs")
-    config["plugins"][-1]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT / "src")]
+    config["plugins"][-1]["mkdocstrings"]["handlers"]["python"]["paths"] = [
+        str(ROOT / source) for source in ("src", "lab/src", "studies/src")
+    ]
     sections = {title: part for entry in config["nav"] for title, part in entry.items()}
     sections["Guide"] += _in_order("docs/guide")
     sections["Decisions"] += _in_order("docs/decisions")
@@ -117,7 +133,11 @@ def config_path() -> Path:
         {"Command line": "docs/reference/command-line.md"},
         {"Description files": "docs/reference/descriptions.md"},
         {"Limits": "docs/reference/limits.md"},
-        {"Python": [{group.capitalize(): f"docs/reference/api/{group}.md"} for group in GROUPS]},
+        {
+            "Python": [
+                {group.capitalize(): f"docs/reference/api/{group}.md"} for group in (*GROUPS, *PACKAGES)
+            ]
+        },
     ]
     path = STAGE.parent / "mkdocs.yml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

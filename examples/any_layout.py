@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import meshweave as mw
+from meshweave_lab import PlacedProduct, dtensor_traffics
 
 M, N, K = 96, 64, 128
 SQUARE, LINE = (2, 2), (4,)
@@ -38,9 +39,9 @@ def placements(words: str) -> tuple[mw.Placement, ...]:
 
 
 def main() -> None:
-    products = [mw.PlacedProduct(placements(a), placements(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES
+    products = [PlacedProduct(placements(a), placements(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES
                 if mesh_a == mesh_b]  # fmt: skip
-    traffics = iter(mw.dtensor_traffics(SQUARE, products))
+    traffics = iter(dtensor_traffics(SQUARE, products))
     rates = mw.RankRates.of(mw.load_cluster("local-cpu"))
     rows, cases = [], []
     for mesh_a, a, mesh_b, b in CASES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import code_counts  # noqa: E402
 
 @pytest.fixture(scope="module")
 def trees() -> code_counts.Trees:
-    return {path: ast.parse(path.read_text()) for path in sorted((ROOT / "src/meshweave").rglob("*.py"))}
+    return code_counts.parsed(ROOT)
 
 
 def test_a_class_name_has_one_meaning(trees: code_counts.Trees) -> None:
@@ -36,8 +35,8 @@ def test_names_say_what_they_hold(trees: code_counts.Trees) -> None:
 
 
 def test_one_module_touches_private_names_of_torch(trees: code_counts.Trees) -> None:
-    assert [path.relative_to(ROOT / "src/meshweave") for path in code_counts.private_torch(trees)] == [
-        Path("execute/torch/compat.py")
+    assert [path.relative_to(ROOT) for path in code_counts.private_torch(trees)] == [
+        Path("src/meshweave/execute/torch/compat.py")
     ]
 
 
@@ -56,3 +55,28 @@ def test_the_counts_count(tmp_path: Path) -> None:
     assert counts["functions over 60 lines"] == 1
     assert counts["files that touch private torch names"] == 1
     assert counts["names called found, way or ways"] == 2
+
+
+def test_the_structure_counts(tmp_path: Path) -> None:
+    """A tree of two distributions with one of each: a test of the counting itself."""
+    wheel, lab = tmp_path / "src/meshweave", tmp_path / "lab/src/meshweave_lab"
+    for folder in (wheel / "tune", wheel / "algorithms/block", lab, tmp_path / "docs/guide"):
+        folder.mkdir(parents=True)
+    (wheel / "__init__.py").write_text('_GROUPS = {"one": {"tune.a": "shown hidden"}}\n')
+    (wheel / "algorithms/block/mega.py").write_text('class Mega:\n    """Do."""\n\n    name = "mega"\n')
+    (wheel / "tune/a.py").write_text(
+        '"""mega"""\nfrom meshweave.tune import b\n\nCHOSEN = ["mega", "mega"]\n'
+    )
+    (wheel / "tune/b.py").write_text("from meshweave.tune.a import CHOSEN  # noqa\n\n# head_dim\n")
+    many = ", ".join(f"a{number}" for number in range(10))
+    (lab / "c.py").write_text(f"def f(self, {many}, *, b=1):\n    return self.head_dim\n")
+    (tmp_path / "docs/guide/x.md").write_text("hidden\n\n```python\nmw.shown()\n```\n")
+    counts = code_counts.counts(tmp_path)
+    assert counts["lines of code of the wheel"] == 1 + 2 + 2 + 1
+    assert counts["lines of code of all distributions"] == 8
+    assert (counts["public names"], counts["public names in no snippet"]) == (2, 1)
+    assert counts["names of strategies and schedules quoted in planning"] == 2
+    assert counts["files that name sizes of a dense layer"] == 1
+    assert counts["functions with 10 or more parameters"] == 1
+    assert counts["cycles of imports between files"] == 1
+    assert counts["lines of code a function"] == 8.0

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.reproduce.atp.study import AtpStudy, Case, cluster_of, paper_mesh, with_links, with_products
-from meshweave.reproduce.published import published_rows
+from meshweave_studies.atp.study import AtpStudy, Case, cluster_of, paper_mesh, with_links, with_products
+from meshweave_studies.published import published_rows
 
 
 class _Changed(AtpStudy):

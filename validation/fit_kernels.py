@@ -37,7 +37,7 @@ from meshweave.describe.machine.measured_file import (
     MeasuredKernel,
     shipped_measured,
 )
-from meshweave.reproduce.kernels.score import (
+from meshweave_studies.kernels.score import (
     Score,
     attention_columns,
     overall,
@@ -45,7 +45,7 @@ from meshweave.reproduce.kernels.score import (
     scores_of,
     sizes_of,
 )
-from meshweave.reproduce.kernels.tables import results_page
+from meshweave_studies.kernels.tables import results_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"

@@ -3,7 +3,7 @@
 python validation/fit_memory.py
 
 writes src/meshweave/catalog/fragmentation.toml. Which families are fitted, a hash of the model's shape decides
-(`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). Figures of memory are
+(`training_runs/split.py`); the others judge (`meshweave reproduce published`). Figures of memory are
 what PyTorch's allocator has reserved at most, blocks that nothing fits into included. The loss is the mean over
 rows of the absolute logarithm of predicted over published bytes.
 """
@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from meshweave.reproduce.training_runs.cases import case_of
-from meshweave.reproduce.training_runs.figures import published_bytes
-from meshweave.reproduce.training_runs.models import NoPredictionError
-from meshweave.reproduce.training_runs.rows import shipped_runs
-from meshweave.reproduce.training_runs.score import predict, run_bytes
-from meshweave.reproduce.training_runs.split import is_fitted
-from meshweave.reproduce.training_runs.stacks import software_of, stack_of
 from meshweave.tune.step import stack_names
+from meshweave_studies.training_runs.cases import case_of
+from meshweave_studies.training_runs.figures import published_bytes
+from meshweave_studies.training_runs.models import NoPredictionError
+from meshweave_studies.training_runs.rows import shipped_runs
+from meshweave_studies.training_runs.score import predict, run_bytes
+from meshweave_studies.training_runs.split import is_fitted
+from meshweave_studies.training_runs.stacks import software_of, stack_of
 
 FILE = Path(__file__).parents[1] / "src/meshweave/catalog/fragmentation.toml"
 SHARES = [number / 100 for number in range(51)]

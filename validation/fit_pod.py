@@ -18,10 +18,10 @@ from dataclasses import replace
 from itertools import product
 
 from meshweave.describe.machine.cluster import Cluster, CommConstants, TorusNetwork, load_cluster
-from meshweave.reproduce.meshslice.readings import READINGS
-from meshweave.reproduce.meshslice.study import MeshSliceStudy
-from meshweave.reproduce.meshslice.times import Rule, Timer
-from meshweave.reproduce.published import published_rows
+from meshweave_studies.meshslice.readings import READINGS
+from meshweave_studies.meshslice.study import MeshSliceStudy
+from meshweave_studies.meshslice.times import Rule, Timer
+from meshweave_studies.published import published_rows
 
 GRIDS: dict[str, tuple[list[float], range]] = {
     "fitted-links": ([round(0.8 + 0.02 * step, 2) for step in range(44)], range(0, 305, 5)),

@@ -4,7 +4,7 @@ python validation/fit_stacks.py
 
 writes src/meshweave/catalog/stacks.toml, and in catalog/kernels the share of the rate of products that chips
 sustain, which all stacks share. Which families are fitted, a hash of the model's shape
-decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
+decides (`training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
 mean over rows of the absolute logarithm of predicted over published seconds. Each row is priced without constants
 and with one of each at a time; between these its seconds are taken to be linear in a constant, and in the inverse
 rates of products and of the kernel of attention. The least loss is searched one or two constants at a time with
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.describe.machine.kernels_file import load_kernels
-from meshweave.reproduce.training_runs.cases import case_of
-from meshweave.reproduce.training_runs.figures import published_bytes, published_seconds
-from meshweave.reproduce.training_runs.models import NoPredictionError
-from meshweave.reproduce.training_runs.rows import PublishedRun, shipped_runs
-from meshweave.reproduce.training_runs.score import predict, prediction_of
-from meshweave.reproduce.training_runs.split import is_fitted
-from meshweave.reproduce.training_runs.stacks import run_stacks, software_of, stack_of
 from meshweave.tune.step import StepProblem, step_of
+from meshweave_studies.training_runs.cases import case_of
+from meshweave_studies.training_runs.figures import published_bytes, published_seconds
+from meshweave_studies.training_runs.models import NoPredictionError
+from meshweave_studies.training_runs.rows import PublishedRun, shipped_runs
+from meshweave_studies.training_runs.score import predict, prediction_of
+from meshweave_studies.training_runs.split import is_fitted
+from meshweave_studies.training_runs.stacks import run_stacks, software_of, stack_of
 
 Array = NDArray[np.float64]
 

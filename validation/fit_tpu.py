@@ -36,10 +36,10 @@ from meshweave.calibrate.tpu_compiler import (
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget, compiler_versions
-from meshweave.reproduce.kernels.score import Score, predicted
-from meshweave.reproduce.kernels.tables import tpu_page
-from meshweave.reproduce.meshslice.measured_mesh import local_shapes
-from meshweave.reproduce.meshslice.readings import READINGS
+from meshweave_studies.kernels.score import Score, predicted
+from meshweave_studies.kernels.tables import tpu_page
+from meshweave_studies.meshslice.measured_mesh import local_shapes
+from meshweave_studies.meshslice.readings import READINGS
 
 ROOT = Path(__file__).parents[1]
 CATALOG = ROOT / "src" / "meshweave" / "catalog" / "kernels"

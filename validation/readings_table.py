@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshweave.reproduce.alpacomm.readings import RIVAL_ROWS
-from meshweave.reproduce.meshslice.readings import MEASURED_ROWS, READINGS, PaperReading
+from meshweave_studies.alpacomm.readings import RIVAL_ROWS
+from meshweave_studies.meshslice.readings import MEASURED_ROWS, READINGS, PaperReading
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "meshslice-readings.md"

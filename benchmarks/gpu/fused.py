@@ -25,7 +25,7 @@ from torch import Tensor
 from meshweave.execute.cuda.tiling import Block
 from meshweave.execute.cuda.tracked_product import TrackedProduct, TrackedRegion
 from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
-from meshweave.reproduce.t3.models import FUTURE, LARGE, STUDIED, sub_layers
+from meshweave_studies.t3.models import FUTURE, LARGE, STUDIED, sub_layers
 
 BLOCKS = (
     Block(128, 256, 64, 8, 3),

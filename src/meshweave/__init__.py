@@ -15,13 +15,13 @@ simulation work without torch.
     torch         products and resharding of DTensors and of local shards, pipelines of modules
     jax           products of sharded jax arrays: mw.jax.matmul2d
     pictures      timelines of traces
-    measurement   the lab, and what DTensor moves
     errors        what a user can cause and mend
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,6 @@ __version__ = "0.1.0"
 _GROUPS = {
     "describe": {
         "describe.machine.cluster": "Cluster load_cluster",
-        "describe.machine.hierarchy": "CommunicationMatrix MatrixLayer MeasuredBandwidth communication_matrix",
-        "describe.machine.matrix_file": "load_matrix",
         "describe.catalog": "cluster_names model_names",
         "describe.model": "FcLayer Transformer load_model",
         "describe.model.workload": "Workload",
@@ -40,7 +38,6 @@ _GROUPS = {
         "describe.layout": "Layout Partial Placement Replicate Shard StridedShard Tile",
         "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
         "cost.machine": "Machine",
-        "cost.device_meshes": "MeshBandwidth MeshTime mesh_bandwidth rank_meshes",
         "cost.rates": "RankRates",
         "cost.fabric": "HostTopology",
     },
@@ -131,11 +128,6 @@ _GROUPS = {
     "pictures": {
         "report.timeline": "timeline_svg timeline_text",
     },
-    "measurement": {
-        "lab": "Lab",
-        "lab.pace": "paced",
-        "lab.bench.dtensor_traffic": "PlacedProduct dtensor_traffics",
-    },
     "errors": {
         "base.errors": (
             "BindError CheckpointError DeadlineError DescriptionError LayoutError MeshweaveError PlanError "
@@ -205,10 +197,6 @@ if TYPE_CHECKING:
     from meshweave.check import run as run
     from meshweave.check import verify as verify
     from meshweave.check.contract import prove_contract as prove_contract
-    from meshweave.cost.device_meshes import MeshBandwidth as MeshBandwidth
-    from meshweave.cost.device_meshes import MeshTime as MeshTime
-    from meshweave.cost.device_meshes import mesh_bandwidth as mesh_bandwidth
-    from meshweave.cost.device_meshes import rank_meshes as rank_meshes
     from meshweave.cost.fabric import HostTopology as HostTopology
     from meshweave.cost.machine import Machine as Machine
     from meshweave.cost.rates import RankRates as RankRates
@@ -230,11 +218,6 @@ if TYPE_CHECKING:
     from meshweave.describe.layout.mesh import Mesh as Mesh
     from meshweave.describe.machine.cluster import Cluster as Cluster
     from meshweave.describe.machine.cluster import load_cluster as load_cluster
-    from meshweave.describe.machine.hierarchy import CommunicationMatrix as CommunicationMatrix
-    from meshweave.describe.machine.hierarchy import MatrixLayer as MatrixLayer
-    from meshweave.describe.machine.hierarchy import MeasuredBandwidth as MeasuredBandwidth
-    from meshweave.describe.machine.hierarchy import communication_matrix as communication_matrix
-    from meshweave.describe.machine.matrix_file import load_matrix as load_matrix
     from meshweave.describe.model import FcLayer as FcLayer
     from meshweave.describe.model import Transformer as Transformer
     from meshweave.describe.model import load_model as load_model
@@ -300,10 +283,6 @@ if TYPE_CHECKING:
     from meshweave.ir.program import select as select
     from meshweave.ir.program import to_text as to_text
     from meshweave.ir.program import view as view
-    from meshweave.lab import Lab as Lab
-    from meshweave.lab.bench.dtensor_traffic import PlacedProduct as PlacedProduct
-    from meshweave.lab.bench.dtensor_traffic import dtensor_traffics as dtensor_traffics
-    from meshweave.lab.pace import paced as paced
     from meshweave.lower import lower_chains as lower_chains
     from meshweave.lower import lower_one_sided as lower_one_sided
     from meshweave.lower import lower_rings as lower_rings
@@ -382,6 +361,19 @@ _HOME = {
     name: module for names in _GROUPS.values() for module, line in names.items() for name in line.split()
 }
 
+_MOVED = {
+    name: package
+    for package, names in {
+        "meshweave_lab": "Lab PlacedProduct dtensor_traffics paced",
+        "meshweave_studies.matrix": (
+            "CommunicationMatrix MatrixLayer MeasuredBandwidth MeshBandwidth MeshTime communication_matrix "
+            "load_matrix mesh_bandwidth rank_meshes"
+        ),
+    }.items()
+    for name in names.split()
+}
+"""Names that another package of the repository has now; for one version they are to be had here too."""
+
 __all__ = ["__version__", *sorted(_HOME)]
 
 
@@ -396,6 +388,8 @@ class _FrontDoor(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _MOVED:
+            return _moved(name)
         if name not in _HOME:
             raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
         value = getattr(import_module(f"meshweave.{_HOME[name]}"), name)
@@ -404,6 +398,15 @@ class _FrontDoor(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted([*vars(self), *_HOME])
+
+
+def _moved(name: str) -> Any:
+    package = _MOVED[name]
+    warnings.warn(f"meshweave.{name} is {package}.{name} now", DeprecationWarning, stacklevel=3)
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"meshweave.{name} is {package}.{name} now: {error}") from None
 
 
 sys.modules[__name__].__class__ = _FrontDoor

@@ -33,8 +33,8 @@ from meshweave.cli import calibrate
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.measured_file import SHIPPED
-from meshweave.execute.jax import compiled
-from meshweave.lab.lab import Lab
+from meshweave_lab.lab import Lab
+from meshweave_studies.tpu import compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,7 +170,7 @@ def _catalog(name: str) -> str:
 
 
 def _published(name: str) -> str:
-    return (files("meshweave.reproduce") / "published" / name).read_text("utf-8")
+    return (files("meshweave_studies") / "published" / name).read_text("utf-8")
 
 
 def _few_rows(text: str, count: int = 40) -> str:

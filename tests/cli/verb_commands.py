@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
             "simulate {plan} --cluster {cluster} --layer out",
             "simulate {plan} --cluster {cluster} --pass forward",
         ),
-        *("simulate {step}", "simulate {step} --against estimate", "simulate t3_ring --cluster t3-8"),
+        *("simulate {step}", "simulate {step} --against estimate", "simulate t3_ring --cluster t3-8 --fast"),
     ),
     "reshard": (
         "reshard {model} --from 2x2 --to 1x4 --cluster p3.8xlarge",
@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("show {program}", "show {program} --no-check", "show {program} --expand", "show {program} --json"),
         *("show {program} --rings 2", "show {program} --rank 3 --no-check", "show {program} --as jax"),
     ),
+    "simulate-gpu": ("simulate-gpu {program} --cluster t3-8", "simulate-gpu t3_ring --cluster {cluster}"),
     "compile": ("compile {plan} --layer out", "compile {plan} --emission all --text x.txt"),
     "catalog": ("catalog", "catalog models gpt3", "catalog clusters dgx-h100 --toml", "catalog kernels"),
     "calibrate": (
@@ -114,11 +115,11 @@ _WORDS = (
 
 
 def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the command of every verb."""
+    """Yield the name and the command of every verb, those of installed packages too."""
     command = command or _command()
     if hasattr(command, "commands"):
-        for name, inner in command.commands.items():
-            yield from leaves(inner, (*path, name))
+        for name in command.list_commands(None):
+            yield from leaves(command.get_command(None, name), (*path, name))
     else:
         yield " ".join(path), command
 

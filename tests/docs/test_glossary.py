@@ -11,7 +11,7 @@ import pytest
 
 GLOSSARY = pages.ROOT / "docs" / "glossary.md"
 ENTRY = re.compile(r"^\*\*(?P<words>[^*]+)\*\*", re.MULTILINE)
-NAME = re.compile(r"`meshweave\.([\w.]+)`")
+NAME = re.compile(r"`(meshweave(?:_\w+)?\.[\w.]+)`")
 
 
 def names() -> list[str]:
@@ -20,9 +20,9 @@ def names() -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_names_exist(name: str) -> None:
-    value: object = importlib.import_module("meshweave")
-    path = "meshweave"
-    for part in name.split("."):
+    path, *parts = name.split(".")
+    value: object = importlib.import_module(path)
+    for part in parts:
         path = f"{path}.{part}"
         try:
             value = importlib.import_module(path)

@@ -21,8 +21,8 @@ from meshweave.base.units import format_s
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
 from meshweave.execute.jax.tpu import TPU_TARGETS
-from meshweave.reproduce.meshslice.measured_mesh import local_shapes
-from meshweave.reproduce.meshslice.readings import reading_named
+from meshweave_studies.meshslice.measured_mesh import local_shapes
+from meshweave_studies.meshslice.readings import READINGS as PAPER_READINGS
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()
@@ -116,7 +116,7 @@ def test_goals_of_the_readings() -> None:
 def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
     shares = []
     products = shipped_measured(TPU_PRODUCTS).rows
-    run = reading_named("fixed-batch").mesh
+    run = PAPER_READINGS["fixed-batch"].mesh
     assert run is not None
     local = set(local_shapes(run))
     fitted, plain = (mw.load_cluster(f"tpu-v4-4x4-{name}").chip for name in ("fitted", "effective"))

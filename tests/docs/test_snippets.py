@@ -89,7 +89,7 @@ def test_commands_that_start_processes(blocks: list[pages.Block], in_a_copy: Pat
 @pytest.mark.lab
 @pytest.mark.parametrize("blocks", marked(("sh", "console"), "lab"))
 def test_commands_of_the_lab(blocks: list[pages.Block], in_a_copy: Path) -> None:
-    from meshweave.lab import abilities
+    from meshweave_lab import abilities
 
     if not abilities().can_build:
         pytest.skip("no lab here: it needs root, ip, and tc with tbf")

@@ -14,7 +14,6 @@ from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax
 import meshweave as mw
 from meshweave.algorithms import block
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.execute.jax.compiled import EMISSIONS
 from sampling import mostly_slow
 
 pytestmark = needs_jax
@@ -82,27 +81,6 @@ def test_rolled_loops_give_what_unrolled_ones_do(case: tuple[str, Any]) -> None:
             for kind in ["int32" if dtype == "int32" else "float32"]
         }
         assert_equals_reference(entry, problem, program, inputs, loops="rolled")
-
-
-def emitted() -> Iterator[tuple[str, str, mw.Matmul2dProblem]]:
-    """Yield emissions and algorithms in each dataflow, on uneven sizes."""
-    for emission in EMISSIONS:
-        for name in ("meshslice", "wang", "collective"):
-            for dataflow in ("os", "ls", "rs"):
-                problem = mw.Matmul2dProblem(13, 18, 22, (2, 4), dataflow, "int32")  # type: ignore[arg-type]
-                yield emission, name, problem
-
-
-@pytest.mark.parametrize("case", mostly_slow(emitted(), 2))
-def test_emissions_for_a_compiler_equal_the_dense_product(case: tuple[str, str, mw.Matmul2dProblem]) -> None:
-    """Parts, rings and an order that is tied to data change no number."""
-    emission, name, problem = EMISSIONS[case[0]], case[1], case[2]
-    draw = np.random.default_rng(5)
-    inputs = {
-        tensor: draw.integers(-9, 9, problem.stored_shape(tensor.lower())).astype("int32") for tensor in "AB"
-    }
-    program = emission.program(program_of(name, problem))
-    assert_equals_reference(mw.algorithm(name), problem, program, inputs, in_order=emission.in_order)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_programs import fused, sequential, small_gpu
 from random_programs import random_machine, random_program
 
 from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dConfig, Matmul2dProblem
@@ -28,8 +27,11 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _sized, _work_flops
-from meshweave.simulate.gpu import Arbiter, lower
-from meshweave.simulate.gpu.run import columns_of, run_channel, run_gpus
+from meshweave_studies.gpu import Arbiter, lower
+from meshweave_studies.gpu.run import columns_of, run_channel, run_gpus
+
+sys.path.append(str(Path(__file__).parents[2] / "studies" / "tests"))
+from gpu_programs import fused, sequential, small_gpu
 
 Data = dict[Any, Any]
 

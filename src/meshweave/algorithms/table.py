@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshweave.algorithms.contract import Algorithm
 from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.installed import all_offered
 
 if TYPE_CHECKING:
     from meshweave.algorithms.block.strategy import BlockAlgorithm
@@ -121,12 +121,7 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
 
 def _installed() -> Iterator[Algorithm[Any, Any]]:
     """Yield the algorithms of other installed packages."""
-    for point in entry_points(group=ENTRY_POINTS):
-        label = f"{point.name} = {point.value}"
-        try:
-            value = point.load()
-        except Exception as error:
-            raise UnsupportedError(f"entry point {label} cannot be loaded: {error}") from error
+    for label, value in all_offered(ENTRY_POINTS):
         if not isinstance(value, Algorithm):
             raise UnsupportedError(f"entry point {label} is not an instance of Algorithm")
         yield value

@@ -11,15 +11,12 @@ import typer
 from meshweave import __version__
 from meshweave.base.errors import MeshweaveError, shortened, without_control_characters
 from meshweave.base.outputs import CommandOutputs, outputs_of_command, taken_notes
-from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
-from meshweave.cli.compile import compile_plan
+from meshweave.cli.commands import Verbs
 from meshweave.cli.export import export
-from meshweave.cli.lab import lab
 from meshweave.cli.pipeline import pipeline
 from meshweave.cli.plan import plan
-from meshweave.cli.reproduce import reproduce
 from meshweave.cli.reshard import reshard
 from meshweave.cli.run import run
 from meshweave.cli.show import show
@@ -32,6 +29,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="meshweave",
+    cls=Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Plan, predict and run the communication of distributed training: one program, three readings.",
@@ -48,13 +46,9 @@ app.command()(pipeline)
 app.command()(run)
 app.command()(verify)
 app.command()(show)
-app.command(name="compile")(compile_plan)
 app.command()(catalog)
 app.command()(calibrate)
 app.add_typer(tune, name="tune")
-app.add_typer(lab, name="lab")
-app.add_typer(bench, name="bench")
-app.add_typer(reproduce, name="reproduce")
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """By way of typer: newer versions carry a click of their own, older ones import it."""

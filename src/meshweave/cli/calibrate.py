@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from meshweave.base.errors import DescriptionError, printable
+from meshweave.base.installed import offered
 from meshweave.base.outputs import claim_output, write_file
 from meshweave.base.units import format_bytes
 from meshweave.calibrate import Calibration, FitLimits, Sweep, to_toml
 from meshweave.calibrate.run import rate_format, run_calibration, summary_lines
 from meshweave.calibrate.target import (
-    RANK_FUNCTION,
     CalibrationTarget,
     local_target,
     torchrun_target,
 )
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh
-from meshweave.describe.layout.shapes import near_square
 
-if TYPE_CHECKING:
-    from meshweave.lab.lab import Lab
+CALIBRATION = "meshweave.calibration"
+"""The group of entry points by which the lab gives its ranks."""
 
 Out = Annotated[Path, typer.Option(help="Write the cluster description to this file, CLUSTER.toml.")]
 LabFile = Annotated[
@@ -202,37 +200,10 @@ def _target(lab: Path | None, ranks: int, flops_per_s: float, remarks: list[str]
         raise DescriptionError("--flops-per-s paces products of a lab; give --lab too")
     if lab is None:
         return local_target(ranks) if ranks else torchrun_target()
-    from meshweave.lab.lab import Lab
-
-    described = Lab.load(lab)
-    if flops_per_s:
-        if not 1e3 <= flops_per_s <= 1e15:
-            raise DescriptionError(f"--flops-per-s is {flops_per_s:g}; give 1e3 to 1e15")
-        described = Lab(replace(described.description, flops_per_s=flops_per_s))
-    return _lab_target(described, remarks)
-
-
-def _lab_target(lab: Lab, remarks: list[str]) -> CalibrationTarget:
-    def run_ranks(payload: Mapping[str, Any], timeout_s: float) -> list[Any]:
-        with lab.up() as running:
-            measured: list[Any] = running.launch(RANK_FUNCTION, dict(payload), timeout_s=timeout_s)
-            reports = list(running.pace.values())
-        if reports:
-            count, late = sum(r.num_products for r in reports), sum(r.num_overruns for r in reports)
-            remarks.append(f"{late} of {count} paced products overran their time")
-            typer.echo(f"calibrate: {remarks[-1]}", err=True)
-        return measured
-
-    shape = tuple(getattr(lab.description.network, "shape", near_square(lab.num_ranks)))
-    return CalibrationTarget(
-        lab.cluster(),
-        f"lab {lab.description.name}",
-        shape if len(shape) == 2 else (1, *shape),
-        run_ranks,
-        skip_bytes=lab.description.max_bucket_bytes,
-        has_nominal_links=True,
-        max_flops_per_s=lab.description.flops_per_s or math.inf,
-    )
+    lab_target = offered(CALIBRATION, "lab")
+    assert lab_target is not None, "the lab is among the packages that are known"
+    target: CalibrationTarget = lab_target(lab, flops_per_s, remarks)
+    return target
 
 
 def _read_limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:

@@ -172,7 +172,9 @@ def _plan_step(
     if json:
         print_json(chosen.model_dump(mode="json"))
     else:
-        print_plan(chosen, costs_left_out(problem.cluster), table=table, price=price)
+        print_plan(
+            chosen, problem.cluster.chip.name, costs_left_out(problem.cluster), table=table, price=price
+        )
         for path in (out, report):
             if path is not None:
                 typer.echo(f"written to {path}")

@@ -8,6 +8,7 @@ import typer
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_table
+from meshweave.describe.scores import error_of_runs_like
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
 from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
@@ -15,8 +16,8 @@ from meshweave.tune.step_search.reasons import advice, choice_text, counted, def
 _EXPOSED = ("tensor", "context", "transfers", "data")
 
 
-def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -> None:
-    """Print the plan of a step; with `table` its ranking and its time against memory."""
+def print_plan(plan: Plan, chip: str, left_out: str, *, table: bool, price: float | None) -> None:
+    """Print the plan of a step on a chip of this name; with `table` its ranking and its time against memory."""
     steps = plan.step
     typer.echo(
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
@@ -37,6 +38,7 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
         typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
     if text := defaults_text(steps):
         typer.echo(f"defaults   {text}")
+    typer.echo(f"error      {error_of_runs_like(chip)}")
     typer.echo(f"next       {advice(steps)}")
     typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:

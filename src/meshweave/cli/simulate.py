@@ -27,7 +27,6 @@ from meshweave.cli.options import (
 from meshweave.cli.simulate_options import (
     AgainstOption,
     AlgorithmsOption,
-    ArbitrationOption,
     CallsOption,
     ClusterOption,
     FastOption,
@@ -42,8 +41,6 @@ from meshweave.cli.simulate_options import (
     ProgramArgument,
     RanksOption,
     ReportOption,
-    StarvationOption,
-    ThresholdOption,
     TraceOption,
 )
 from meshweave.report.timeline import write_chrome
@@ -68,9 +65,6 @@ def simulate(
     lower: LowerOption = Lowering.none,
     against: AgainstOption = None,
     fast: FastOption = False,
-    arbitration: ArbitrationOption = None,
-    threshold: ThresholdOption = "auto",
-    starvation: StarvationOption = None,
     ranks: RanksOption = "",
     trace: TraceOption = None,
     svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None,
@@ -85,16 +79,13 @@ def simulate(
 
     Collectives run as ring steps and chains of packets; messages share links and memory. Shown are the duration,
     where each rank's time goes, the busiest links, and the critical path with lower bounds beside it. On a cluster
-    whose chip has a GPU in detail (t3-8), a program is simulated down to caches and memory controllers instead;
-    page and trace then show memory over time, and who waited for whom.
+    whose chip has a GPU in detail (t3-8), `simulate-gpu` simulates programs down to caches and memory controllers.
 
     Example: meshweave simulate plan.json --layer ff1 --pass forward --algorithm wang,meshslice --svg timeline.svg
 
     More:    meshweave simulate 1f1b --set rows=32 --cluster dgx-h100:8
 
     More:    meshweave simulate step.json --against estimate
-
-    More:    meshweave simulate program.txt --cluster t3-8 --arbitration communication-aware --report memory.html
     """
     if png is not None:
         from meshweave.report.png import require_png
@@ -107,18 +98,11 @@ def simulate(
             what, cluster, logical, lower, layer, passes, algorithms, mesh, place, calls=calls
         )
     else:
-        cases = [_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
+        cases = [read_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
+        if not fast:
+            _refuse_in_detail(cases[0])
     for case in cases:
         _check_ranks(case, shown)
-    in_detail = not what.endswith(".json") and bool(cases[0].machine.cluster.chip.gpu) and not fast
-    if in_detail:
-        from meshweave.cli.simulate_gpu import read_arbiter, simulate_on_gpu
-
-        wants_other = against is not None or svg is not None or png is not None
-        arbiter = read_arbiter(arbitration, threshold, starvation)
-        simulate_on_gpu(what, cases[0], arbiter, trace, report, json=json, wants_other=wants_other)
-        return
-    _refuse_arbiter(arbitration, threshold, starvation)
     simulated = _all_simulated(what, cases, shown, closed_form=against is not None, limited=limits)
     _write(simulated, trace, svg, png, report)
     if json:
@@ -127,12 +111,13 @@ def simulate(
         _show(simulated, (trace, svg, png, report))
 
 
-def _refuse_arbiter(arbitration: str | None, threshold: str, starvation: int | None) -> None:
-    """Raise UnsupportedError where options of memory controllers are given to the fast model."""
-    if (arbitration, threshold, starvation) != (None, "auto", None):
+def _refuse_in_detail(case: SimulationCase) -> None:
+    """Raise UnsupportedError where the chip has a GPU in detail, which would give other times than these."""
+    cluster = case.machine.cluster
+    if cluster.chip.gpu:
         raise UnsupportedError(
-            "--arbitration, --threshold and --starvation are of a GPU in detail; give a program and a cluster "
-            "whose chip has one, such as t3-8"
+            f"{printable(cluster.name)} describes its GPU in detail: `meshweave simulate-gpu` simulates that, and "
+            "--fast takes the rates of the cluster, as on others"
         )
 
 
@@ -177,7 +162,7 @@ def _plan_cases(
     )
 
 
-def _program_case(
+def read_program_case(
     what: str,
     cluster: str | None,
     logical: bool,
@@ -187,7 +172,12 @@ def _program_case(
     *,
     limited: bool,
 ) -> SimulationCase:
-    """Return the program of a file, of stdin or of an algorithm, on its machine."""
+    """Return the program of a file, of stdin or of an algorithm, on its machine.
+
+    Raises:
+        DescriptionError: no cluster is given, or a file is wrong.
+        ProgramError: the program is wrong, does not fit the machine or, where `limited`, has too many ranks.
+    """
     from meshweave.tune.cases import program_case
 
     if cluster is None:

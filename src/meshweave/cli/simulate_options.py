@@ -91,44 +91,10 @@ ReportOption = Annotated[
     OutputOption(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
 ]
 
-# --- a GPU in detail ---------------------------------------------------------------------------------------------
-
-
-class ArbitrationPolicy(StrEnum):
-    """How memory controllers choose between computing and communication."""
-
-    round_robin = "round-robin"
-    compute_first = "compute-first"
-    communication_aware = "communication-aware"
-
-
 FastOption = Annotated[
     bool,
     typer.Option(
         "--fast",
-        help="On a cluster whose chip has a GPU in detail: the fast model of other clusters instead.",
-    ),
-]
-ArbitrationOption = Annotated[
-    ArbitrationPolicy | None,
-    typer.Option(
-        help="Of a GPU in detail: how memory controllers choose between computing and communication; "
-        "communication-aware is T3's MCA. Default: round-robin."
-    ),
-]
-ThresholdOption = Annotated[
-    str,
-    typer.Option(
-        help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes 5, "
-        "10, 30 or none by how full the queues are while the first work groups run alone."
-    ),
-]
-StarvationOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
-        "the GPU's.",
-        min=1,
-        max=1 << 20,
+        help="On a cluster whose chip has a GPU in detail: take the rates of the cluster, as on other clusters.",
     ),
 ]

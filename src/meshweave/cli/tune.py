@@ -9,6 +9,7 @@ import typer
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.commands import Verbs
 from meshweave.cli.entries import SettingsOption, read_entry
 from meshweave.cli.options import (
     JSON_HELP,
@@ -20,7 +21,7 @@ from meshweave.cli.options import (
     read_grid,
     read_names,
 )
-from meshweave.cli.tune_block import block, mesh
+from meshweave.cli.tune_block import block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
@@ -35,7 +36,15 @@ MAX_SIZE = 1 << 24
 MAX_AT_ONCE = 8
 """Of products, fetches or accumulates: a stage of more has too many selections to weigh."""
 
+
+class TuneVerbs(Verbs):
+    """The verbs of `meshweave tune`, those of installed packages too."""
+
+    group = "meshweave.commands.tune"
+
+
 tune = typer.Typer(
+    cls=TuneVerbs,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Search how one product C = A B is best laid out and ordered; `plan` tunes a model.",
@@ -189,7 +198,6 @@ def schedule(
 
 
 tune.command()(block)
-tune.command()(mesh)
 
 
 @tune.command("algorithm")

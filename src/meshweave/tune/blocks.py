@@ -19,8 +19,8 @@ from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.cost.device_meshes import device_meshes
 from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload

@@ -102,9 +102,9 @@ class ChipFile(FileModel):
 
     gpu: str | GpuFile | None = Field(
         None,
-        description="the GPU in detail on which `meshweave simulate` runs programs, down to its memory: an entry "
-        "of the catalog, a file, found from this one's folder, or the table of such a file (left out: the rates "
-        "above alone)",
+        description="the GPU in detail on which `meshweave simulate-gpu` runs programs, down to its memory: an "
+        "entry of the catalog, a file, found from this one's folder, or the table of such a file (left out: the "
+        "rates above alone)",
     )
 
     runtime: Literal["cuda", "tpu", "none"] = Field(

@@ -1,6 +1,6 @@
 """GPUs in detail: compute units, last-level cache, memory controllers, DRAM, and the tracker of T3.
 
-The description is what `simulate.gpu` simulates; a chip without one computes and moves bytes at its rates alone.
+`meshweave simulate-gpu` simulates what is described here; all else takes a chip by its rates alone.
 All durations are integers in picoseconds, all rates integers, so that equal descriptions give equal runs.
 """
 

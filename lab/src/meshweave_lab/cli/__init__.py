@@ -1,0 +1,1 @@
+"""The verbs `meshweave lab` and `meshweave bench`."""

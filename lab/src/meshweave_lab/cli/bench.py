@@ -1,0 +1,154 @@
+"""`meshweave bench`: every algorithm and DTensor on real, rate-limited sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import meshweave_lab.cli.bench_options as options
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.report.provenance import describe_environment
+from meshweave_lab.cli.bench_fused import fused
+from meshweave_lab.cli.bench_tables import heading, report_results
+from meshweave_lab.cli.fidelity import fidelity
+
+if TYPE_CHECKING:
+    from meshweave_lab.bench.results import MeasuredRound
+
+bench = typer.Typer(
+    help="Measure algorithms and DTensor on the same operands in a lab of network namespaces.",
+    no_args_is_help=True,
+)
+
+
+@bench.command()
+def matmul(
+    lab: options.LabFile,
+    dataflow: options.DataflowName = "os",
+    m: options.LayerM = 384,
+    n: options.LayerN = 384,
+    k: options.LayerK = 24576,
+    passes: options.Passes = "forward",
+    mesh: options.MeshShape = "",
+    ratio: options.Ratios = "1",
+    unpaced: options.Unpaced = False,
+    cluster: options.CalibratedFile = None,
+    algorithms: options.Algorithms = "all",
+    slices: options.Slices = "",
+    widths: options.Widths = "",
+    repeat: options.Repeat = 5,
+    timeout: options.Timeout = 600.0,
+    out: options.Out = None,
+    svg: options.OverBoundPicture = None,
+    json: options.Json = False,
+) -> None:
+    """Build a lab, run every algorithm and PyTorch's DTensor in it by turns, and take it down.
+
+    Products are paced, so the times show how well communication is hidden, not how fast this machine multiplies.
+    Every result is checked against the dense product. A time runs from a common start to the last rank's end.
+    Beside it stand the bound max(compute, bytes per axis / rate), the algorithm's own theory without latency and,
+    with --cluster, its estimate.
+
+    Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 0.5,1,2 --svg plot.svg
+    """
+    from meshweave_lab.bench.rounds import bench_layer
+
+    described, shape = options.load_lab_and_mesh(lab, mesh)
+    options.check_run(repeat, timeout)
+    names = options.read_algorithms_2d(algorithms)
+    calibrated = None if cluster is None else options.load_calibrated(cluster, described)
+    measured = bench_layer(
+        described,
+        (m, n, k),
+        shape,
+        options.read_dataflow(dataflow),
+        options.read_passes(passes),
+        options.read_ratios(ratio),
+        names,
+        options.read_extra_slices(slices, widths),
+        also_unpaced=unpaced,
+        calibrated=calibrated,
+        repeat=repeat,
+        timeout_s=timeout,
+    )
+    if algorithms != "all":
+        _print_left_out(names, measured, shape)
+    record = {
+        **_record("bench matmul", calibrated, repeat),
+        "lab": described.description.to_json(),
+        "layer": {"m": m, "n": n, "k": k, "dataflow": dataflow, "mesh_shape": list(shape)},
+        "rounds": [round_.to_json() for round_ in measured],
+    }
+    title = f"layer Y = X W of {m} x {n} x {k}, {dataflow}, on {described.description.name}"
+    report_results(record, measured, [heading(round_) for round_ in measured], title, out, svg, json)
+
+
+def _print_left_out(names: Sequence[str], measured: Sequence[MeasuredRound], shape: tuple[int, ...]) -> None:
+    used = {rival.algorithm for round_ in measured for rival in round_.round.rivals}
+    if left_out := [name for name in names if name not in used]:
+        mesh_text = "x".join(map(str, shape))
+        typer.echo(f"left out: {', '.join(left_out)} cannot run this on a {mesh_text} mesh", err=True)
+
+
+@bench.command()
+def shapes(
+    labs: options.LabFiles,
+    dataflow: options.DataflowName = "os",
+    m: options.ProductM = 768,
+    n: options.ProductN = 192,
+    k: options.ProductK = 24576,
+    ratio: options.FirstRatio = 0.5,
+    clusters: options.CalibratedFiles = "",
+    algorithms: options.Algorithms = "meshslice,meshslice_tapered,collective",
+    slices: options.Slices = "",
+    repeat: options.Repeat = 5,
+    timeout: options.TimeoutOfEach = 300.0,
+    out: options.Out = None,
+    svg: options.SecondsPicture = None,
+    json: options.Json = False,
+) -> None:
+    """Run the same product on meshes of other shapes, one lab after another, at one pace.
+
+    The result shows what the choice of the mesh shape is worth. Each algorithm runs at its best by estimate on
+    each lab; the table says how many times faster its fastest configuration is there than on the first lab.
+    Without --clusters, estimates know no launch costs and choose very fine slices: give --slices too.
+
+    Example: meshweave bench shapes --labs examples/labs/torus-4x4-50mbit.toml,examples/labs/torus-8x2-50mbit.toml
+    """
+    from meshweave_lab.bench.shapes import compare_shapes
+
+    options.check_run(repeat, timeout)
+    options.check_ratio(ratio)
+    described = options.load_labs_and_clusters(labs, clusters)
+    comparison = compare_shapes(
+        described,
+        (m, n, k),
+        options.read_dataflow(dataflow),
+        ratio,
+        options.read_algorithms_2d(algorithms),
+        options.read_extra_slices(slices, ""),
+        repeat=repeat,
+        timeout_s=timeout,
+    )
+    record = {
+        **_record("bench shapes", None, repeat),
+        "clusters": [None if cluster is None else cluster.name for _, _, cluster in described],
+        "labs": [lab.description.to_json() for lab, _, _ in described],
+        "product": {"m": m, "n": n, "k": k, "dataflow": dataflow},
+        **comparison.to_json(),
+    }
+    title = f"{dataflow} {m} x {n} x {k} in {len(described)} mesh shapes, at one pace"
+    rounds = zip(comparison.labs, comparison.measured, strict=True)
+    headings = [f"{name}: {heading(round_)}" for name, round_ in rounds]
+    report_results(record, comparison.measured, headings, title, out, svg, json, comparison=comparison)
+
+
+def _record(kind: str, calibrated: Cluster | None, repeat: int) -> dict[str, Any]:
+    cluster = None if calibrated is None else {"name": calibrated.name, "source": calibrated.source}
+    return {"kind": kind, "machine": describe_environment(), "cluster": cluster, "repeat": repeat}
+
+
+bench.command()(fidelity)
+bench.command()(fused)

@@ -1,0 +1,168 @@
+"""`meshweave bench fidelity`: how far estimate and simulation are off, for random products in a lab."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import meshweave_lab.cli.bench_options as options
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.base.outputs import write_file
+from meshweave.base.units import format_s
+from meshweave.cli.options import print_json
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.report.provenance import describe_environment
+from meshweave.report.timeline import timeline_svg, write_chrome
+
+if TYPE_CHECKING:
+    from meshweave_lab.fidelity.measure import FidelityReport
+
+
+def fidelity(
+    lab: options.LabFile,
+    cluster: options.DescribedLab = "",
+    cases: options.NumCases = 40,
+    seed: options.Seed = 0,
+    algorithms: options.Algorithms = "all",
+    repeat: options.CaseRepeat = 3,
+    mesh: options.MeshShape = "",
+    trace: options.TraceFile = None,
+    svg: options.TimelinePicture = None,
+    trace_case: options.TracedCase = -1,
+    out: options.ResultsFile = None,
+    timeout: options.Timeout = 900.0,
+    json: options.Json = False,
+) -> None:
+    """Run random products in a lab and show how far estimate and simulation are off.
+
+    The seed decides algorithm, dataflow, sizes, slices and pace of each case. A case runs lowered and traced, as
+    in `bench matmul`. Its estimate comes from its skeleton, its simulation from the lowered program, both on the
+    given cluster description. Results are checked against the dense product.
+
+    Example: meshweave bench fidelity --lab LAB.toml --cluster CALIBRATED.toml --trace trace.json
+    """
+    from meshweave_lab.fidelity.cases import reached_share_of_pace
+    from meshweave_lab.fidelity.measure import run_fidelity
+
+    described_lab, shape = options.load_lab_and_full_mesh(lab, mesh)
+    _check_cases(cases, repeat, timeout, trace_case)
+    options.check_run(repeat, timeout)
+    described = _cluster(cluster, described_lab.cluster())
+    report = run_fidelity(
+        described_lab,
+        described,
+        shape,
+        num_cases=cases,
+        names=options.read_algorithms_2d(algorithms),
+        repeat=repeat,
+        seed=seed,
+        timeout_s=timeout,
+        on_case=lambda line: typer.echo(line, err=True),
+    )
+    result = {
+        "lab": described_lab.description.name,
+        "cluster": described.name,
+        "source": described.source,
+        "calibrated": bool(cluster),
+        "efficiency": reached_share_of_pace(described),
+        "seed": seed,
+        "repeat": repeat,
+        "machine": describe_environment(),
+        **report.to_json(),
+    }
+    _write_timelines(report, trace_case, described, trace, svg)
+    _write_json(out, result)
+    if json:
+        print_json(result)
+    else:
+        _print(report, described_lab.description.name, described, bool(cluster))
+        _print_written(out, trace, svg)
+    _refuse_wrong_results(report)
+
+
+def _check_cases(cases: int, repeat: int, timeout: float, trace_case: int) -> None:
+    if not (1 <= cases <= 1000 and 1 <= repeat <= 100 and 0 < timeout < 1e5):
+        raise LayoutError("cases must be 1 to 1000, repeat 1 to 100, timeout positive seconds")
+    if trace_case >= cases:
+        raise LayoutError(f"there is no case {trace_case}; with {cases} cases give 0 to {cases - 1}")
+
+
+def _write_json(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        write_file(path, dumps(result, indent=1) + "\n")
+
+
+def _print_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            typer.echo(f"written: {path}")
+
+
+def _cluster(path: str, nominal: Cluster) -> Cluster:
+    if not path:
+        typer.echo(
+            "no --cluster: predictions use the lab's nominal rates, which nobody has calibrated", err=True
+        )
+        return nominal
+    cluster = load_cluster(path)
+    if cluster.num_chips != nominal.num_chips:
+        raise DescriptionError(
+            f"{path}: describes {cluster.num_chips} chips, the lab has {nominal.num_chips} ranks; give the "
+            "description that was calibrated on this lab"
+        )
+    return cluster
+
+
+def _write_timelines(
+    report: FidelityReport, number: int, cluster: Cluster, trace: Path | None, svg: Path | None
+) -> None:
+    """Write estimate, simulation and measurement of one case; -1 is the case of median error."""
+    if trace is None and svg is None:
+        return
+    outcome = report.median_case if number < 0 else report.outcomes[number]
+    title = f"case {outcome.case.number}, {outcome.case}"
+    timelines = outcome.timelines(cluster)
+    if trace is not None:
+        write_chrome(trace, [replace(line, source=f"{name}, {title}") for name, line in timelines.items()])
+    if svg is not None:
+        write_file(svg, timeline_svg([(f"{title}, {name}", line) for name, line in timelines.items()]))
+
+
+def _print(report: FidelityReport, lab: str, cluster: Cluster, is_calibrated: bool) -> None:
+    kind = "calibrated" if is_calibrated else "uncalibrated"
+    typer.echo(f"{lab}, {kind} description {cluster.name}; errors are predicted over measured, less one")
+    typer.echo(f"{'case':>4} {'measured':>9} {'spread':>7} {'estimate':>9} {'simulated':>9}")
+    for outcome in report.outcomes:
+        spread = (max(outcome.runs_s) - min(outcome.runs_s)) / outcome.median_s
+        notes = f"  {outcome.overruns} products overran their time" if outcome.overruns else ""
+        notes += f"  WRONG by {outcome.error:g}" if outcome.error else ""
+        typer.echo(
+            f"{outcome.case.number:>4} {format_s(outcome.median_s):>9} {spread:>7.1%} "
+            f"{outcome.estimate_error:>+9.1%} {outcome.simulation_error:>+9.1%}  {outcome.case}{notes}"
+        )
+    typer.echo(f"{'':20} {'estimate':>18} {'simulation':>18}")
+    typer.echo(f"{'mean and worst error':20} {'mean':>9} {'worst':>8} {'mean':>9} {'worst':>8}")
+    for name, errors in report.summary.items():
+        numbers = [errors[what][key] for what in ("estimate", "simulation") for key in ("mean", "worst")]
+        typer.echo(f"{name:20} " + " ".join(f"{n:>{9 - i % 2}.1%}" for i, n in enumerate(numbers)))
+    for what in ("estimate", "simulation"):
+        typer.echo(report.verdict(what))
+    worst = sorted(report.outcomes, key=lambda outcome: -abs(outcome.estimate_error))[:3]
+    typer.echo("furthest off by estimate: " + "; ".join(f"case {o.case.number}, {o.case}" for o in worst))
+    late = max(outcome.late_s for outcome in report.outcomes)
+    typer.echo(
+        f"clocks known to {format_s(report.clock_uncertainty_s)}; ranks began at most {format_s(late)} late"
+    )
+
+
+def _refuse_wrong_results(report: FidelityReport) -> None:
+    for outcome in report.outcomes:
+        if outcome.error != 0:
+            raise ProgramError(
+                f"case {outcome.case.number}, {outcome.case}: the result differs from the dense product by "
+                f"{outcome.error:g}"
+            )

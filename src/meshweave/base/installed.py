@@ -1,0 +1,67 @@
+"""What other installed packages offer by entry points, among them the lab and the studies of this repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from meshweave.base.errors import UnsupportedError
+
+OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
+    "meshweave-lab": {"meshweave.commands": ("lab", "bench"), "meshweave.calibration": ("lab",)},
+    "meshweave-studies": {
+        "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
+        "meshweave.commands.tune": ("mesh",),
+    },
+}
+"""The packages of this repository beside the wheel, and what each offers, by group of entry points."""
+
+
+def offered(group: str, name: str) -> Any | None:
+    """Return what an installed package offers under a name; None where none does and none is known to.
+
+    Raises:
+        UnsupportedError: two packages offer the name, it cannot be loaded, or the package that offers it is not
+            installed.
+    """
+    points = list(entry_points(group=group, name=name))
+    if len(points) > 1:
+        both = " and ".join(sorted(point.value for point in points))
+        raise UnsupportedError(f"'{name}' of {group} is offered by {both}; uninstall one of them")
+    if points:
+        return load(points[0])
+    for package, groups in OFFERED.items():
+        if name in groups.get(group, ()):
+            raise UnsupportedError(
+                f"'{name}' is of the package {package}, which is not installed: {how_to_install(package)}"
+            )
+    return None
+
+
+def offered_names(group: str) -> tuple[str, ...]:
+    """Return the names that installed packages offer, those of this repository first, in their order."""
+    names = {point.name for point in entry_points(group=group)}
+    ours = [name for groups in OFFERED.values() for name in groups.get(group, ()) if name in names]
+    return (*ours, *sorted(names.difference(ours)))
+
+
+def all_offered(group: str) -> Iterator[tuple[str, Any]]:
+    """Yield what installed packages offer, each behind its entry point as text. Raises as `load`."""
+    for point in entry_points(group=group):
+        yield f"{point.name} = {point.value}", load(point)
+
+
+def load(point: EntryPoint) -> Any:
+    """Return what an entry point names. Raises UnsupportedError where it cannot be loaded."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise UnsupportedError(
+            f"entry point {point.name} = {point.value} cannot be loaded: {error}"
+        ) from error
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs a package of this repository from a checkout."""
+    return f"pip install ./{package.removeprefix('meshweave-')} in the repository of meshweave"

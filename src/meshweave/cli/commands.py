@@ -1,0 +1,48 @@
+"""The verbs of the command line: those of the wheel, and those that installed packages add.
+
+An entry point of the group `meshweave.commands` is a function, which becomes a verb, or a `typer.Typer` of more.
+Those of `meshweave.commands.tune` join `meshweave tune`. Entry points are read where a verb is none of the
+wheel's, and for help and completion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from meshweave.base.installed import offered, offered_names
+
+
+class Verbs(TyperGroup):
+    """The verbs of the wheel, and after them those of installed packages."""
+
+    group = "meshweave.commands"
+    """The group of entry points under which an installed package offers verbs."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a verb; None where there is none. Raises UnsupportedError where its package is not installed."""
+        if cmd_name not in self.commands:
+            verb = offered(self.group, cmd_name)
+            if verb is None:
+                self.list_commands(ctx)  # so that the nearest name is looked for among all verbs
+            else:
+                self.commands[cmd_name] = _command(cmd_name, verb)
+        return self.commands.get(cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs, those of the wheel first."""
+        for name in offered_names(self.group):
+            if name not in self.commands:
+                self.commands[name] = _command(name, offered(self.group, name))
+        return list(self.commands)
+
+
+def _command(name: str, verb: Any) -> Any:
+    app = typer.Typer(rich_markup_mode=None)
+    if isinstance(verb, typer.Typer):
+        app.add_typer(verb, name=name)
+    else:
+        app.command(name=name)(verb)
+    return typer.main.get_group(app).commands[name]

@@ -1,0 +1,121 @@
+"""The options that all verbs of `meshweave reproduce` share, and what they print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshweave.base.errors import DescriptionError, UnsupportedError, printable
+from meshweave.base.outputs import claim_output
+from meshweave.cli.options import JSON_HELP, print_json
+
+if TYPE_CHECKING:
+    from meshweave_studies import Reproduction
+
+Rows = Annotated[
+    str, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
+]
+Png = Annotated[
+    bool, typer.Option("--png", help="With --out, write the pictures as PNG too (needs meshweave[png]).")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="Write the table and all pictures as one self-contained HTML page here."),
+]
+Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names in a comma-separated list, empty for an empty text."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the rows and figures of a paper are written."""
+
+    out: Path | None
+    png: bool
+    report: Path | None
+    json: bool
+
+    def check(self) -> None:
+        """Check the options and make the directory, before anything is computed.
+
+        Raises:
+            DescriptionError: a file or directory cannot be written.
+            UnsupportedError: PNG pictures are wanted without a directory, or without the package that draws them.
+        """
+        from meshweave.report.png import require_png
+        from meshweave_studies.output import prepare_directory
+
+        if self.png and self.out is None:
+            raise UnsupportedError("--png writes beside the SVG pictures; give --out DIR too")
+        if self.png:
+            require_png()
+        prepare_directory(self.out)
+        if self.report is not None:  # may lie in the directory
+            if self.out is not None and self.report.suffix != ".html" and _in(self.out, self.report):
+                raise DescriptionError(
+                    f"{printable(self.report)}: lies among the tables of --out; name the page *.html"
+                )
+            claim_output(self.report, "--report")
+
+    def write(self, reproduction: Reproduction) -> None:
+        """Write the files that the options name, and print JSON or tables."""
+        from meshweave_studies.output import write_directory, write_page
+
+        written = []
+        if self.report is not None:
+            written.append(write_page(reproduction, self.report))
+        if self.out is not None:
+            written += write_directory(reproduction, self.out, self.png)
+        if self.json:
+            print_json(reproduction.to_json())
+            return
+        _print_tables(reproduction)
+        for path in written:
+            typer.echo(f"written: {path}")
+
+
+def _in(directory: Path, path: Path) -> bool:
+    return path.resolve().parent == directory.resolve()
+
+
+_STYLES = {"holds": "green", "near": "yellow", "differs": "red"}
+
+
+def _print_tables(reproduction: Reproduction) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from meshweave_studies.tables import format_number, verdict_summary
+
+    console = Console(width=max(Console().width, 160) if not Console().is_terminal else None, highlight=False)
+    if reproduction.rows:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        subject = reproduction.summary.subject
+        for column in ("row", subject, "published", "ours", "unit", "verdict", "remark"):
+            right = column in ("published", "ours")
+            table.add_column(
+                column, justify="right" if right else "left", no_wrap=column not in ("unit", "remark")
+            )
+        for row in reproduction.rows:
+            verdict = Text(row.verdict, style=_STYLES.get(row.verdict, ""))
+            numbers = format_number(row.published), format_number(row.ours)
+            table.add_row(row.id, row.model, *numbers, row.unit, verdict, Text(row.remark))
+        console.print(table)
+        console.print(verdict_summary(reproduction))
+    for figure in reproduction.figures:
+        typer.echo(figure.markdown())
+    for finding in reproduction.summary.findings:
+        console.print(f"- {finding}", markup=False)

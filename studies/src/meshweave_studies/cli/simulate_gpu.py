@@ -1,0 +1,191 @@
+"""`meshweave simulate-gpu`: a program on a GPU in detail; kernels, memory traffic, and who waited for whom."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshweave.base.errors import ProgramError, UnsupportedError, printable
+from meshweave.base.outputs import write_file
+from meshweave.base.units import format_bytes, format_s, to_s
+from meshweave.cli.entries import ConfigOption, SettingsOption
+from meshweave.cli.options import JSON_HELP, OutputOption, print_json
+from meshweave.cli.simulate import read_program_case
+from meshweave.cli.simulate_options import (
+    ClusterOption,
+    LimitsOption,
+    LogicalOption,
+    Lowering,
+    LowerOption,
+)
+from meshweave.describe.machine.gpu import ARBITRATIONS
+from meshweave.report.timeline import write_chrome
+from meshweave_studies.gpu import Arbiter
+from meshweave_studies.gpu.case import GpuCase, simulate_gpu_case
+
+MOST_THRESHOLD = 1 << 20
+"""Entries that a threshold has at most: more than any queue."""
+
+
+class ArbitrationPolicy(StrEnum):
+    """How memory controllers choose between computing and communication."""
+
+    round_robin = "round-robin"
+    compute_first = "compute-first"
+    communication_aware = "communication-aware"
+
+
+ArbitrationOption = Annotated[
+    ArbitrationPolicy | None,
+    typer.Option(
+        help="How memory controllers choose between computing and communication; "
+        "communication-aware is T3's MCA. Default: round-robin."
+    ),
+]
+ThresholdOption = Annotated[
+    str,
+    typer.Option(
+        help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes 5, "
+        "10, 30 or none by how full the queues are while the first work groups run alone."
+    ),
+]
+StarvationOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
+        "the GPU's.",
+        min=1,
+        max=1 << 20,
+    ),
+]
+
+
+def simulate_gpu(
+    what: Annotated[str, typer.Argument(help="A program text file, '-' for one on stdin, or an algorithm.")],
+    cluster: ClusterOption = None,
+    logical: LogicalOption = False,
+    lower: LowerOption = Lowering.none,
+    arbitration: ArbitrationOption = None,
+    threshold: ThresholdOption = "auto",
+    starvation: StarvationOption = None,
+    trace: Annotated[
+        Path | None, OutputOption(help="Write a Chrome / Perfetto trace with memory as counter tracks.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        OutputOption(help="Write a page here: kernels, and memory over time; self-contained HTML."),
+    ] = None,
+    settings: SettingsOption = [],  # noqa: B006, typer copies it
+    config: ConfigOption = 0,
+    limits: LimitsOption = True,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Simulate a program on a cluster whose chip has a GPU in detail, down to caches and memory controllers.
+
+    One GPU stands for all of a ring. Shown are its kernels, what its memory read and wrote, and who waited for
+    whom; page and trace have these over time.
+
+    Example: meshweave simulate-gpu program.txt --cluster t3-8 --report memory.html
+
+    More:    meshweave simulate-gpu t3_ring --cluster t3-8 --arbitration communication-aware --starvation 2000
+    """
+    arbiter = read_arbiter(arbitration, threshold, starvation)
+    case = read_program_case(what, cluster, logical, lower, settings, config, limited=limits)
+    try:
+        simulated = simulate_gpu_case(case, arbiter)
+    except ProgramError as error:
+        raise ProgramError(f"{printable(what)}: {error}") from None
+    if trace is not None:
+        write_chrome(trace, [simulated.trace()])
+    if report is not None:
+        from meshweave_studies.gpu.memory_page import memory_page
+
+        shown = (_lead(simulated), simulated.trace(), _traffic(simulated), _waits(simulated))
+        write_file(report, memory_page(case.title, case.subject, *shown))
+    if json:
+        print_json([simulated.to_json()])
+        return
+    _print(simulated)
+    for path in (trace, report):
+        if path is not None:
+            typer.echo(f"written: {path}")
+
+
+def read_arbiter(policy: str | None, threshold: str, starvation: int | None) -> Arbiter:
+    """Return the arbiter that options describe.
+
+    Raises:
+        UnsupportedError: there is a threshold or a starvation limit without the policy that has them, or a
+            threshold is no number of entries.
+    """
+    if policy != "communication-aware":
+        if threshold != "auto" or starvation is not None:
+            raise UnsupportedError("--threshold and --starvation are of --arbitration communication-aware")
+        return Arbiter(next((name for name in ARBITRATIONS if name == policy), "round-robin"))
+    entries = {"auto": 0, "none": MOST_THRESHOLD}.get(threshold)
+    if entries is None:
+        entries = int(threshold[:8]) if threshold.isdecimal() else 0
+        if not 0 < entries <= MOST_THRESHOLD or len(threshold) > 8:
+            raise UnsupportedError(
+                f"--threshold '{printable(threshold)}' is no number of entries; give 1 to {MOST_THRESHOLD}, "
+                "'auto' or 'none'"
+            )
+    return Arbiter("communication-aware", entries, starvation or 0)
+
+
+def _traffic(simulated: GpuCase) -> dict[str, int]:
+    """Return the bytes that memory read and wrote, by what for."""
+    traffic = simulated.run.traffic_bytes
+    return {source.name.lower().replace("_", " "): count for source, count in traffic.items() if count}
+
+
+def _lead(simulated: GpuCase) -> str:
+    share = simulated.moved_bytes / (simulated.duration_s * simulated.memory_bytes_per_s)
+    return (
+        f"{format_s(simulated.duration_s)}; memory moved {format_bytes(simulated.moved_bytes)}, "
+        f"{100 * share:.1f} % of what it could"
+    )
+
+
+def _waits(simulated: GpuCase) -> str:
+    """Return sentences about the queues, and who waited for whom."""
+    mean, most = simulated.queued
+    communication, compute, withheld = (
+        f"{100 * simulated.waited_share(name):.1f} %"
+        for name in ("communication_behind_cycles", "compute_behind_cycles", "held_cycles")
+    )
+    limit = "" if simulated.threshold is None else f" below {simulated.threshold} entries"
+    return (
+        f"Memory controllers: {simulated.arbiter.policy}{limit}; {mean:.1f} of {simulated.gpu.memory.queue} "
+        f"entries queued on average, {most:.1f} in the fullest microsecond. Communication waited behind computing "
+        f"in {communication} of all cycles, computing behind communication in {compute}; the policy withheld "
+        f"communication in {withheld}"
+    )
+
+
+def _print(simulated: GpuCase) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    case = simulated.case
+    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
+    console.print(f"\n{case.title}", style="bold", markup=False)
+    console.print(f"  {case.subject}, {simulated.gpu.name} in detail", markup=False)
+    console.print(f"  duration {_lead(simulated)}", markup=False)
+    console.print(f"  {_waits(simulated)}", markup=False)
+    kernels = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="kernels", title_justify="left")
+    for column in ("kernel", "from", "took"):
+        kernels.add_column(column, justify="left" if column == "kernel" else "right")
+    for name, start, end in simulated.run.spans:
+        kernels.add_row(name, format_s(to_s(start)), format_s(to_s(end - start)))
+    console.print(kernels)
+    traffic = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="memory traffic", title_justify="left")
+    for column in ("of", "bytes"):
+        traffic.add_column(column, justify="left" if column == "of" else "right")
+    for name, count in _traffic(simulated).items():
+        traffic.add_row(name, format_bytes(count))
+    console.print(traffic)

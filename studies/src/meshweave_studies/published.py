@@ -1,0 +1,207 @@
+"""The published numbers of a paper, from `published/PAPER.toml`, and which rows do not count (`listed.toml`)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from typing import Any, Generic, Protocol, TypeVar
+
+from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.progress import Progress, no_progress
+from meshweave_studies.verdict import JudgedRow, Listed, OurValue, Tolerance, tolerance_of
+
+MODELS = ("gpt3", "megatron-nlg")
+BOTH = "both"
+_KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "scored", "why", "readings"})
+"""Of an entry; every other key names what a value is of. A value is a number, or a quotient "a / b"."""
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of the file.
+
+    `values` holds the published number by model (or by what else the paper looks at), or under `both`. If it is
+    empty, the row is computed for all models.
+    """
+
+    id: str
+    what: str
+    where: str
+    unit: str
+    values: dict[str, float]
+    tolerance: Tolerance
+    scored: bool
+    fitted: bool
+    why: dict[str, str]
+    listed: Listed = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """What the row is computed for."""
+        return tuple(self.values) or MODELS
+
+    def beside(self, subject: str, ours: OurValue, fits: bool = True) -> JudgedRow:
+        """Return the row of one of `models`, our value beside the published one.
+
+        Args:
+            fits: whether constants were fitted for ours, so that rows for fits (`fitted`) do not count.
+        """
+        return JudgedRow(
+            self.id,
+            self.what,
+            self.where,
+            subject,
+            self.unit,
+            self.values.get(subject),
+            None if ours.value is None else float(ours.value),
+            self.tolerance,
+            self.scored,
+            self.fitted,
+            self.why.get(subject, ""),
+            ours.detail,
+            ours.reason,
+            "fitted" if self.fitted and fits else self.listed,
+        )
+
+
+def published_rows(paper: str) -> tuple[PublishedRow, ...]:
+    """Return all rows of a paper, in the order of the file."""
+    listed = listed_patterns(paper)
+    return tuple(_row(entry, listed) for whole in _load(paper)["row"] for entry in _readings(whole))
+
+
+def listed_patterns(paper: str) -> dict[Listed, list[str]]:
+    """Return the ids of rows that are listed and do not count, by reason; `*` stands for any text."""
+    patterns: dict[Listed, list[str]] = _load("listed").get(paper, {})
+    return patterns
+
+
+def _load(name: str) -> dict[str, Any]:
+    text = (files("meshweave_studies") / "published" / f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _readings(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an entry of the file, or one for each of its readings."""
+    if "readings" not in entry:
+        return [entry]
+    return [
+        {**entry, "id": f"{entry['id']}_{reading}", "what": f"{entry['what']}, by {reading}"}
+        for reading in entry["readings"]
+    ]
+
+
+def _number(value: float | str) -> float:
+    """Return a value of the file: a number, or a quotient as text."""
+    if isinstance(value, str):
+        dividend, divisor = value.split("/")
+        return float(dividend) / float(divisor)
+    return float(value)
+
+
+def _row(entry: dict[str, Any], listed: Mapping[Listed, Sequence[str]]) -> PublishedRow:
+    values = {name: _number(value) for name, value in entry.items() if name not in _KEYS}
+    why, name = entry.get("why", ""), entry["id"]
+    reasons = [reason for reason, ids in listed.items() if any(fnmatchcase(name, wanted) for wanted in ids)]
+    return PublishedRow(
+        name,
+        entry["what"],
+        entry["where"],
+        entry["unit"],
+        values,
+        tolerance_of(entry["unit"], entry.get("points"), entry.get("judge")),
+        entry.get("scored", True),
+        entry.get("use") == "cal",
+        why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH, *values), why),
+        reasons[0] if reasons else "",
+    )
+
+
+def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[PublishedRow, ...]:
+    """Return the rows with these ids, or all if none is named. Raises UnsupportedError for an unknown id."""
+    known = [row.id for row in rows]
+    for name in ids:
+        if name not in known:
+            raise UnsupportedError(
+                f"there is no row '{printable(name)}'{did_you_mean(name, known)}; rows: {', '.join(known)}"
+            )
+    return tuple(row for row in rows if not ids or row.id in ids)
+
+
+class NamedReading(Protocol):
+    """A choice with a name for what a paper leaves open."""
+
+    @property
+    def name(self) -> str:
+        """Return the name by which it is chosen."""
+
+    def covers(self, row: str) -> bool:
+        """Return whether the reading says anything about a row of the paper."""
+
+
+ReadingT = TypeVar("ReadingT")
+StudyT = TypeVar("StudyT")
+
+
+def reading_named(readings: Mapping[str, ReadingT], name: str) -> ReadingT:
+    """Return the reading of a paper that has this name. Raises UnsupportedError for an unknown one."""
+    if name not in readings:
+        raise UnsupportedError(
+            f"there is no reading '{printable(name)}'{did_you_mean(name, readings)}; "
+            f"readings: {', '.join(readings)}"
+        )
+    return readings[name]
+
+
+@dataclass(frozen=True)
+class PaperRows(Generic[StudyT]):
+    """The rows of a paper that are computed.
+
+    Attributes:
+        paper: the paper's short name, that of its file.
+        ours: for each id of the file the function that computes it, from a study and what the row is of.
+        reading: that of rows by default; None where the paper leaves nothing open.
+        fits: whether constants were fitted, by default.
+    """
+
+    paper: str
+    ours: Mapping[str, Callable[[StudyT, str], OurValue | float]]
+    reading: NamedReading | None = None
+    fits: bool = True
+
+    def row(self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None) -> JudgedRow:
+        """Return one row, computed for a subject; `fits` says whether constants were fitted for it."""
+        value = self.ours[entry.id](study, subject)
+        value = value if isinstance(value, OurValue) else OurValue(value)
+        return entry.beside(subject, value, self.fits if fits is None else fits)
+
+    def __call__(
+        self,
+        study: StudyT,
+        ids: Sequence[str] = (),
+        progress: Progress = no_progress,
+        reading: NamedReading | None = None,
+        fits: bool | None = None,
+    ) -> list[JudgedRow]:
+        """Return the rows with these ids, or all that a reading covers, computed.
+
+        Raises UnsupportedError for an unknown id, or one that the reading does not cover.
+        """
+        reading = reading or self.reading
+        if reading is not None:
+            for name in ids:
+                if name in self.ours and not reading.covers(name):
+                    raise UnsupportedError(
+                        f"reading {reading.name} says nothing about row {name}; give another reading"
+                    )
+            ids = tuple(ids) or tuple(name for name in self.ours if reading.covers(name))
+        entries = select_rows(published_rows(self.paper), ids)
+        jobs = [(entry, subject) for entry in entries for subject in entry.models]
+        out = []
+        for number, (entry, subject) in enumerate(jobs):
+            out.append(self.row(study, entry, subject, fits))
+            progress(number + 1, len(jobs))
+        return out

@@ -1,0 +1,250 @@
+"""Turn a published run into a step to predict: model, cluster, batch, degrees and software stack.
+
+A row states some of that in columns and some in words. Where it leaves the micro-batch or the number of virtual
+stages open, all choices are priced and the fastest that fits is taken, as the authors would have. What else is
+open is a reason not to predict.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import product
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.describe.model.memory import Recompute
+from meshweave.describe.model.transformer import Transformer
+from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.tune.step.memory import ActivationRule
+from meshweave_studies.training_runs.clusters import cluster_of
+from meshweave_studies.training_runs.models import NoPredictionError, model_of, with_source_columns
+from meshweave_studies.training_runs.rows import PublishedRun
+from meshweave_studies.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
+
+_OPEN_MICRO_BATCHES = (1, 2, 4, 8)
+_MOST_MICRO_BATCHES = 2**14
+"""More of them on a pipeline than any run has, and than schedules are made of in a second."""
+_LOW_PRECISION = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
+_SCHEDULES = (("zb-1p", "zb-1p"), ("zb-2p", "zb-2p"), ("zb-h1", "zb-h1"), ("zb-v", "zbv"))
+
+
+@dataclass(frozen=True)
+class RunCase:
+    """A run that can be predicted.
+
+    Attributes:
+        stack: the software that ran.
+        choices: the parallelism; several where the source leaves something open.
+        recomputed_share: the share of layers that compute their forward part again; selective recomputation of
+            operations is read as half.
+        kept: what the forward part keeps, where it is not what the parallelism says.
+    """
+
+    run: PublishedRun
+    stack: RunStack
+    problem: StepProblem
+    choices: tuple[Parallelism, ...]
+    recomputed_share: float = 1.0
+    kept: ActivationRule | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what makes two rows figures of the same run."""
+        of, model = self.problem, self.problem.model
+        shape = model.num_layers, model.hidden, model.ffn_hidden
+        return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.seq, self.choices
+
+
+def case_of(
+    run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None
+) -> RunCase:
+    """Return the problem and parallelism of a run.
+
+    Args:
+        constants: those of the stack; by default those that ship with the package.
+        attention: the rate of its kernel of attention over the measured one; by default likewise.
+
+    Raises:
+        NoPredictionError: it cannot be predicted; the reason.
+    """
+    run = with_source_columns(run)
+    model, stack = model_of(run), stack_of(run)
+    if _LOW_PRECISION.search(run.config) or _LOW_PRECISION.search(run.source.rpartition(":")[2]):
+        raise NoPredictionError(
+            "products in eight or four bits: rates of such training kernels are not known"
+        )
+    if stack.needs_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
+        raise NoPredictionError("the precision is not stated")
+    cluster, words = cluster_of(run), _Words(run)
+    # sources print what the allocator has, in memory of which makers' sizes leave out the rest
+    cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
+    degrees = _degrees(run, words, cluster.num_chips)
+    micro, batch = _batch(run, words, degrees.data)
+    seq = run.count("seq")
+    if seq is None:
+        raise NoPredictionError("the sequence length is not stated")
+    recompute = words.recompute or stack.recompute
+    choices = tuple(
+        replace(degrees, micro_batch=size, virtual_stages=virtual, recompute=recompute)
+        for size, virtual in product(
+            (micro,) if micro else _OPEN_MICRO_BATCHES, _virtual_stages(run, words, model, stack, degrees)
+        )
+        if batch % (size * degrees.data) == 0
+    )
+    if choices and degrees.pipeline > 1:
+        most = batch // (degrees.data * min(choice.micro_batch for choice in choices))
+        if most > _MOST_MICRO_BATCHES:
+            raise NoPredictionError(f"{most} micro-batches are more than {_MOST_MICRO_BATCHES}")
+    if not choices:
+        raise NoPredictionError(
+            f"{degrees.data} replicas of whole micro-batches do not divide {batch} sequences"
+        )
+    if not words.is_sequence_parallel(stack.is_sequence_parallel):
+        choices = tuple(replace(choice, strategy="megatron") for choice in choices)
+    if attention is None:
+        attention = attention_rate(stack.attention_kernel, cluster.chip.name)
+    software = software_of(stack) if constants is None else constants
+    if words.is_amp:
+        software = replace(software, stops_early=True)
+    if words.is_compiled:
+        software = replace(
+            software,
+            forward=UnfusedKernels(),
+            backward=UnfusedKernels(),
+            recomputes_gate=True,
+            copies_norm_inputs=False,
+        )
+    loss = stack.compiled_loss if words.is_compiled else stack.loss
+    gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
+    try:
+        problem = StepProblem(
+            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
+            attention_share=attention, loss=loss, stack=software, reserve=0.0,
+        )  # fmt: skip
+    except MeshweaveError as error:
+        raise NoPredictionError(str(error)) from None
+    return RunCase(run, stack, problem, choices, words.recomputed_share, words.kept_operators)
+
+
+class _Words:
+    """Read the column `config` of a run."""
+
+    def __init__(self, run: PublishedRun) -> None:
+        self.text = run.config.lower()
+        self.source = run.source.lower()
+
+    def number(self, pattern: str) -> int | None:
+        """Return the number that stands in a pattern's group; None where the words do not match."""
+        match = re.search(pattern, self.text)
+        return int(match[1]) if match else None
+
+    @property
+    def zero(self) -> int:
+        """Return the level of ZeRO."""
+        stated = self.number(r"zero-?(\d)")
+        if stated is not None:
+            return stated
+        if "shard_grad_op" in self.text:
+            return 2
+        shards = self.number(r"fsdp ?=?(\d+)")
+        return 3 if "full_shard" in self.text or (shards or 0) > 1 else 0
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """Return what is recomputed; None where the words do not say."""
+        if "full recompute" in self.text or "full ac" in self.text or "actckpt=true" in self.text:
+            return "full"
+        if re.search(r"\bsac\b", self.text):
+            return "full"
+        if "selective" in self.text:
+            return "selective"
+        return "none" if "actckpt=false" in self.text else None
+
+    @property
+    def recomputed_share(self) -> float:
+        """Return the share of layers that are recomputed: half where every other product is kept (torchtitan)."""
+        return 0.5 if re.search(r"\bsac\b", self.text) else 1.0
+
+    @property
+    def kept_operators(self) -> ActivationRule | None:
+        """Return which results of operators are kept under selective activation checkpointing; None without it."""
+        if not re.search(r"\bsac\b", self.text):
+            return None
+        return "compiled-operators" if self.is_compiled else "operators"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether a compiler fused element-wise operations: nothing is left of the stack's own."""
+        return bool(re.search(r"\bcompiled?\b", self.text))
+
+    @property
+    def is_amp(self) -> bool:
+        """Return whether Composer ran in mixed precision "DEFAULT", which reduces in fp32, on PyTorch 2.1.
+
+        llm-foundry's tables with "amp_bf16" say DEFAULT, those with "bf16" PURE, and ran on PyTorch 1.13.
+        """
+        return "amp_" in self.text
+
+    @property
+    def schedule(self) -> str:
+        """Return the schedule's name in `algorithms.pipeline.by_name`."""
+        return next((name for word, name in _SCHEDULES if word in self.text), "1f1b")
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Return whether the words say that stages are interleaved."""
+        return "1f1b-i" in self.text or "interleaved" in self.text
+
+    def is_sequence_parallel(self, default: bool) -> bool:
+        """Return whether norms and dropout are sharded over tensor ranks."""
+        return default or "sequence parallel" in self.text
+
+
+def _degrees(run: PublishedRun, words: _Words, num_chips: int) -> Parallelism:
+    """Return the degrees, all else by default. Raises NoPredictionError."""
+    named = {name: run.count(name) or words.number(rf"\b{name} ?=?(\d+)") for name in ("tp", "pp", "cp")}
+    is_stated = any(named.values()) or run.count("dp") or words.zero
+    if "zero bubble" in words.source:
+        named["pp"], is_stated = named["pp"] or num_chips, True
+    if not is_stated and num_chips > 1:
+        raise NoPredictionError("the degrees of parallelism are not stated")
+    tensor, pipeline, context = (named[name] or 1 for name in ("tp", "pp", "cp"))
+    if num_chips % (tensor * pipeline * context):
+        shares = f"tp {tensor} x pp {pipeline} x cp {context}"
+        raise NoPredictionError(f"{num_chips} chips are no whole number of replicas of {shares}")
+    data = num_chips // (tensor * pipeline * context)
+    if run.count("dp") not in (None, data):
+        raise NoPredictionError(f"dp {run.count('dp')} is stated, and the chips are enough for {data}")
+    return Parallelism(data, pipeline, context, tensor, zero=words.zero, schedule=words.schedule)
+
+
+def _batch(run: PublishedRun, words: _Words, data: int) -> tuple[int | None, int]:
+    """Return the sequences of a micro-batch, None where open, and of a step. Raises NoPredictionError."""
+    micro, batch = run.count("mbs"), run.count("gbs")
+    if batch is not None:
+        return micro, batch
+    local = words.number(r"\blbs(\d+)")
+    if local:
+        return (micro or local if "pp" not in words.text else 1), local * data
+    micro_batches = words.number(r"(\d+) micro-?batches")
+    if micro and micro_batches:
+        return micro, micro * micro_batches * data
+    if micro and "scaling_benchmarks.py comment" in words.source:
+        return micro, micro * data
+    raise NoPredictionError("the batch is not stated")
+
+
+def _virtual_stages(
+    run: PublishedRun, words: _Words, model: Transformer, stack: RunStack, degrees: Parallelism
+) -> tuple[int, ...]:
+    """Return the numbers of virtual stages that the row allows."""
+    stated, pipeline = run.count("vp"), degrees.pipeline
+    if pipeline == 1 or stated:
+        return (stated or 1,) if pipeline > 1 else (1,)
+    if words.is_interleaved and "zero bubble" in words.source:
+        return ((model.num_layers + 2) // pipeline,)  # every layer is a stage (Zero Bubble, section 4)
+    if not (words.is_interleaved or stack.interleaves):
+        return (1,)
+    layers = model.num_layers // pipeline
+    numbers = tuple(number for number in range(1, layers + 1) if layers % number == 0)
+    return tuple(number for number in numbers if number > 1) or (1,) if words.is_interleaved else numbers

@@ -1,0 +1,65 @@
+"""The clusters on which published runs ran: entries of the catalog, by chips and source of a row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from meshweave.base.errors import DescriptionError
+from meshweave.describe.machine.cluster import Cluster, HostsNetwork, load_cluster
+from meshweave_studies.training_runs.models import NoPredictionError
+from meshweave_studies.training_runs.rows import PublishedRun
+
+_CHIPS = re.compile(r"(?:(\d+)\s+(?:x\s+)?)?(\S+)")
+_CLUSTERS_OF_CHIPS = (
+    (r"a100.*40", "dgx-a100-40gb"),
+    (r"a100", "dgx-a100"),
+    (r"h100", "dgx-h100"),
+    (r"gb300", "gb300-nvl72"),
+    (r"gb200", "gb200-nvl72"),
+    (r"b200", "dgx-b200"),
+    (r"v5e", "tpu-v5e"),
+    (r"v5p", "tpu-v5p"),
+    (r"v4", "tpu-v4"),
+)
+"""Patterns of a kind of chip, in the order in which they are tried, and the cluster that has it."""
+_CLUSTERS_OF_SOURCES = (
+    ("torchtitan", "h100", "grand-teton-h100"),
+    ("nanotron", "h100", "p5"),
+    ("2104.04473", "a100", "selene"),
+)
+"""Words of a source, kind of chip, and the cluster on which that source ran."""
+
+
+def cluster_of(run: PublishedRun) -> Cluster:
+    """Return the cluster of a run, of as many chips. Raises NoPredictionError where the catalog has none."""
+    stated = _CHIPS.fullmatch(run.chips.strip().rstrip("?"))
+    if stated is None or not stated[1]:
+        raise NoPredictionError("the number of chips is not stated")
+    count, kind = int(stated[1]), stated[2].lower()
+    pods = re.fullmatch(r"v5e-(\d+)", kind)
+    if pods:
+        count *= int(pods[1])
+    name = next(
+        (name for word, chip, name in _CLUSTERS_OF_SOURCES if word in run.source and chip in kind), None
+    )
+    name = name or next((name for pattern, name in _CLUSTERS_OF_CHIPS if re.search(pattern, kind)), None)
+    if name is None:
+        raise NoPredictionError(f"the catalog has no cluster of {stated[2]}")
+    try:
+        return _sized(load_cluster(name), count)
+    except DescriptionError as error:
+        raise NoPredictionError(str(error)) from None
+
+
+def _sized(cluster: Cluster, count: int) -> Cluster:
+    """Return a cluster of `count` chips; larger NVLink domains than hosts of 8 are filled evenly."""
+    network = cluster.network
+    if isinstance(network, HostsNetwork) and network.chips_per_host > 8 and count % network.chips_per_host:
+        most = network.chips_per_host
+        per_host = max(size for size in range(1, most + 1) if count % size == 0)
+        network = replace(
+            network, num_hosts=count // per_host, chips_per_host=per_host, nics_per_host=min(per_host, most)
+        )
+        return replace(cluster, network=network)
+    return cluster.with_chips(count)

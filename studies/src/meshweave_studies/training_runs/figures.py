@@ -1,0 +1,77 @@
+"""The figures of published runs as seconds of a step and bytes of memory: each source's FLOP formula and peak.
+
+Every source counts in its own way:
+
+    "step time s"                seconds
+    "tokens/s/GPU"               tokens of a step over seconds and chips
+    "samples/s/GPU"              sequences of a step over seconds and chips
+    "TFLOP/s/GPU (hardware)"     FLOPs with recomputation; Narayanan et al. (SC '21, equation 3) recompute all:
+                                 96 B s l h^2 (1 + s / 6 h + V / 16 l h)
+    "TFLOP/s/GPU", "TFLOP/s/chip"  FLOPs of the model
+    "MFU %"                      FLOPs of the model over the peak of the chips; llm-foundry's README has
+                                 3 (2 N s + 4 L h s^2) for a sequence, with all N parameters
+
+FLOPs of the model are otherwise those of Korthikanti et al. (MLSys '23, equation 7), which count attention without
+a mask and logits once, as nanotron does too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from meshweave.base.units import GIB
+from meshweave.tune.step import Step
+from meshweave_studies.training_runs.cases import RunCase
+from meshweave_studies.training_runs.models import NoPredictionError, stated_parameters
+
+PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12}
+"""By the chip's name: what sources that print an MFU divide by, in bf16 and dense."""
+_MEMORY = re.compile(r"\b(\d+(?:\.\d+)?)\s*(GiB|GB)\b")
+_TERA = 1e12
+
+
+def model_flops(case: RunCase, step: Step) -> float:
+    """Return the FLOPs of the model in a step, as the source counts them."""
+    parameters, of = stated_parameters(case.run), case.problem
+    if parameters is None:
+        return float(step.flops("all"))
+    attention = 4 * of.model.num_layers * of.model.hidden * of.seq**2
+    return 3.0 * of.batch * (2 * parameters * of.seq + attention)
+
+
+def published_seconds(case: RunCase, step: Step) -> float:
+    """Return the seconds of a step that a row's figure says. Raises NoPredictionError for an unknown metric."""
+    of, value, chips = case.problem, case.run.value, case.problem.cluster.num_chips
+    metric = case.run.metric.lower()
+    if metric == "step time s":
+        return value
+    if metric == "tokens/s/gpu":
+        return of.batch * of.seq / (value * chips)
+    if metric == "samples/s/gpu":
+        return of.batch / (value * chips)
+    if metric == "tflop/s/gpu (hardware)":
+        return step.flops("all", recomputed=True) / (value * _TERA * chips)
+    if metric in ("tflop/s/gpu", "tflop/s/chip"):
+        return model_flops(case, step) / (value * _TERA * chips)
+    if metric == "mfu %":
+        return model_flops(case, step) / (value / 100 * peak(case) * chips)
+    raise NoPredictionError(f"the metric '{case.run.metric}' is not known")
+
+
+def peak(case: RunCase) -> float:
+    """Return the peak FLOP/s of a chip that the source divides by."""
+    chip = case.problem.cluster.chip
+    known = (rate for name, rate in PEAK_FLOPS_PER_S.items() if chip.name.startswith(name))
+    return next(known, None) or chip.peak(case.problem.dtype)
+
+
+def published_bytes(case: RunCase) -> float | None:
+    """Return the memory that a row states, None where it states none.
+
+    GB are read as 2^30 bytes: PyTorch counts bytes, and nanotron and others divide by 1024^3.
+    """
+    stated = _MEMORY.search(case.run.second)
+    return float(stated[1]) * GIB if stated else None
+
+
+__all__ = ["model_flops", "peak", "published_bytes", "published_seconds"]

@@ -1,0 +1,119 @@
+"""The software that ran published training runs: what it does by default, and its few constants.
+
+What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
+interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in
+`catalog/stacks.toml`, written by `validation/fit_stacks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from meshweave.describe.model.memory import Recompute
+from meshweave.tune.step import SoftwareStack, load_stack
+from meshweave.tune.step.stacks import stack_table
+from meshweave_studies.training_runs.rows import PublishedRun
+
+
+@dataclass(frozen=True)
+class RunStack:
+    """What a source's software does where its rows say nothing else.
+
+    Attributes:
+        words: words of a source, any of which names this stack.
+        name: its name (`tune.step.stack_names`); "none" where it has no constants.
+        gradient_dtype: of gradients that are accumulated and reduced.
+        attention_kernel: which fused kernel computes attention; "" for scores in memory.
+        loss: as of `StepProblem`.
+        compiled_loss: the same, where the row says that the model was compiled.
+        memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
+        is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
+        interleaves: whether all numbers of virtual stages are tried where a row states none.
+        needs_precision: whether a row is predicted only if it states its precision.
+        does: what else the software does, by attributes of `SoftwareStack`.
+    """
+
+    words: tuple[str, ...]
+    name: str = "none"
+    dtype: str = "bfloat16"
+    gradient_dtype: str = "float32"
+    attention_kernel: str = "flash-2"
+    loss: Literal["fused", "eager", "sharded"] = "eager"
+    compiled_loss: Literal["fused", "eager"] = "fused"
+    memory_of_first_rank: bool = False
+    recompute: Recompute = "none"
+    is_sequence_parallel: bool = True
+    interleaves: bool = False
+    needs_precision: bool = False
+    does: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def attention(self) -> Literal["flash", "plain"]:
+        """Return the kind of attention in `StepProblem`'s words."""
+        return "flash" if self.attention_kernel else "plain"
+
+
+_MEGATRON = RunStack(
+    ("2205.05198", "Megatron-LM README", "Zero Bubble"),
+    "megatron-2021",
+    "float16",
+    attention_kernel="",
+    loss="fused",
+    is_sequence_parallel=False,
+)
+"""Megatron-LM before fused attention and overlapped transfers."""
+_STACKS = (
+    _MEGATRON,
+    replace(
+        _MEGATRON,
+        words=("2104.04473",),
+        gradient_dtype="float16",
+        recompute="full",
+        interleaves=True,
+        # Asynchronous all-reduces and products that add to gradients came later.
+        does={"waits_for_tensor": True, "gradient_passes": (1.0, 2.0)},
+    ),
+    RunStack(
+        ("llm-foundry",),
+        "llm-foundry",
+        gradient_dtype="bfloat16",
+        attention_kernel="triton-1",
+    ),
+    RunStack(("torchtitan benchmarks/llama3_h100_202412",), "torchtitan", compiled_loss="eager"),
+    RunStack(("torchtitan",), "torchtitan"),
+    RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
+    RunStack(
+        ("Megatron-Bridge", "Megatron-Core"),
+        loss="fused",
+        attention_kernel="flash-3",
+        needs_precision=True,
+    ),
+)
+_ZERO_3 = RunStack((), "none", "float16", "float16", "", recompute="full")
+"""DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
+_UNKNOWN = RunStack(())
+
+
+def run_stacks() -> tuple[RunStack, ...]:
+    """Return what is known of the software of sources."""
+    return _STACKS
+
+
+def stack_of(run: PublishedRun) -> RunStack:
+    """Return the software of a run, by its source; for an unknown source one without constants."""
+    if "2104.04473" in run.source and "zero-3" in run.config.lower():
+        return _ZERO_3
+    return next((stack for stack in _STACKS if any(word in run.source for word in stack.words)), _UNKNOWN)
+
+
+def software_of(stack: RunStack) -> SoftwareStack:
+    """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
+    return replace(load_stack(stack.name), **stack.does)
+
+
+def attention_rate(kernel: str, chip: str) -> float:
+    """Return the rate of a kernel of attention on a chip over that of the measured kernel; 1 if not known."""
+    shares = stack_table().get("attention", {}).get(kernel, {})
+    return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))

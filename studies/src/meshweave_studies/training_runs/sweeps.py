@@ -1,0 +1,90 @@
+"""Sweeps among published runs: whether predictions order their rows as the measurements do.
+
+A sweep is all rows of a source with the same model that differ in one thing: sequence length, chips, or the
+schedule of a pipeline with as many micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from meshweave.report.markdown import markdown_table
+from meshweave_studies.training_runs.models import size_of
+from meshweave_studies.training_runs.rows import PublishedRun
+from meshweave_studies.training_runs.score import ScoredRun
+
+CORRELATION_GOAL = 0.8
+LEAST_ROWS = 3
+"""Two rows have no order worth a correlation."""
+_MICRO_BATCHES = re.compile(r"(\d+) micro-?batches", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RunSweep:
+    """Rows that differ in one thing, and Spearman's rank correlation of predicted with published figures."""
+
+    source: str
+    model: str
+    varies: str
+    rows: int
+    correlation: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sweep as plain values."""
+        return asdict(self)
+
+
+def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[RunSweep]:
+    """Return the sweeps of runs of at least `LEAST_ROWS` rows, of which `rows` are the predictions in order."""
+    groups: dict[tuple[str, str, str, str], list[ScoredRun]] = {}
+    for run, row in zip(runs, rows, strict=True):
+        if row.predicted is None:
+            continue
+        micro_batches = _MICRO_BATCHES.search(run.config)
+        metric, model = run.metric, size_of(run)
+        if micro_batches:
+            groups.setdefault((run.source, model, "schedule", f"{micro_batches[1]} {metric}"), []).append(row)
+        elif run.count("seq"):
+            groups.setdefault((run.source, model, "sequence", f"{run.chips} {metric}"), []).append(row)
+            groups.setdefault((run.source, model, "chips", f"{run.count('seq')} {metric}"), []).append(row)
+    return [
+        RunSweep(source, model, varies, len(group), round(correlation, 4))
+        for (source, model, varies, _), group in groups.items()
+        if len(group) >= LEAST_ROWS and (correlation := rank_correlation(group)) is not None
+    ]
+
+
+def rank_correlation(rows: Sequence[ScoredRun]) -> float | None:
+    """Return Spearman's rank correlation of predicted with published figures; None where all of one are equal."""
+    published = _ranks([row.published for row in rows])
+    predicted = _ranks([row.predicted or 0.0 for row in rows])
+    center = mean(published)
+    spread = [sum((rank - center) ** 2 for rank in ranks) for ranks in (published, predicted)]
+    if not spread[0] or not spread[1]:
+        return None
+    both = zip(published, predicted, strict=True)
+    return sum((a - center) * (b - center) for a, b in both) / math.sqrt(spread[0] * spread[1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value, equal ones with the mean of theirs."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+
+
+def sweep_table(sweeps: Sequence[RunSweep]) -> str:
+    """Return the mean correlation of sweeps by source and what varies, as a Markdown table."""
+    lines = []
+    for source, varies in dict.fromkeys((sweep.source, sweep.varies) for sweep in sweeps):
+        of = [sweep for sweep in sweeps if (sweep.source, sweep.varies) == (source, varies)]
+        correlations = [sweep.correlation for sweep in of]
+        numbers = str(len(of)), str(sum(sweep.rows for sweep in of))
+        figures = f"{mean(correlations):.2f}", f"{min(correlations):.2f}"
+        lines.append((source.split(" (")[0], varies, *numbers, *figures))
+    head = ("source", "varies", "sweeps", "rows", "mean rank correlation", "least")
+    return markdown_table(head, "llrrrr", lines)

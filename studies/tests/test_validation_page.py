@@ -1,0 +1,141 @@
+"""Numbers of validation/README.md about pipelines are those of the saved results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from meshweave_studies.alpacomm.readings import RIVAL_ROWS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "validation" / "README.md").read_text(encoding="utf-8")
+GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
+U_TRANSFORMERS = tuple(f"U-Transformer {size}" for size in ("1B", "2.1B", "2.1B, fp32", "2.1B, fitted"))
+GAINS = ("zb_1p", "zb_2p", "interleaved")
+
+
+def saved(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(
+        (ROOT / "validation" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    )["rows"]
+    return rows
+
+
+ALPACOMM, ZERO_BUBBLE = saved("alpacomm-p3.8xlarge"), saved("zero-bubble-dgx-a100")
+
+
+def section(title: str) -> str:
+    """Return the text of a section of any level, its lines joined."""
+    start = PAGE.index(f"# {title}\n")
+    level = PAGE[:start].rsplit("\n", 1)[1] + "#"
+    return PAGE[start:].split(f"\n{level} ", 1)[0]
+
+
+def counts(rows: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(row["verdict"] for row in rows)
+
+
+def test_counts_of_alpacomm() -> None:
+    of = counts(ALPACOMM)
+    text = " ".join(section("AlpaComm").split())
+    assert (
+        f"{len(ALPACOMM)} rows on `p3.8xlarge`: {of['holds']} hold, {of['near']} are near, "
+        f"{of['differs']} differ, "
+        f"{of['ours alone']} are ours alone."
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "cases", "digits", "unit"),
+    [
+        ("eager-1F1B over all-gather without overlap | 1.5x", "end_to_end", U_TRANSFORMERS, 2, "x"),
+        ("1F1B with overlap over broadcast without | 1.30x", "overlap_gain", U_TRANSFORMERS, 2, "x"),
+        ("eager-1F1B over 1F1B with overlap | 1.15x", "eager_gain", U_TRANSFORMERS, 2, "x"),
+        (
+            "overlap slower than eager-1F1B, 4 micro-batches | 3 %",
+            "few_micro_batches",
+            U_TRANSFORMERS,
+            0,
+            " %",
+        ),
+        ("share of the bound | over 75 %", "share_of_bound", U_TRANSFORMERS, 0, " %"),
+        ("eager-1F1B over all-gather without overlap | 1.1x", "end_to_end", GPTS, 2, "x"),
+        ("share of the bound | over 75 %", "share_of_bound", GPTS, 0, " %"),
+    ],
+)
+def test_rows_of_alpacomms_training(
+    label: str, name: str, cases: tuple[str, ...], digits: int, unit: str
+) -> None:
+    rows = {row["model"]: row for row in ALPACOMM if row["id"] == name}
+    ours = ", ".join(f"{rows[case]['ours']:.{digits}f}{unit}" for case in cases)
+    verdicts = ", ".join(rows[case]["verdict"] for case in cases)
+    assert f"| {label} | {ours} | {verdicts} |" in section("Training")
+
+
+def test_prose_of_alpacomms_training() -> None:
+    values = {(row["id"], row["model"]): row["ours"] for row in ALPACOMM}
+    text = " ".join(section("Training").split())
+    delay = max(value for (name, _), value in values.items() if name == "delay_gain")
+    for sentence in (
+        f"{values['share_of_bound_goal', 'lowest']:.1f} % at least",
+        f"{values['signal_gain', 'largest']:.2f} times the all-gathers",
+        f"eager-1F1B gains {values['end_to_end', U_TRANSFORMERS[3]]:.2f}x",
+        f"add {100 * (delay - 1):.1f} % at most",
+    ):
+        assert sentence in text
+
+
+def test_prose_of_alpacomms_readings() -> None:
+    tables = {name: saved(f"alpacomm-{name}") for name in ("p3.8xlarge", "messages", "alpa")}
+    values = {name: {(row["id"], row["model"]): row["ours"] for row in rows} for name, rows in tables.items()}
+    alpa, text = values["alpa"], " ".join(section("Readings of AlpaComm").split())
+    scan = ROOT / "benchmarks" / "results" / "reshard_packing.json"
+    packing = json.loads(scan.read_text(encoding="utf-8"))["rows"]
+    ratios = {
+        rivals: [list(one["over_broadcast"].values()) for one in packing if one["rivals"] == rivals]
+        for rivals in ("planned", "public")
+    }
+    planned = [ratio for of_rate in ratios["planned"] for ratio in of_rate]
+    changes = [
+        abs(ours / values["p3.8xlarge"][key] - 1)
+        for key, ours in values["messages"].items()
+        if key[0] in RIVAL_ROWS and isinstance(ours, float) and values["p3.8xlarge"][key] >= 1
+    ]
+    for sentence in (
+        f"{alpa['uneven_drop', 'gpus']:.0f} % longer than 4",
+        f"3 hosts {alpa['uneven_drop', 'hosts']:.0f} %",
+        f"case 8 gives {alpa['gather_crosses', 'largest']:.2f}x",
+        f"({alpa['similar', 'case5']:.3f} and {alpa['similar', 'case6']:.3f})",
+        f"over 4 hosts it takes {alpa['gather_two_t', 'hosts4']:.2f} t",
+        f"Ratios change by {100 * max(changes):.1f} % at most",
+        f"the all-gather takes {min(planned):.1f} to {max(planned):.1f} times",
+        f"falls from {max(ratios['public'][0]):.1f} to {min(ratios['public'][-1]):.1f}",
+    ):
+        assert sentence in text, sentence
+
+
+def test_zero_bubble() -> None:
+    text, of = section("Zero Bubble"), counts(ZERO_BUBBLE)
+    assert (
+        f"{len(ZERO_BUBBLE)} rows of table 4 on `dgx-a100`, fitted to nothing: {of['holds']} hold, "
+        f"{of['near']} are near, {of['differs']} differ."
+    ) in text
+    labels = {"flops": "FLOPs at one rate", "kernels": "kernels by shape", "profiled": "the authors' profile"}
+    for reading, label in labels.items():
+        errors = [errors_of(f"{gain}_{reading}") for gain in GAINS]
+        every = [error for of_gain in errors for error in of_gain]
+        cells = [f"{mean(map(abs, every)):.1f}", *(f"{mean(of_gain):+.1f}" for of_gain in errors)]
+        assert f"| {label} | {' | '.join(cells)} | {max(every, key=abs):+.1f} |" in text
+    memory = [
+        error for name in ("1f1b", "interleaved", "zb_1p", "zb_2p") for error in errors_of(f"memory_{name}")
+    ]
+    assert f"{min(memory):+.1f} to {max(memory):+.1f} % off" in " ".join(text.split())
+
+
+def errors_of(name: str) -> list[float]:
+    return [100 * (row["ours"] / row["published"] - 1) for row in ZERO_BUBBLE if row["id"] == name]

@@ -1,0 +1,134 @@
+"""Judging a number of ours by the published one."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from meshweave_studies.meshslice.agreement import picks_best, summary
+from meshweave_studies.papers import FIGURES
+from meshweave_studies.published import listed_patterns, published_rows
+from meshweave_studies.verdict import LISTED, JudgedRow, Listed, Tolerance, count_verdicts, tolerance_of
+
+
+def row(
+    published: float | None,
+    ours: float | None,
+    unit: str = "x",
+    tolerance: Tolerance | None = None,
+    scored: bool = True,
+    listed: Listed = "",
+) -> JudgedRow:
+    given = tolerance or Tolerance()
+    return JudgedRow(
+        "id",
+        "what",
+        "where",
+        "both",
+        unit,
+        published,
+        ours,
+        given,
+        scored,
+        why="because",
+        reason="none",
+        listed=listed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "unit", "tolerance", "verdict"),
+    [
+        (100, 103, "x", Tolerance(), "holds"),
+        (100, 96.9, "x", Tolerance(), "near"),
+        (100, 110.1, "x", Tolerance(), "differs"),
+        (67.4, 64.4, "%", Tolerance(0.03, "points"), "holds"),
+        (67.4, 64.3, "%", Tolerance(0.03, "points"), "near"),
+        (67.4, 57.3, "% faster", Tolerance(0.03, "points"), "differs"),
+        (1.3, 1.5, "%", Tolerance(), "differs"),
+        (12.0, 15.0, "% faster", tolerance_of("% faster", None, None), "holds"),
+        (12.0, 18.0, "% faster", tolerance_of("% faster", 6, None), "near"),
+        (12.0, 18.1, "% faster", tolerance_of("% faster", 6, None), "differs"),
+        (-4.0, -3.0, "% longer", tolerance_of("% longer", None, None), "holds"),
+        (0.0, 0.1, "% faster", tolerance_of("% faster", None, None), "differs"),
+        (0.0, 0.1, "% faster", tolerance_of("% faster", None, "more"), "holds"),
+        (0, 0, "cases", Tolerance(0, "exact"), "holds"),
+        (0, 1, "cases", Tolerance(0, "exact"), "differs"),
+        (5, 1.2, "%", Tolerance(0, "goal"), "holds"),
+        (5, 5.1, "%", Tolerance(0, "goal"), "differs"),
+    ],
+)
+def test_verdicts(published: float, ours: float, unit: str, tolerance: Tolerance, verdict: str) -> None:
+    assert row(published, ours, unit, tolerance).verdict == verdict
+
+
+def test_rows_without_a_verdict() -> None:
+    assert row(1, None).verdict == "not reproduced" and row(1, None).remark == "none"
+    assert row(None, 1).verdict == "ours alone"
+    assert row(10, 9, scored=False).verdict == "ours alone"
+
+
+def test_why_is_shown_only_where_a_row_does_not_hold() -> None:
+    assert row(100, 100).remark == ""
+    assert row(100, 200).remark == "because"
+
+
+def test_counts_are_in_the_order_of_merit() -> None:
+    assert list(count_verdicts([row(1, 9), row(1, 1), row(1, 1)]).items()) == [("holds", 2), ("differs", 1)]
+
+
+def test_listed_rows_have_a_verdict_and_do_not_count() -> None:
+    rows = [
+        row(1, 1),
+        row(1, 1, listed="identity"),
+        row(1, 9, listed="read again"),
+        row(1, None, listed="follows"),
+    ]
+    assert count_verdicts(rows) == {"holds": 1, "listed": 2, "not reproduced": 1}
+    assert [r.counts for r in rows] == [True, False, False, False]
+    assert rows[1].remark == f"listed: {LISTED['identity']}" and rows[1].verdict == "holds"
+
+
+@pytest.mark.parametrize("paper", FIGURES)
+def test_what_is_listed_is_there_and_has_a_reason(paper: str) -> None:
+    ids = [entry.id for entry in published_rows(paper)]
+    for reason, patterns in listed_patterns(paper).items():
+        assert reason in LISTED
+        for pattern in patterns:
+            assert any(fnmatchcase(name, pattern) for name in ids), pattern
+    assert any(not entry.listed for entry in published_rows(paper))
+
+
+@pytest.mark.parametrize("paper", FIGURES)
+def test_every_gain_is_judged_by_its_own_size(paper: str) -> None:
+    for entry in published_rows(paper):
+        if entry.unit == "% faster" and entry.tolerance.kind not in ("least", "more", "goal", "exact"):
+            assert entry.tolerance == Tolerance(0.25, "gain"), entry.id
+
+
+def test_no_number_of_meshslice_counts_twice() -> None:
+    counted = [entry for entry in published_rows("meshslice") if not entry.listed and entry.scored]
+    named = [
+        (entry.where, model, value) for entry in counted for model, value in entry.values.items() if value
+    ]
+    own_limits = (
+        "meshslice_communication",
+        "wang_communication",
+        "strong_over_collective",
+        "strong_over_wang",
+    )
+    limits = [(e.where, m, v) for e in counted if e.id in own_limits for m, v in e.values.items()]
+    assert len(set(named)) == len(named) - len(limits) // 2
+
+
+def test_what_an_estimate_picks() -> None:
+    assert picks_best({(4, 4): (1.0, 2.0), (2, 8): (1.5, 2.5)}) == (True, "")
+    is_best, loss = picks_best({(4, 4): (1.0, 3.0), (2, 8): (1.5, 2.0)})
+    assert not is_best and loss == "4x4 is picked, 2x8 is 50.0 % faster"
+
+
+def test_errors_by_algorithm() -> None:
+    mean, text = summary({"wang": [1.0, 3.0], "fsdp": [8.0]})
+    assert mean == 4.0
+    assert text == "3 products: wang 2.0 % (worst 3.0 %), fsdp 8.0 % (worst 8.0 %)"

@@ -1,0 +1,140 @@
+"""Verbs of installed packages: those that are there join the command line, those that are not are named."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import meshweave
+from meshweave.base.installed import OFFERED
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(meshweave.__file__).parents[1]
+MODULE = """
+import typer
+
+def hail(name: str) -> None:
+    \"\"\"Hail somebody.\"\"\"
+    print("hail", name)
+
+more = typer.Typer(no_args_is_help=True, help="Two verbs.")
+more.command()(hail)
+more.command("greet")(hail)
+"""
+
+
+def package(folder: Path, points: str, name: str = "hails", module: str = MODULE) -> Path:
+    """Write a folder as pip's --target makes it: a module and the metadata of the package that it is of."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(module)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[meshweave.commands]\n{points}\n")
+    return folder
+
+
+def called(
+    *words: str, paths: tuple[Path, ...] = (), alone: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a process of its own, with folders of packages; `alone`: with no others at all."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, *filter(None, sys.path))))}
+    if alone:
+        env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    return subprocess.run(
+        [sys.executable, *(("-S",) if alone else ()), "-m", "meshweave", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """Return folders that have what this Python has, but for the lab and the studies."""
+    folder = tmp_path_factory.mktemp("site")
+    for site in (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))):
+        for entry in site.iterdir():
+            is_ours = entry.name.startswith(("meshweave_lab", "meshweave_studies")) or entry.suffix == ".pth"
+            if not is_ours and not (folder / entry.name).exists():
+                (folder / entry.name).symlink_to(entry)
+    return SOURCE, folder
+
+
+def test_the_table_is_what_the_packages_offer() -> None:
+    for name, groups in OFFERED.items():
+        folder = ROOT / name.removeprefix("meshweave-")
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["name"] == name
+        offered = {group: tuple(points) for group, points in project["entry-points"].items()}
+        assert offered == groups
+        for group, points in project["entry-points"].items():
+            for point in points:
+                assert [one.value for one in entry_points(group=group, name=point)] == [points[point]]
+                assert entry_points(group=group)[point].load()
+
+
+def test_verbs_of_a_package_join(tmp_path: Path) -> None:
+    site = package(tmp_path / "site", "hail = hails:hail\nmore = hails:more")
+    assert called("hail", "you", paths=(site,)).stdout == "hail you\n"
+    assert called("more", "greet", "you", paths=(site,)).stdout == "hail you\n"
+    shown = called("--help", paths=(site,))
+    assert "Hail somebody." in shown.stdout and "Two verbs." in shown.stdout, shown.stderr
+    typo = called("hial", paths=(site,))
+    assert (typo.returncode, typo.stdout) == (2, "") and "'hail'" in typo.stderr
+
+
+def test_verbs_that_cannot_be_had_are_one_line(tmp_path: Path) -> None:
+    twice = package(tmp_path / "twice", "reproduce = hails:hail")
+    broken = package(tmp_path / "broken", "broken = bad:verb", "bad", "raise ValueError('no such day')")
+    for words, site, said in (
+        (("reproduce", "atp"), twice, "uninstall one of them"),
+        (("broken",), broken, "broken = bad:verb cannot be loaded: no such day"),
+    ):
+        done = called(*words, paths=(site,))
+        assert (done.returncode, done.stdout) == (2, "") and said in done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert called("--version", paths=(broken,)).returncode == 0
+    assert called("catalog", "models", "--json", paths=(broken,)).returncode == 0
+
+
+def test_a_verb_of_the_wheel_is_never_another_package_s(tmp_path: Path) -> None:
+    site = package(tmp_path / "site", "catalog = hails:hail")
+    assert "gpt3" in called("catalog", "models", "--json", paths=(site,)).stdout
+
+
+def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp_path: Path) -> None:
+    for name, groups in OFFERED.items():
+        for verb in (*groups["meshweave.commands"], *groups.get("meshweave.commands.tune", ())):
+            words = ["tune", verb] if verb == "mesh" else [verb]
+            done = called(*words, "--help", paths=wheel_alone, alone=True)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert name in done.stderr and done.stderr.count("\n") == 1 and "pip install" in done.stderr
+    lab = ROOT / "examples" / "labs" / "torus-2x2.toml"
+    out = tmp_path / "out.toml"
+    done = called("calibrate", "--lab", str(lab), "--out", str(out), paths=wheel_alone, alone=True)
+    assert done.returncode == 2 and "meshweave-lab" in done.stderr and done.stderr.count("\n") == 1
+    shown = called("--help", paths=wheel_alone, alone=True)
+    assert shown.returncode == 0 and "simulate" in shown.stdout and "reproduce" not in shown.stdout
+    moved = "import meshweave as mw\ntry:\n    mw.Lab\nexcept AttributeError as error:\n    print(error)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, wheel_alone))}
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", moved], env=env, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.startswith("meshweave.Lab is meshweave_lab.Lab now")
+
+
+@pytest.mark.parametrize("name", sorted(meshweave._MOVED))
+def test_names_that_moved_are_said_to(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    package = meshweave._MOVED[name]
+    assert getattr(meshweave, name) is getattr(importlib.import_module(package), name)
+    assert f"{package}.{name}" in str(recwarn.pop(DeprecationWarning).message)
+    assert name not in meshweave.__all__ and not hasattr(meshweave, "nothing")
