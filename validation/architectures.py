@@ -170,7 +170,8 @@ def write_version(columns: dict[str, list[dict[str, Any]]], num_ranks: int) -> N
         "# Causal language models of other versions of transformers",
         "",
         f"Known classes were compared with transformers {TRIED}. Made by `validation/architectures.py --ranks`, "
-        "with the other version on PYTHONPATH: every type by its defaults, and odd configs of the known classes.",
+        "with the other version on PYTHONPATH: all types by their defaults, or the known ones alone where few are "
+        "counted, and odd configs of the known classes.",
         "",
         "| transformers on ranks | of | exact | refused | wrong | crash | no model |",
         "|---|---|---|---|---|---|---|",
