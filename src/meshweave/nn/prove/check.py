@@ -17,8 +17,9 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap
 from meshweave.nn.prove.differences import ProofRanks
 from meshweave.nn.prove.given import Given, generated
-from meshweave.nn.prove.proof import ModelPair, Proof, context_for, free_bytes
+from meshweave.nn.prove.proof import ModelPair, Proof
 from meshweave.nn.prove.reduced import kinds_of, reduced
+from meshweave.nn.prove.runs import context_for, free_bytes
 from meshweave.nn.prove.state import WIDE
 
 _TOKENS = 24

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook
 
 from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
-from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
 from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
 from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
@@ -250,7 +247,7 @@ class ModelPair:
         assert right is not None
         return self._compare(None, made, right, own)
 
-    def _tried(self, run: Callable[[], _Run]) -> tuple[_Run | None, dict[int, str]]:
+    def _tried(self, run: Callable[[], ModelRun]) -> tuple[ModelRun | None, dict[int, str]]:
         """Return a run; None where any rank failed, and what the ranks that did say."""
         error: Exception | None = None
         made = None
@@ -269,7 +266,7 @@ class ModelPair:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks.ranks)))
         return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
 
-    def _run_original(self, dtype: torch.dtype | None) -> _Run:
+    def _run_original(self, dtype: torch.dtype | None) -> ModelRun:
         with prepared(self.model, dtype, training=self.training):
             before = torch.get_rng_state()
             parts = self.given.parts
@@ -280,10 +277,10 @@ class ModelPair:
                 if part == self.given.part:
                     values = {name: value.detach() for name, value in actual.items()}
             drew = not torch.equal(before, torch.get_rng_state())
-            return _Run(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
+            return ModelRun(values, {n: p.grad for n, p in parameters_of(self.model).items()}, drew)
 
-    def _run_made(self, dtype: torch.dtype | None) -> _Run:
-        with prepared(self.module, dtype, self.made, self.training), _narrowest() as seen:
+    def _run_made(self, dtype: torch.dtype | None) -> ModelRun:
+        with prepared(self.module, dtype, self.made, self.training), narrowest_seen() as seen:
             before = torch.get_rng_state()
             given = self.given.rows(self.given.part).cast(dtype)
             if self.made is self.module or given.loss is not None:
@@ -299,11 +296,11 @@ class ModelPair:
             if self.after_backward is not None:
                 self.after_backward(self.module)
             drew = not torch.equal(before, torch.get_rng_state())
-            grads = {name: _settled(p) for name, p in parameters_of(self.module).items()}
-            return _Run({name: value.detach() for name, value in values.items()}, grads, drew, seen[0])
+            grads = {name: settled_gradient(p) for name, p in parameters_of(self.module).items()}
+            return ModelRun({name: value.detach() for name, value in values.items()}, grads, drew, seen[0])
 
     def _compare(
-        self, dtype: torch.dtype | None, made: _Run, right: _Run, own: _Run | None
+        self, dtype: torch.dtype | None, made: ModelRun, right: ModelRun, own: ModelRun | None
     ) -> Difference | None:
         values = [
             Compared(
@@ -334,7 +331,7 @@ class ModelPair:
             f"{targets.numel()} have a target), or a sum over words or ranks"
         )
 
-    def _gradients(self, made: _Run, right: _Run, own: _Run | None) -> list[Compared]:
+    def _gradients(self, made: ModelRun, right: ModelRun, own: ModelRun | None) -> list[Compared]:
         """Return the gradients beside those of the original, the last parameter's first, as they are computed."""
         largest = max((float(g.square().mean()) for g in right.grads.values() if g is not None), default=0.0)
         floor = _ABSOLUTE * math.sqrt(largest)
@@ -368,7 +365,7 @@ class ModelPair:
             )
         return ""
 
-    def _allowed(self, right: _Run, own: _Run | None, name: str) -> tuple[float, float]:
+    def _allowed(self, right: ModelRun, own: ModelRun | None, name: str) -> tuple[float, float]:
         """Return the relative error that rounding explains, and that of each element beside."""
         if self.dtype == WIDE:
             return EXACT, 0.0
@@ -386,45 +383,6 @@ class ModelPair:
 _OTHER_WEIGHTS = "it was changed, or filled from other weights"
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
-
-    values: dict[str, Tensor]
-    grads: dict[str, Tensor | None]
-    drew: bool
-    narrowest: torch.dtype = WIDE
-
-
-@contextmanager
-def _narrowest() -> Iterator[list[torch.dtype]]:
-    """Yield a list whose only entry is the narrowest floating type that a module has returned."""
-    seen = [WIDE]
-
-    def look(_: nn.Module, __: Any, out: Any) -> None:
-        first = out[0] if isinstance(out, tuple | list) and out else out
-        if isinstance(first, Tensor) and first.is_floating_point():
-            seen[0] = min(seen[0], first.dtype, key=lambda kind: torch.finfo(kind).bits)
-
-    handle = register_module_forward_hook(look)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def _settled(parameter: nn.Parameter) -> Tensor | None:
-    """Return a gradient that lies as its parameter does. Collective where it is terms of a sum."""
-    grad = parameter.grad
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(parameter, DTensor)
-        and grad.placements != parameter.placements
-    ):
-        return grad.redistribute(placements=parameter.placements)
-    return grad
-
-
 def _data_ranks(module: nn.Module, data_mesh: DeviceMesh | None) -> list[int]:
     """Return the ranks that have rows of their own and differ from this one in nothing else."""
     if data_mesh is not None:
@@ -433,20 +391,3 @@ def _data_ranks(module: nn.Module, data_mesh: DeviceMesh | None) -> list[int]:
         if isinstance(child, nn.parallel.DistributedDataParallel):
             return list(dist.get_process_group_ranks(child.process_group))
     return compat.fsdp_ranks(module)
-
-
-def context_for(strategy: Any, device: torch.device) -> TorchContext:
-    """Return the context in which ranks tell one another what they find: that of a strategy where it has one."""
-    own = getattr(strategy, "context", None)
-    context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
-    return context
-
-
-def free_bytes(device: torch.device, ranks: int) -> int:
-    """Return the memory of a device that is free; without a limit where nobody says."""
-    if device.type == "cuda":
-        return ranks * int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, StopIteration, ValueError), Path("/proc/meminfo").open() as file:
-        line = next(line for line in file if line.startswith("MemAvailable"))
-        return 1024 * int(line.split()[1])
-    return 1 << 62

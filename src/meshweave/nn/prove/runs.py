@@ -1,0 +1,73 @@
+"""One run of a model: what it gives, in which types, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.prove.state import WIDE
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """Values and gradients of one run of a model, whether random numbers were drawn, and the narrowest type."""
+
+    values: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+    drew: bool
+    narrowest: torch.dtype = WIDE
+
+
+@contextmanager
+def narrowest_seen() -> Iterator[list[torch.dtype]]:
+    """Yield a list whose only entry is the narrowest floating type that a module has returned."""
+    seen = [WIDE]
+
+    def look(_: nn.Module, __: Any, out: Any) -> None:
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor) and first.is_floating_point():
+            seen[0] = min(seen[0], first.dtype, key=lambda kind: torch.finfo(kind).bits)
+
+    handle = register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return a gradient that lies as its parameter does. Collective where it is terms of a sum."""
+    grad = parameter.grad
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
+        return grad.redistribute(placements=parameter.placements)
+    return grad
+
+
+def context_for(strategy: Any, device: torch.device) -> TorchContext:
+    """Return the context in which ranks tell one another what they find: that of a strategy where it has one."""
+    own = getattr(strategy, "context", None)
+    context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
+    return context
+
+
+def free_bytes(device: torch.device, ranks: int) -> int:
+    """Return the memory of a device that is free; without a limit where nobody says."""
+    if device.type == "cuda":
+        return ranks * int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, StopIteration, ValueError), Path("/proc/meminfo").open() as file:
+        line = next(line for line in file if line.startswith("MemAvailable"))
+        return 1024 * int(line.split()[1])
+    return 1 << 62
