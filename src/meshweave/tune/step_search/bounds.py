@@ -12,7 +12,7 @@ take one after the other. Tests compare them with prices, and the search with th
 from __future__ import annotations
 
 from meshweave.algorithms.block import BlockAlgorithm
-from meshweave.algorithms.block.kernels import Kernel, kernels_of
+from meshweave.algorithms.block.nodes import Kernel, kernels_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_s
 from meshweave.describe.machine.levels import level_sizes
