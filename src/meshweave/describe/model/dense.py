@@ -40,8 +40,8 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group of
-    heads follow those of another; a gated W_1 has a gate and an input column by turns.
+    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group
+    of heads follow those of another; a gated W_1 has a gate and an input column by turns.
 
     Args:
         norm: the kind of the norms.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -63,11 +64,14 @@ class Weight:
         return size
 
 
-KeptKind = Literal["sums", "scores", "score mask", "mask", "gate", "copy", "joint"]
+Place = Literal["residual", "operand", "attention", "feed_forward"]
+"""How an edge lies on ranks."""
+
+KeptKind = Literal["sums", "scores", "dropped scores", "score mask", "mask", "gate", "copy", "joint"]
 """Why the forward part keeps something besides edges.
 
-Sums of softmax; scores, and their mask of dropout; a mask of dropout of the residual; the gate of an activation;
-the copy of a norm's input in float32; keys and values with which queries are one tensor.
+Sums of softmax; scores after softmax and after dropout, and the mask of that; a mask of dropout of the residual;
+the gate of an activation; the copy of a norm's input in float32; keys and values that are one tensor with queries.
 """
 
 
@@ -81,6 +85,10 @@ class Kept:
     elements: int
     item_bytes: int = 0
     by_keys: bool = False
+
+    def num_bytes(self, item_bytes: int, keys: int) -> int:
+        """Return the bytes a token, each of which has so many keys."""
+        return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
 @dataclass(frozen=True)
@@ -138,9 +146,19 @@ class Node(ABC):
         return False
 
     @property
+    def is_product(self) -> bool:
+        """Return whether it is a product with a weight."""
+        return False
+
+    @property
     def makes_terms(self) -> bool:
         """Return whether what it makes may be terms of a sum on ranks, which can be summed later."""
         return False
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the features a token by which software stacks count what they move in it, by what they are."""
+        return {}
 
     def attention_flops(self, pairs: int) -> int:
         """Return the FLOPs of so many pairs of tokens, forward; 0 where tokens do not meet."""
@@ -238,6 +256,11 @@ class Linear(Node):
         return self.operand.dim == "hidden"
 
     @property
+    def is_product(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
     def makes_terms(self) -> bool:
         """Return whether its result may be summed over ranks later: where no bias is added to it."""
         return not self.bias
@@ -303,11 +326,17 @@ class Attention(Node):
     def kept(self) -> tuple[Kept, ...]:
         """Return the sums of softmax, or the scores after softmax and after dropout with their mask."""
         rows = [Kept("sums", self.out, self.heads, 4)]
-        rows += [Kept("scores", self.out, self.heads, by_keys=True)] * 2
+        rows.append(Kept("scores", self.out, self.heads, by_keys=True))
+        rows.append(Kept("dropped scores", self.out, self.heads, by_keys=True))
         rows += [Kept("score mask", self.out, self.heads, 1, by_keys=True)]
         if self.per_group == 1:
             rows.append(Kept("joint", self.out, 2 * self.heads * self.head_dim))
         return tuple(rows)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the features of queries and of keys."""
+        return {"heads": self.makes.size, "keys": self.groups * self.head_dim}
 
     def num_pairs(self, sequence: int) -> int:
         """Return the pairs of query and key of a sequence: those that its mask leaves."""
@@ -345,6 +374,11 @@ class Activation(Node):
     def makes(self) -> Features:
         """Return the inner features."""
         return Features("inner", self.inner)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the inner features."""
+        return {"ffn": self.inner}
 
     @property
     def kept(self) -> tuple[Kept, ...]:
@@ -499,14 +533,48 @@ class LayerGraph:
         return sum(node.attention_flops(count) for node, count in zip(self.nodes, pairs, strict=True))
 
     @cached_property
+    def counts(self) -> dict[str, int]:
+        """Return the sums of what nodes count, and the features of the residual."""
+        sums = Counter({"residual": self.features[self.input].size})
+        for node in self.nodes:
+            sums.update(node.counts)
+        return dict(sums)
+
+    @cached_property
     def kept_edges(self) -> tuple[str, ...]:
         """Return the edges that gradients read."""
         return tuple(dict.fromkeys(edge for node in self.nodes for edge in node.reads_back))
 
     @cached_property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept besides edges."""
-        return tuple(row for node in self.nodes for row in node.kept)
+    def chosen_edges(self) -> tuple[tuple[str, int, bool], ...]:
+        """Return what selective checkpoints of operators keep.
+
+        Edges, how many of their features, and whether a gradient reads them: the input, results that their own
+        gradient reads (attention), and every second product; queries, keys, values, gate and input are one each.
+        """
+        whole = [self.input, *(node.out for node in self.nodes if node.out in node.reads_back)]
+        products = [(node.out, size) for node in self.linears for _, size in node.modules][::2]
+        rows = [*((edge, self.features[edge].size) for edge in whole), *products]
+        return tuple((edge, size, edge in self.kept_edges) for edge, size in rows)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Return for every edge how it lies on ranks: as the residual, as operands of it, or as its group does."""
+        groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
+        for edge, features in self.features.items():
+            if features.dim == "hidden":
+                is_operand = any(node.is_product for node in self.readers(edge))
+                groups[edge] = "operand" if is_operand else "residual"
+        return groups
+
+    def kept(self, kinds: Collection[KeptKind]) -> Iterator[Kept]:
+        """Yield what is kept besides edges, of some kinds."""
+        return (row for node in self.nodes for row in node.kept if row.kind in kinds)
+
+    def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:
+        """Return the bytes a token that are kept: all edges that gradients read, and what is of some kinds."""
+        edges = sum(self.features[edge].size for edge in self.kept_edges) * item_bytes
+        return edges + sum(row.num_bytes(item_bytes, keys) for row in self.kept(kinds))
 
 
 def _text(features: Features) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
+from meshweave.describe.model.dense import WHOLE, dense_layer
+from meshweave.describe.model.layer import LayerGraph
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,23 @@ class Transformer:
                 f"num_heads {self.num_heads}; give a divisor"
             )
 
-    def fc_layers(self) -> tuple[FcLayer, ...]:
-        """Return the four fully connected layers of one block; a gated FFN's two input matrices are one layer."""
-        heads = self.num_heads * self.head_dim
-        return (
-            FcLayer("qkv", self.hidden, heads + 2 * self.num_kv_heads * self.head_dim),
-            FcLayer("out", heads, self.hidden),
-            FcLayer("ff1", self.hidden, self.ffn_hidden * (2 if self.gated_ffn else 1)),
-            FcLayer("ff2", self.ffn_hidden, self.hidden),
+    @property
+    def layer(self) -> LayerGraph:
+        """Return a layer."""
+        return dense_layer(
+            self.hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.ffn_hidden,
+            gated=self.gated_ffn,
+            norm="rms" if self.gated_ffn else "layer",
+            rotary=WHOLE if self.gated_ffn else 0.0,
         )
+
+    def fc_layers(self) -> tuple[FcLayer, ...]:
+        """Return the fully connected layers of one block; a gated FFN's two input matrices are one layer."""
+        return tuple(FcLayer(node.name, node.operand.size, node.result.size) for node in self.layer.linears)
 
     def not_priced_at(self, sequence: int) -> tuple[str, ...]:
         """Return what the price of sequences of so many tokens does not know, a few words each."""
@@ -89,6 +99,5 @@ class Transformer:
 
         Biases, norms and position embeddings (well under 1 %) are left out.
         """
-        block = sum(layer.in_features * layer.out_features for layer in self.fc_layers())
         tables = (self.vocab_size or 0) * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.num_layers * block + tables
+        return self.num_layers * self.layer.num_weights + tables

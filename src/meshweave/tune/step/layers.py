@@ -139,21 +139,18 @@ def _software_s(
     shared = parallelism.context
     for role, size in zip(roles, (rows, columns), strict=True):
         shared *= size if role.residual else 1
-    model, tokens = problem.model, parallelism.micro_batch * problem.seq
+    tokens = parallelism.micro_batch * problem.seq
     inner = parallelism.context * parallelism.tensor_size
-    moved = tokens * (
-        unfused.residual * model.hidden / shared
-        + unfused.heads * model.num_heads * model.head_dim / inner
-        + unfused.keys * model.num_kv_heads * model.head_dim / inner
-        + unfused.ffn * model.ffn_hidden / inner
+    moved = tokens * sum(
+        getattr(unfused, name) * size / (shared if name == "residual" else inner)
+        for name, size in problem.model.layer.counts.items()
     )
     return (num_kernels + unfused.kernels) * problem.stack.launch_s + streamed_s(problem, moved)
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the stack's passes over a layer's gradients of weights, and its gathered weights."""
-    weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
-    own = -(-weights // parallelism.tensor_size)
+    own = -(-problem.model.layer.num_weights // parallelism.tensor_size)
     in_weights, in_gradients = problem.stack.gradient_passes
     moved = own * (in_weights * problem.item_bytes + in_gradients * problem.gradient_bytes)
     if parallelism.zero == 3:
@@ -165,8 +162,9 @@ def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
 def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the last product of a layer's forward part."""
     tokens = -(-parallelism.micro_batch * problem.seq // parallelism.context)
-    inner = -(-problem.model.ffn_hidden // parallelism.tensor_size)
-    return call_s(problem, matmul_work(tokens, problem.model.hidden, inner, problem.dtype))
+    last = problem.model.layer.linears[-1]
+    inner = -(-last.operand.size // parallelism.tensor_size)
+    return call_s(problem, matmul_work(tokens, last.result.size, inner, problem.dtype))
 
 
 def streamed_s(problem: StepProblem, num_bytes: float) -> float:

@@ -49,8 +49,7 @@ class LayerBounds:
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds of a layer with one sequence, by its FLOPs and the highest rate of a chip."""
         model, seq = self._problem.model, self._problem.seq
-        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
-        flops = 6 * seq * (weights + seq * model.num_heads * model.head_dim)
+        flops = 6 * seq * model.layer.num_weights + 3 * model.layer.attention_flops(seq)
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
