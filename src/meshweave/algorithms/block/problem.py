@@ -8,9 +8,9 @@ from typing import Literal
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.model.architecture import Norm
+from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.dense import WHOLE, dense_layer
-from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.layer import Features, LayerGraph, Norm
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
@@ -92,6 +92,8 @@ class BlockProblem:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
+        if self.graph is not None and Features("hidden", self.hidden) != self.graph.nodes[0].takes[0]:
+            raise LayoutError(f"block: the layer does not take {self.hidden} hidden features; give one that does")
         for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
             if word not in known:
@@ -135,9 +137,10 @@ class BlockProblem:
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
 
     @property
-    def norm(self) -> Norm:
-        """Return the kind of the last norm, and of those of layers of its sizes."""
-        return "layer" if self.family == "gpt" else "rms"
+    def norm(self) -> NormKind:
+        """Return the kind of the last norm: that of the layer's first, or of the family's."""
+        norms = (node.kind for node in self.graph.nodes if isinstance(node, Norm)) if self.graph else ()
+        return next(iter(norms), "layer" if self.family == "gpt" else "rms")
 
     @property
     def layer(self) -> LayerGraph:
