@@ -6,7 +6,9 @@ Declarations count as a set, ops in their order: a digest is that of the same op
 file was written when layers were two halves in code, before they were graphs.
 """
 
-from __future__ import annotations  # ruff: noqa: B023 (what is made is made at once)
+# ruff: noqa: B023
+
+from __future__ import annotations
 
 import hashlib
 import json

@@ -104,7 +104,7 @@ class NodeWriter(BlockTensors):
         natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
         landed, result = self.landing(out, sides, natural, final)
         self.writer.matmul(landed, operand, weight)
-        if at.layer.graph.meets(at.node.out):
+        if at.layer.graph.meets(at.node.out) and not self.writer.is_by_sites:
             self.unmoved[at.out] = landed
             return result
         self.writer.move(landed, final, "moved", into=result)
@@ -155,7 +155,8 @@ class NodeWriter(BlockTensors):
     def _waits(self, at: NodePlace[Linear], edge: str) -> bool:
         """Return whether terms of a contribution wait for those of the first reader, another product."""
         first = at.layer.graph.readers(edge)[0]
-        return first is not at.node and isinstance(first, Linear) and not self.roles.is_flat
+        is_joined = not self.roles.is_flat and not self.writer.is_by_sites
+        return is_joined and first is not at.node and first.is_product
 
     def _weight_as_kept(self, at: NodePlace[Linear]) -> Stored:
         return self.stored[at.own(at.node.weight)]

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Side
 from meshweave.describe.model.dense import dense_head
-from meshweave.describe.model.layer import Attention, Features, LayerGraph, Node, Weight
+from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import PositionNames
 
@@ -200,5 +200,5 @@ def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
 
 def attention_of(problem: BlockProblem) -> LayerPlace:
     """Return the attention of the first layer, as a layer of its own."""
-    node = next(node for node in problem.layer.nodes if isinstance(node, Attention))
+    (node,) = problem.layer.attentions
     return LayerPlace(problem, LayerGraph((node,)), 0, "0", f"{node.ins[0]}0", f"{node.out}0")

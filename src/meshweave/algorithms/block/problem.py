@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.base.errors import LayoutError, did_you_mean
@@ -93,7 +93,9 @@ class BlockProblem:
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
         if self.graph is not None and Features("hidden", self.hidden) != self.graph.nodes[0].takes[0]:
-            raise LayoutError(f"block: the layer does not take {self.hidden} hidden features; give one that does")
+            raise LayoutError(
+                f"block: the layer does not take {self.hidden} hidden features; give one that does"
+            )
         for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
             if word not in known:
@@ -110,12 +112,12 @@ class BlockProblem:
         training: bool = True,
         counts_masked: bool = False,
     ) -> BlockProblem:
-        """Return the problem of `layers` layers of a model, by its sizes.
+        """Return the problem of `layers` layers of a model, of its first kind.
 
         A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer
         norms, GELU), whatever norms and positions the model has. Raises LayoutError.
         """
-        return cls(
+        block = cls(
             workload.batch,
             workload.sequence,
             model.hidden,
@@ -130,6 +132,7 @@ class BlockProblem:
             workload.dtype,
             counts_masked=counts_masked,
         )
+        return block if block.layer == model.layer else replace(block, graph=model.layer)
 
     @property
     def mesh(self) -> Mesh:

@@ -343,6 +343,12 @@ class Attention(Node):
         reach = sequence if self.window is None else min(self.window, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach
 
+    def mean_keys(self, sequence: int) -> int:
+        """Return for how many keys each query of a sequence is priced (Dao 2023, section 4.1)."""
+        if self.window is None or self.window >= sequence:
+            return sequence // 2 + 1
+        return -(-self.num_pairs(sequence) // sequence)
+
     def attention_flops(self, pairs: int) -> int:
         """Return the FLOPs of both products of so many pairs of query and key."""
         return 4 * pairs * self.heads * self.head_dim
@@ -521,6 +527,11 @@ class LayerGraph:
     def num_weights(self) -> int:
         """Return the number of elements of the matrices."""
         return sum(weight.size for weight in self.parameters if weight.kind == "matrix")
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Return where tokens meet."""
+        return tuple(node for node in self.nodes if isinstance(node, Attention))
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:

@@ -77,13 +77,14 @@ def step_flops(
         recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
             forward part (Narayanan et al., SC '21, equation 3).
     """
-    layer, weights = model.layer, model.layer.num_weights
-    attention = workload.batch * layer.attention_flops(
-        workload.sequence, counts_masked=pairs == "all"
-    )  # forward
-    again = {"none": 0, "selective": attention, "full": 2 * workload.tokens * weights + attention}
-    products = 6 * workload.tokens * (model.num_layers * weights + model.hidden * (model.vocab_size or 0))
-    return products + model.num_layers * (3 * attention + again[recompute])
+    attention = workload.batch * sum(  # of all layers, forward
+        count * kind.layer.attention_flops(workload.sequence, counts_masked=pairs == "all")
+        for count, kind in model.kinds
+    )
+    products = 2 * workload.tokens * model.num_layers * model.layer.num_weights
+    again = {"none": 0, "selective": attention, "full": products + attention}
+    logits = 6 * workload.tokens * model.hidden * (model.vocab_size or 0)
+    return 3 * products + logits + 3 * attention + again[recompute]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
@@ -72,8 +72,23 @@ class Transformer:
             )
 
     @property
+    def kinds(self) -> tuple[tuple[int, Transformer], ...]:
+        """Return how many layers are of each kind, and a model of layers of that kind alone."""
+        own = self.architecture
+        windowed = own.windowed_layers
+        if own.window is None or windowed is None or windowed >= self.num_layers:
+            return ((self.num_layers, self),)
+        alone = replace(own, windowed_layers=None), replace(own, windowed_layers=None, window=None)
+        counts = windowed, self.num_layers - windowed
+        return tuple(
+            (count, replace(self, architecture=each)) for count, each in zip(counts, alone, strict=True)
+        )
+
+    @property
     def layer(self) -> LayerGraph:
-        """Return a layer."""
+        """Return a layer; of several kinds the first. Biases are left out: products add them as they write."""
+        own = self.architecture
+        rotary = own.rotary_share if own.rotary_share is not None else WHOLE if self.gated_ffn else 0.0
         return dense_layer(
             self.hidden,
             self.num_heads,
@@ -82,7 +97,11 @@ class Transformer:
             self.ffn_hidden,
             gated=self.gated_ffn,
             norm="rms" if self.gated_ffn else "layer",
-            rotary=WHOLE if self.gated_ffn else 0.0,
+            rotary=rotary,
+            window=own.window,
+            post_norms=own.norms == "before and after",
+            parallel=own.residual != "",
+            shared_norm=own.residual == "parallel with one norm",
         )
 
     def fc_layers(self) -> tuple[FcLayer, ...]:

@@ -135,12 +135,7 @@ class AttentionRecord(NodeRecord[Attention]):
 
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
     """Return for how many keys each of as many queries, at the same positions, is priced."""
-    if at.problem.counts_masked:
-        return sequence
-    window = at.node.window
-    if window is None or window >= sequence:
-        return sequence // 2 + 1
-    return -(-at.node.num_pairs(sequence) // sequence)
+    return sequence if at.problem.counts_masked else at.node.mean_keys(sequence)
 
 
 def _shape(at: NodePlace[Attention], writer: NodeWriter, sums: Stored) -> tuple[Index, ...]:
