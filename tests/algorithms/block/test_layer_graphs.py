@@ -26,6 +26,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "post_norms": (False, True),
     "parallel": (False, True),
     "shared_norm": (False, True),
+    "qk_norm": (False, True),
 }
 
 

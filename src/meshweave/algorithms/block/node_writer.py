@@ -228,11 +228,12 @@ class NodeWriter(BlockTensors):
         work: str,
         shape: tuple[Index, ...],
     ) -> None:
-        """Write a call that adds what tokens give to the gradient of a parameter, and its reduction over ranks."""
+        """Write a call that adds to the gradient of a parameter, and its reduction over ranks that share terms."""
         out = self.stored[f"D{parameter}"]
         self.writer.zero(out)
         self.writer.call(fn, (out,), (*ins, out), work, shape, "weight_grad" if work == "norm" else "")
-        natural: AxisDims = tuple("partial" if dim in TOKENS else dim for dim in arriving.dims)
+        own = ("", *(side.dim for side in out.sides))
+        natural: AxisDims = tuple(dim if dim in own else "partial" for dim in arriving.dims)
         self.reduce(replace(out, dims=natural), out)
 
     def reduce(self, landed: Stored, out: Stored) -> None:

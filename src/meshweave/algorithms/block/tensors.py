@@ -82,6 +82,8 @@ class BlockTensors:
             return self.roles.weight(weight.sides[0].dim == "hidden")
         if weight.sides[-1].dim == "hidden":
             return self.roles.gain
+        if not weight.sides[-1].dim:
+            return self.roles.nowhere
         return tuple("inner" if dim == "inner" else "" for dim in self.roles.core(group == "attention"))
 
     def _declare(self) -> None:

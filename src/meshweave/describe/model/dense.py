@@ -5,16 +5,20 @@ from __future__ import annotations
 from functools import lru_cache
 
 from meshweave.describe.model.architecture import Norm as NormKind
+from meshweave.describe.model.head_norm import HeadNorm
 from meshweave.describe.model.layer import (
     Activation,
     Add,
     Attention,
     Features,
+    Group,
     LayerGraph,
     Linear,
     Node,
     Norm,
 )
+
+Modules = tuple[tuple[str, int], ...]
 
 WHOLE = 1.0
 """Of `rotary`: all of a head turns."""
@@ -33,10 +37,10 @@ def dense_layer(
     biases: tuple[str, ...] = (),
     rotary: float = 0.0,
     window: int | None = None,
-    soft_cap: float | None = None,
     post_norms: bool = False,
     parallel: bool = False,
     shared_norm: bool = False,
+    qk_norm: bool = False,
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
@@ -46,69 +50,53 @@ def dense_layer(
     Args:
         norm: the kind of the norms.
         biases: which of the products "qkv", "out", "ff1" and "ff2" add a bias.
-        rotary, window, soft_cap: as in `layer.Attention`.
+        rotary, window: as in `layer.Attention`.
         post_norms: whether a norm follows each part, too, before it is added.
         parallel: whether both parts read the same residual, and are added to it at once.
         shared_norm: whether they then read one norm.
+        qk_norm: whether queries and keys are normalised head by head.
     """
-    residual = Features("hidden", hidden)
-    attention = Attention(
-        "A", ("QKV",), "attention", kv_heads, heads // kv_heads, head_dim, "L", window, rotary, soft_cap
-    )
+    residual, per_group = Features("hidden", hidden), heads // kv_heads
+    joint = "QKVN" if qk_norm else "QKV"
+    attention = Attention("A", (joint,), "attention", kv_heads, per_group, head_dim, "L", window, rotary)
     activation = Activation("H", ("Y",), "feed_forward", ffn, gated)
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    of_qkv = ("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)
+    keys = kv_heads * head_dim
+    of_qkv = ("self_attn.q_proj", heads * head_dim), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)
     of_ff1 = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn)) if gated else (("mlp.fc1", ffn),)
-    of_ff2 = (("mlp.down_proj" if gated else "mlp.fc2", hidden),)
 
-    def part(
-        stream: str, core: Node, letters: str, normal: str | None, products: tuple[Linear, ...]
-    ) -> list[Node]:
-        """Return norm, product, core, product, and perhaps a norm."""
-        nodes: list[Node] = []
-        if normal is not None:
-            module = "input_layernorm" if core is attention else "post_attention_layernorm"
-            nodes.append(
-                Norm(normal, (stream,), core.group, residual, norm, f"G{letters}", f"S{letters}", module)
-            )
-        nodes += [products[0], core, products[1]]
-        if post_norms:
-            out = products[1].out
-            nodes.append(Norm(f"{out}N", (out,), core.group, residual, norm, f"GP{letters}", f"SP{letters}"))
-        return nodes
+    def normed(edge: str, out: str, group: Group, letters: str, module: str = "") -> Norm:
+        return Norm(out, (edge,), group, residual, norm, f"G{letters}", f"S{letters}", module)
 
-    def products(normal: str, core: Node, names: tuple[str, str], weights: tuple[str, str], out: str,
-                 modules: tuple[tuple[tuple[str, int], ...], ...]) -> tuple[Linear, Linear]:  # fmt: skip
-        enters, leaves = (name in biases for name in names)
-        return (
-            Linear(
-                core.ins[0],
-                (normal,),
-                core.group,
-                residual,
-                core.takes[0],
-                names[0],
-                weights[0],
-                enters,
-                modules[0],
-            ),
-            Linear(
-                out, (core.out,), core.group, core.makes, residual, names[1], weights[1], leaves, modules[1]
-            ),
+    def linear(edge: str, out: str, of: Node, name: str, weight: str, modules: Modules) -> Linear:
+        ends = (residual, of.takes[0]) if edge != of.out else (of.makes, residual)
+        return Linear(out, (edge,), of.group, *ends, name, weight, name in biases, modules)
+
+    first = [
+        normed("X", "NA", "attention", "A", "input_layernorm"),
+        linear("NA", "QKV", attention, "qkv", "WQKV", of_qkv),
+        *([HeadNorm("QKVN", ("QKV",), "attention", kv_heads, per_group, head_dim)] if qk_norm else []),
+        attention,
+        linear("A", "O", attention, "out", "WO", (("self_attn.o_proj", hidden),)),
+    ]
+    is_shared = parallel and shared_norm
+    second = [
+        linear("NA" if is_shared else "NF", "Y", activation, "ff1", "W1_", of_ff1),
+        activation,
+        linear("H", "F", activation, "ff2", "W2_", (("mlp.down_proj" if gated else "mlp.fc2", hidden),)),
+    ]
+    if not is_shared:
+        second.insert(
+            0, normed("X" if parallel else "M", "NF", "feed_forward", "F", "post_attention_layernorm")
         )
-
-    normal = "NA" if parallel and shared_norm else "NF"
-    middle, post = "X" if parallel else "M", "N" if post_norms else ""
-    first = products(
-        "NA", attention, ("qkv", "out"), ("WQKV", "WO"), "O", (of_qkv, (("self_attn.o_proj", hidden),))
-    )
-    second = products(normal, activation, ("ff1", "ff2"), ("W1_", "W2_"), "F", (of_ff1, of_ff2))
-    nodes = part("X", attention, "A", "NA", first)
-    if not parallel:
-        nodes.append(Add("M", ("X", f"O{post}"), "attention", residual))
-    nodes += part(middle, activation, "F", None if normal == "NA" else "NF", second)
-    terms = ("X", f"O{post}", f"F{post}") if parallel else ("M", f"F{post}")
-    return LayerGraph((*nodes, Add("Z", terms, "feed_forward", residual)))
+    ends = ["O", "F"]
+    if post_norms:
+        first.append(normed("O", "ON", "attention", "PA"))
+        second.append(normed("F", "FN", "feed_forward", "PF"))
+        ends = ["ON", "FN"]
+    if parallel:
+        return LayerGraph((*first, *second, Add("Z", ("X", *ends), "feed_forward", residual)))
+    middle = Add("M", ("X", ends[0]), "attention", residual)
+    return LayerGraph((*first, middle, *second, Add("Z", ("M", ends[1]), "feed_forward", residual)))
 
 
 @lru_cache(maxsize=256)

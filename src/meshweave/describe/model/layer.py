@@ -286,7 +286,6 @@ class Attention(Node):
         sums: the name of the logarithms of the sums of softmax.
         window: the tokens that a token attends to, itself included; None for all before it.
         rotary: the share of each head that is turned by positions; 0 for none.
-        soft_cap: the bound that scores approach, by a tanh; None for none.
     """
 
     groups: int
@@ -295,7 +294,6 @@ class Attention(Node):
     sums: str
     window: int | None = None
     rotary: float = 0.0
-    soft_cap: float | None = None
 
     @property
     def takes(self) -> tuple[Features, ...]:
@@ -310,7 +308,7 @@ class Attention(Node):
     @property
     def behaviour(self) -> tuple[object, ...]:
         """Return the sizes of heads and groups, and who attends to whom."""
-        return self.per_group, self.head_dim, self.window, self.rotary, self.soft_cap
+        return self.per_group, self.head_dim, self.window, self.rotary
 
     @property
     def heads(self) -> int:

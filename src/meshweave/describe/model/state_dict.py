@@ -50,6 +50,10 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
         )
     if model.vocab_size is None:
         raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")
+    if any(not weight.modules for weight in model.layer.parameters):
+        raise UnsupportedError(
+            f"model {model.name}: the names of its norms after parts are not known; give a Llama"
+        )
     rows: list[tuple[str, tuple[int, ...], ParameterSharding]] = []
     for weight in sorted(model.layer.parameters, key=lambda weight: weight.kind == "norm"):
         for module, size in weight.modules:

@@ -101,6 +101,7 @@ class Transformer:
             window=own.window,
             post_norms=own.norms == "before and after",
             parallel=own.residual != "",
+            qk_norm=bool(own.qk_norm),
             shared_norm=own.residual == "parallel with one norm",
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 from meshweave.algorithms.block.nodes.activation import ActivationRecord
 from meshweave.algorithms.block.nodes.add import AddRecord
 from meshweave.algorithms.block.nodes.attention import AttentionRecord
+from meshweave.algorithms.block.nodes.head_norm import HeadNormRecord
 from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
 from meshweave.algorithms.block.nodes.linear import LinearRecord
 from meshweave.algorithms.block.nodes.norm import NormRecord
@@ -30,6 +31,7 @@ _RECORDS: tuple[NodeRecord[Any], ...] = (
     AttentionRecord(),
     ActivationRecord(),
     AddRecord(),
+    HeadNormRecord(),
 )
 
 
