@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from meshweave.algorithms.block.functions import Values, array_module, as_number
 from meshweave.algorithms.block.problem import BlockProblem
 
 
-class EndFunctions(ABC):
+class EndFunctions:
     """The functions of both ends."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -51,20 +50,6 @@ class EndFunctions(ABC):
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
         return array_module(logits).amax(logits, -1)
-
-    @abstractmethod
-    def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
-        """Return two sums over part of the logits of each token: of exponentials, and of the target's logit."""
-
-    @abstractmethod
-    def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return the loss of tokens, added to that of earlier ones."""
-
-    @abstractmethod
-    def loss_grad(
-        self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
-    ) -> Values:
-        """Return the gradient by part of the logits."""
 
 
 def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:

@@ -47,12 +47,12 @@ class Architecture:
     rotary_share: float | None = None
     rotary_scaling: str = ""
     window: int | None = None
-    windowed_layers: int | None = None
-    residual: Residual = ""
-    norms: NormPlaces = ""
     qk_norm: bool | None = None
     init_std: float | None = None
     others: tuple[str, ...] = ()
+    windowed_layers: int | None = None
+    residual: Residual = ""
+    norms: NormPlaces = ""
 
 
 @dataclass(frozen=True)

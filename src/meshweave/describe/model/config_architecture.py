@@ -59,12 +59,12 @@ def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, hea
         share if is_rotary else None,
         scaling if is_rotary else "",
         window_of(data),
-        windowed_layers_of(data),
-        _residual(data),
-        "before and after" if model_type_of(data) in _SANDWICHES else "",
         qk_norm if qk_norm is not None or known is None else known.qk_norm,
         next((_number(data[key]) for key in INIT_STD if _number(data.get(key)) is not None), None),
         tuple(f"{key} = {format_value(data[key])}" for key in sorted(_TEXTS) if _is_other(data, key)),
+        windowed_layers=windowed_layers_of(data),
+        residual=_residual(data),
+        norms="before and after" if model_type_of(data) in _SANDWICHES else "",
     )
 
 

@@ -16,20 +16,12 @@ class HeadNorm(Node):
     head_dim: int
     gain: str = "GH"
 
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of queries, keys and values."""
-        return (self.makes,)
+    labels = ("gain",)
 
     @property
     def makes(self) -> Features:
-        """Return the same."""
+        """Return the features of queries, keys and values."""
         return Features("heads", self.groups, (self.per_group + 2) * self.head_dim)
-
-    @property
-    def behaviour(self) -> tuple[object, ...]:
-        """Return the sizes of groups and heads."""
-        return self.per_group, self.head_dim
 
     @property
     def parameters(self) -> tuple[Weight, ...]:

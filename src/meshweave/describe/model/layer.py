@@ -16,9 +16,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Norm as NormKind
@@ -99,16 +99,23 @@ class Node(ABC):
         out: the edge that it makes.
         ins: the edges that it reads.
         group: the part of the layer that it belongs to.
+        is_sum: whether it is the sum of what it reads: gradients of the terms are that of the sum.
+        is_product: whether it is a product with a weight.
+        labels: the fields that are names alone.
     """
 
     out: str
     ins: tuple[str, ...]
     group: Group
 
+    is_sum: ClassVar[bool] = False
+    is_product: ClassVar[bool] = False
+    labels: ClassVar[tuple[str, ...]] = ()
+
     @property
-    @abstractmethod
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of what it reads."""
+        """Return the features of what it reads: those of what it makes, where a node does not say."""
+        return (self.makes,) * len(self.ins)
 
     @property
     @abstractmethod
@@ -122,8 +129,9 @@ class Node(ABC):
 
     @property
     def behaviour(self) -> tuple[object, ...]:
-        """Return what its functions depend on."""
-        return ()
+        """Return what its functions depend on: all fields but names."""
+        names = ("out", "ins", "group", *self.labels)
+        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in names)
 
     @property
     def reads_back(self) -> tuple[str, ...]:
@@ -139,16 +147,6 @@ class Node(ABC):
     def input_gradient(self) -> str:
         """Return the name of what it adds to the gradient of its input; "" for that of the gradient."""
         return ""
-
-    @property
-    def is_sum(self) -> bool:
-        """Return whether it is the sum of what it reads: gradients of the terms are that of the sum."""
-        return False
-
-    @property
-    def is_product(self) -> bool:
-        """Return whether it is a product with a weight."""
-        return False
 
     @property
     def makes_terms(self) -> bool:
@@ -186,20 +184,12 @@ class Norm(Node):
     statistics: str
     module: str = ""
 
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of what it reads."""
-        return (self.features,)
+    labels = ("gain", "statistics", "module")
 
     @property
     def makes(self) -> Features:
         """Return the features of what it makes."""
         return self.features
-
-    @property
-    def behaviour(self) -> tuple[object, ...]:
-        """Return its kind and the number of features."""
-        return self.kind, self.features.size
 
     @property
     def rows(self) -> int:
@@ -240,6 +230,9 @@ class Linear(Node):
     bias: bool = False
     modules: tuple[tuple[str, int], ...] = ()
 
+    is_product = True
+    labels = ("operand", "result", "name", "weight", "bias", "modules")
+
     @property
     def takes(self) -> tuple[Features, ...]:
         """Return the features of its operand."""
@@ -254,11 +247,6 @@ class Linear(Node):
     def enters(self) -> bool:
         """Return whether it takes the residual to inner features, and not back."""
         return self.operand.dim == "hidden"
-
-    @property
-    def is_product(self) -> bool:
-        """Return True."""
-        return True
 
     @property
     def makes_terms(self) -> bool:
@@ -295,6 +283,8 @@ class Attention(Node):
     window: int | None = None
     rotary: float = 0.0
 
+    labels = ("sums",)
+
     @property
     def takes(self) -> tuple[Features, ...]:
         """Return the features of queries, keys and values."""
@@ -304,11 +294,6 @@ class Attention(Node):
     def makes(self) -> Features:
         """Return the features of all heads."""
         return Features("heads", self.groups, self.per_group * self.head_dim)
-
-    @property
-    def behaviour(self) -> tuple[object, ...]:
-        """Return the sizes of heads and groups, and who attends to whom."""
-        return self.per_group, self.head_dim, self.window, self.rotary
 
     @property
     def heads(self) -> int:
@@ -360,11 +345,6 @@ class Activation(Node):
     gated: bool
 
     @property
-    def behaviour(self) -> tuple[object, ...]:
-        """Return whether it is gated."""
-        return (self.gated,)
-
-    @property
     def columns(self) -> int:
         """Return the columns of a feature."""
         return 2 if self.gated else 1
@@ -396,20 +376,12 @@ class Add(Node):
 
     features: Features
 
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of its terms."""
-        return (self.features,) * len(self.ins)
+    is_sum = True
 
     @property
     def makes(self) -> Features:
         """Return the features of the sum."""
         return self.features
-
-    @property
-    def is_sum(self) -> bool:
-        """Return True."""
-        return True
 
     @property
     def reads_back(self) -> tuple[str, ...]:

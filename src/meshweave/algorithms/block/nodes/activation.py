@@ -3,83 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from meshweave.algorithms.block.functions import Functions, Values, array_module, sigmoid, small, widened
-from meshweave.algorithms.block.node_writer import NodeWriter
-from meshweave.algorithms.block.nodes.kernel import PARTS, Kernel, RankSizes
-from meshweave.algorithms.block.nodes.record import Known, NodeRecord
-from meshweave.algorithms.block.place import NodePlace
-from meshweave.algorithms.block.problem import BlockProblem
-from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.block.functions import Values, array_module, sigmoid, small
+from meshweave.algorithms.block.nodes.call import CallRecord
 from meshweave.describe.model.layer import Activation
-from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart
 
 _GELU = math.sqrt(2 / math.pi)
 
 
-class ActivationRecord(NodeRecord[Activation]):
+class ActivationRecord(CallRecord[Activation]):
     """An activation of features one by one."""
 
     node_type = Activation
+    fn = "activation"
 
-    def tensors(self, at: NodePlace[Activation], roles: Roles) -> Iterator[Tensor]:
-        """Yield its columns by features, and their gradient."""
-        for prefix in ("", "D"):
-            yield at.units(f"{prefix}{at.operand}", at.node.takes[0])
-
-    def meanings(self, at: NodePlace[Activation], roles: Roles) -> Iterator[Meaning]:
-        """Yield the activation."""
-        columns = f"{at.operand}_units"
-        yield Same(columns, at.operand)
-        yield Function(TensorPart(at.out, at.element), at.fn("activation"), (TensorPart(columns, at.unit),))
-
-    def gradient_meanings(self, at: NodePlace[Activation], roles: Roles) -> Iterator[Meaning]:
-        """Yield the gradient by the columns."""
-        ins = TensorPart(at.arriving, at.element), TensorPart(f"{at.operand}_units", at.unit)
-        out = f"D{at.operand}_units"
-        yield Function(TensorPart(out, at.unit), at.fn("activation_grad"), ins)
-        yield Same(at.contribution(at.node.ins[0]), out)
-
-    def functions(self, node: Activation, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+    def calls(self, node: Activation, is_exact: bool) -> tuple[Callable[..., Any], ...]:
         """Return the activation and its gradient."""
-        kind = "gated" if node.gated else "plain"
-        activation, gradient = (_INTEGER if problem.exact else _REAL)[kind]
-        functions: Functions = {"activation": activation, "activation_grad": gradient}
-        return functions if problem.exact else widened(functions)
-
-    def compute(self, at: NodePlace[Activation], known: Known, functions: Functions) -> None:
-        """Add the activation."""
-        known[at.out] = functions[at.fn("activation")](known[at.operand])
-
-    def compute_gradient(self, at: NodePlace[Activation], known: Known, functions: Functions) -> None:
-        """Add the gradient by the columns."""
-        gradient = functions[at.fn("activation_grad")](known[at.arriving], known[at.operand])
-        known[at.contribution(at.node.ins[0])] = gradient
-
-    def kernels(self, at: NodePlace[Activation], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the activation and its gradient."""
-        core = roles.core(at.node.group == "attention")
-        elements = sizes.tokens(core) * sizes.features(at.node.makes, core)
-        for (part, name), passes in zip(PARTS, (1 + at.node.columns, 1 + 2 * at.node.columns), strict=True):
-            yield sizes.streamed("elementwise", (elements,), passes, part, name)
-
-    def write(self, at: NodePlace[Activation], writer: NodeWriter) -> None:
-        """Write the activation."""
-        out = writer.out(at)
-        elements = (writer.writer.elements(out),)
-        writer.writer.call(at.fn("activation"), (out,), (writer.edge(at),), "elementwise", elements)
-
-    def write_gradient(self, at: NodePlace[Activation], writer: NodeWriter) -> None:
-        """Write its gradient."""
-        edge, arriving = at.node.ins[0], writer.arriving(at)
-        out = writer.contribution(at, edge)
-        shape = (writer.writer.elements(arriving),)
-        ins = arriving, writer.edge(at)
-        writer.writer.call(at.fn("activation_grad"), (out,), ins, "elementwise", shape, "input_grad")
-        writer.contributed(at, edge)
+        return (_INTEGER if is_exact else _REAL)["gated" if node.gated else "plain"]
 
 
 def _gate_and_input(y: Values) -> tuple[Values, Values]:

@@ -19,6 +19,17 @@ ROTARY_BASE = 10_000.0
 """The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""
 
 
+_NAMES = (
+    "attention",
+    "attention_grad",
+    "split_heads",
+    "attend",
+    "finish_attention",
+    "attend_grad",
+    "merge_heads",
+)
+
+
 class AttentionFunctions(ABC):
     """The functions of attention over sequences of so many tokens."""
 
@@ -28,15 +39,7 @@ class AttentionFunctions(ABC):
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by name."""
-        return {
-            "attention": self.attention,
-            "attention_grad": self.attention_grad,
-            "split_heads": self.split_heads,
-            "attend": self.attend,
-            "finish_attention": self.finish_attention,
-            "attend_grad": self.attend_grad,
-            "merge_heads": self.merge_heads,
-        }
+        return {name: getattr(self, name) for name in _NAMES}
 
     def mask(self, here: Values, there: Values) -> Values:
         """Return for each query which keys it attends to: those up to it, within its window."""
@@ -78,14 +81,6 @@ class AttentionFunctions(ABC):
         _, groups, r, _, d = heads.shape
         return array_module(heads).moveaxis(heads, 3, 1).reshape(*like.shape[:-1], groups * r * d)
 
-    @abstractmethod
-    def attention(self, qkv: Values) -> list[Values]:
-        """Return the heads of some groups, and what their gradient needs of each row of scores."""
-
-    @abstractmethod
-    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient by queries, keys and values of some groups."""
-
     def _keys(self, keys: Values) -> tuple[Values, Values]:
         """Return keys and values (batch, groups, 1, positions, width) of what goes round."""
         d = self.width
@@ -96,40 +91,6 @@ class AttentionFunctions(ABC):
         """Return what `_keys` splits, summed over the heads of a group."""
         joined = array_module(keys).concatenate((keys.sum(2), values.sum(2)), -1)
         return joined.swapaxes(1, 2).reshape(like.shape)
-
-    @abstractmethod
-    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return queries, and keys with values, of tokens at some positions."""
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-        so_far: Values,
-        greatest: Values,
-        weights: Values,
-    ) -> list[Values]:
-        """Return numerators, greatest scores and sums of weights with more keys; all are 0 before the first."""
-
-    @abstractmethod
-    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return what `attention` does, from what all keys gave."""
-
-    @abstractmethod
-    def attend_grad(
-        self,
-        dout: Values,
-        queries: Values,
-        out: Values,
-        log_sums: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-    ) -> list[Values]:
-        """Return what some keys add to the gradient of queries, and some queries to that of keys and values."""
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
         """Return the gradient by what `split_heads` takes."""
