@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from meshweave.algorithms.block.nodes.activation import ActivationRecord
@@ -18,6 +17,7 @@ from meshweave.algorithms.block.nodes.record import NodeRecord
 from meshweave.algorithms.block.place import layers_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.table import installed
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model.layer import Node
 from meshweave.ir.work import move_work
@@ -37,8 +37,7 @@ _RECORDS: tuple[NodeRecord[Any], ...] = (
 
 @cache
 def _table() -> dict[type[Node], NodeRecord[Any]]:
-    installed = (point.load()() for point in entry_points(group=ENTRY_POINTS))
-    return {record.node_type: record for record in (*_RECORDS, *installed)}
+    return {record.node_type: record for record in (*_RECORDS, *installed(ENTRY_POINTS, NodeRecord))}
 
 
 def record_of(node: Node) -> NodeRecord[Any]:
