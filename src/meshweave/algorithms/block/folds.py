@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,24 +22,22 @@ from meshweave.ir.program.meanings import Meaning, Same, Sum
 def _gradients(at: NodePlace[Node]) -> Iterator[tuple[str, list[str]]]:
     """Yield the gradients that are whole after a node's backward part, with what they are sums of."""
     for edge in at.node.ins:
-        whole, terms = at.layer.gradient(edge), at.contributions(edge)
+        whole, terms = at.layer.gradient(edge), at.layer.contributions(edge)
         if at.is_first_reader(edge) and terms != [whole]:
             yield whole, terms
 
 
 def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
     """Yield the tensors of a layer and their gradients; one shape for every strategy."""
-    for tensor in layer.parameters():
-        yield tensor
-        yield replace(tensor, name=f"D{tensor.name}")
+    dtype, tokens = layer.problem.dtype, layer.tokens
+    for parameter in layer.parameters():
+        yield parameter
+        yield Tensor(f"D{parameter.name}", parameter.shape, dtype)
+    for edge, features in layer.graph.features.items():
+        names = layer.edge(edge), layer.gradient(edge), *layer.contributions(edge)
+        for name in dict.fromkeys(names):
+            yield Tensor(name, (*tokens, features.size), dtype)
     for at in layer.nodes:
-        yield at.tensor(at.node.out)
-        yield replace(at.tensor(at.node.out), name=at.arriving)
-        for edge in at.node.ins:
-            tensor = at.tensor(edge)
-            yield tensor
-            for name in (at.layer.gradient(edge), at.contribution(edge)):
-                yield replace(tensor, name=name)
         yield from record_of(at.node).tensors(at, roles)
 
 
@@ -58,7 +55,8 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
             yield Same(whole, terms[0]) if len(terms) == 1 else Sum(whole, tuple(terms))
 
 
-def functions_of(problem: BlockProblem) -> dict[str, Callable[..., Any]]:
+@lru_cache(maxsize=64)
+def functions_of(problem: BlockProblem) -> Functions:
     """Return the functions that the programs of a problem call, by name: real ones, or those of integers."""
     layer = layers_of(problem)[0]
     table = end_functions(problem)

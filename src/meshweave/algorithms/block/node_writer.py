@@ -65,7 +65,7 @@ class NodeWriter(BlockTensors):
     def contributed(self, at: NodePlace[Node], edge: str) -> None:
         """Write the sum of all contributions to the gradient of an edge, where a node has made the last one."""
         if at.is_first_reader(edge):
-            out, (*others, _) = self.stored[at.layer.gradient(edge)], at.contributions(edge)
+            out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
             for name in others:
                 if name not in self.unmoved:
                     self.writer.add(out, self.stored[name])
@@ -104,7 +104,7 @@ class NodeWriter(BlockTensors):
         natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
         landed, result = self.landing(out, sides, natural, final)
         self.writer.matmul(landed, operand, weight)
-        if at.layer.graph.meets(at.node.out) and not self.writer.is_by_sites:
+        if at.node.out in at.layer.graph.meeting and not self.writer.is_by_sites:
             self.unmoved[at.out] = landed
             return result
         self.writer.move(landed, final, "moved", into=result)
@@ -144,7 +144,7 @@ class NodeWriter(BlockTensors):
         if self._waits(at, edge):
             self.unmoved[at.contribution(edge)] = landed
         else:
-            for name in at.contributions(edge)[:-1] if at.is_first_reader(edge) else ():
+            for name in at.layer.contributions(edge)[:-1] if at.is_first_reader(edge) else ():
                 if name in self.unmoved:
                     self.writer.add(landed, self.unmoved[name])
             self.writer.move(landed, first.dims, "moved", into=out)

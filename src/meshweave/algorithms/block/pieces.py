@@ -6,6 +6,7 @@ not for each micro-batch. Sums of which each rank keeps a part are made here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,7 +47,7 @@ class _EndPiece(LayersPiece, EndsWriter):
     """An end without layers."""
 
     @property
-    def layers(self) -> list[LayerPlace]:
+    def layers(self) -> Sequence[LayerPlace]:
         """Return none."""
         return []
 

@@ -8,6 +8,7 @@ a term of a sum is that of the sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Generic, TypeVar
 
 from meshweave.algorithms.block.problem import BlockProblem
@@ -39,7 +40,7 @@ class LayerPlace:
     last: str
     is_flat: bool = False
 
-    @property
+    @cached_property
     def nodes(self) -> list[NodePlace[Node]]:
         """Return its nodes in the order of the forward part."""
         return [NodePlace(self, node) for node in self.graph.nodes]
@@ -58,28 +59,44 @@ class LayerPlace:
         """Return the name of a tensor that is no edge."""
         return f"{name}{self.suffix}"
 
+    @cached_property
+    def _edges(self) -> dict[str, str]:
+        ends = {self.graph.input: self.first, self.graph.output: self.last}
+        return {edge: ends.get(edge) or self.own(edge) for edge in self.graph.features}
+
+    @cached_property
+    def _gradients(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for edge in reversed(self.graph.features):
+            readers = self.graph.readers(edge)
+            is_term = len(readers) == 1 and readers[0].is_sum
+            names[edge] = names[readers[0].out] if is_term else f"D{self._edges[edge]}"
+        return names
+
+    @cached_property
+    def _contributions(self) -> dict[str, list[str]]:
+        return {
+            edge: [
+                NodePlace(self, reader).contribution(edge) for reader in reversed(self.graph.readers(edge))
+            ]
+            for edge in self.graph.features
+        }
+
     def edge(self, edge: str) -> str:
         """Return the name of an edge."""
-        if edge == self.graph.input:
-            return self.first
-        return self.last if edge == self.graph.output else self.own(edge)
+        return self._edges[edge]
 
     def home(self, edge: str) -> str:
         """Return the name of the tensor that an edge is written as: its own, or that of a sum."""
-        return self.edge(self.graph.homes.get(edge, edge))
+        return self._edges[self.graph.homes.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
         """Return the name of the gradient of an edge."""
-        readers = self.graph.readers(edge)
-        if len(readers) == 1 and readers[0].is_sum:
-            return self.gradient(readers[0].out)
-        return f"D{self.edge(edge)}"
+        return self._gradients[edge]
 
-    def fn(self, node: Node, name: str) -> str:
-        """Return what a function of a node is called: nodes of a type that behave otherwise have a number."""
-        others = (each.behaviour for each in self.graph.nodes if type(each) is type(node))
-        number = list(dict.fromkeys(others)).index(node.behaviour)
-        return f"{name}_{number}" if number else name
+    def contributions(self, edge: str) -> list[str]:
+        """Return the names of what all readers contribute to the gradient of an edge, the last reader's first."""
+        return self._contributions[edge]
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors of all parameters."""
@@ -137,8 +154,9 @@ class NodePlace(Generic[AnyNode]):
         return self.layer.own(name)
 
     def fn(self, name: str) -> str:
-        """Return what a function of the node is called."""
-        return self.layer.fn(self.node, name)
+        """Return what a function of the node is called: nodes of a type that behave otherwise have a number."""
+        number = self.layer.graph.variants[self.node.out]
+        return f"{name}_{number}" if number else name
 
     def tensor(self, edge: str, prefix: str = "") -> Tensor:
         """Return the tensor of an edge, or with a prefix another of its shape."""
@@ -166,11 +184,6 @@ class NodePlace(Generic[AnyNode]):
         gradient = self.layer.gradient(edge)
         return gradient if len(self.layer.graph.readers(edge)) == 1 else f"{gradient}_{node.out}"
 
-    def contributions(self, edge: str) -> list[str]:
-        """Return the names of what all readers contribute to the gradient of an edge, the last reader's first."""
-        readers = reversed(self.layer.graph.readers(edge))
-        return [NodePlace(self.layer, reader).contribution(edge) for reader in readers]
-
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
     """Return the sizes of the dims of tokens: batch and sequence, or both as one."""
@@ -183,21 +196,25 @@ def side_of(features: Features) -> Side:
     return Side("" if not dim else "hidden" if dim == "hidden" else "inner", features.count, features.unit)
 
 
-def layers_of(problem: BlockProblem, is_flat: bool = False) -> list[LayerPlace]:
+@lru_cache(maxsize=64)
+def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
     """Return all layers of a problem."""
     names = ["X", *(f"X{number}" for number in range(1, problem.layers)), "Z"]
-    return [
-        LayerPlace(problem, problem.layer, number, str(number), names[number], names[number + 1], is_flat)
+    graph = problem.layer
+    return tuple(
+        LayerPlace(problem, graph, number, str(number), names[number], names[number + 1], is_flat)
         for number in range(problem.layers)
-    ]
+    )
 
 
+@lru_cache(maxsize=64)
 def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
     """Return the last norm and the product to logits."""
     graph = dense_head(problem.hidden, problem.vocabulary, problem.norm)
     return LayerPlace(problem, graph, 0, "", graph.input, graph.output, is_flat)
 
 
+@lru_cache(maxsize=64)
 def attention_of(problem: BlockProblem) -> LayerPlace:
     """Return the attention of the first layer, as a layer of its own."""
     (node,) = problem.layer.attentions

@@ -7,15 +7,17 @@ same roles, so that they move the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from meshweave.algorithms.block.folds import layer_gradient_meanings, layer_meanings, layer_tensors
 from meshweave.algorithms.block.parts import BlockParts, parts_of_writer
 from meshweave.algorithms.block.pieces import LayersPiece
-from meshweave.algorithms.block.place import LayerPlace, attention_of, side_of
+from meshweave.algorithms.block.place import LayerPlace, attention_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
-from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Sides
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout.mesh import Mesh
@@ -57,11 +59,17 @@ class ProductSite:
     @property
     def weight_sides(self) -> Sides:
         """Return the sides of the weight (features of the operand, features of the result)."""
-        return tuple(map(side_of, self.layer.parameters[0].sides))
+        hidden, inner = Side("hidden", self.hidden), Side("inner", self.units, self.unit)
+        return (hidden, inner) if self.is_first else (inner, hidden)
 
     def stored_dims(self, roles: Roles) -> AxisDims:
         """Return how the weight is kept, and its gradient is to lie."""
         return self.stored or roles.stored(roles.weight(self.is_first), self.weight_sides)
+
+
+@lru_cache(maxsize=256)
+def _site_place(problem: BlockProblem, site: ProductSite, is_flat: bool) -> LayerPlace:
+    return LayerPlace(problem, site.layer, 0, "", OPERAND, RESULT, is_flat)
 
 
 def product_sites(problem: BlockProblem) -> list[ProductSite]:
@@ -109,9 +117,9 @@ class ProductPiece(LayersPiece):
     site: ProductSite = field(kw_only=True)
 
     @property
-    def layers(self) -> list[LayerPlace]:
+    def layers(self) -> Sequence[LayerPlace]:
         """Return the product."""
-        return [LayerPlace(self.problem, self.site.layer, 0, "", OPERAND, RESULT, self.roles.is_flat)]
+        return (_site_place(self.problem, self.site, self.roles.is_flat),)
 
     def _declare(self) -> None:
         """Declare the operand and the weight, the gradient that arrives, and what comes out."""
@@ -168,7 +176,7 @@ class RingPiece(LayersPiece):
     """Writes the ring of attention alone."""
 
     @property
-    def layers(self) -> list[LayerPlace]:
+    def layers(self) -> Sequence[LayerPlace]:
         """Return the attention of a layer."""
         return [attention_of(self.problem)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block.place import LayerPlace, NodePlace, layers_of, side_of
@@ -33,7 +33,7 @@ class BlockTensors:
     stored: dict[str, Stored] = field(default_factory=dict)
 
     @property
-    def layers(self) -> list[LayerPlace]:
+    def layers(self) -> Sequence[LayerPlace]:
         """Return the layers that are written."""
         return layers_of(self.problem, self.roles.is_flat)
 

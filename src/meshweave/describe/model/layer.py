@@ -474,13 +474,26 @@ class LayerGraph:
                 homes |= {edge: node.out} if edge is not None else {}
         return homes
 
-    def meets(self, edge: str) -> bool:
-        """Return whether terms of an edge on ranks meet those of another before both are reduced as one."""
-        made = {node.out: node for node in self.nodes}
-        readers = self.readers(edge)
-        if edge not in made or not made[edge].makes_terms or len(readers) != 1 or not readers[0].is_sum:
-            return False
-        return sum(term in made and made[term].makes_terms for term in readers[0].ins) > 1
+    @cached_property
+    def meeting(self) -> frozenset[str]:
+        """Return the edges whose terms on ranks meet those of another in a sum before all are reduced as one."""
+        open_edges = {
+            node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1
+        }
+        terms = [open_edges.intersection(node.ins) for node in self.nodes if node.is_sum]
+        return frozenset(edge for edges in terms if len(edges) > 1 for edge in edges)
+
+    @cached_property
+    def variants(self) -> dict[str, int]:
+        """Return for every node, by what it makes, the number of its behaviour among nodes of its type."""
+        known: dict[type[Node], list[object]] = {}
+        numbers = {}
+        for node in self.nodes:
+            behaviours = known.setdefault(type(node), [])
+            if node.behaviour not in behaviours:
+                behaviours.append(node.behaviour)
+            numbers[node.out] = behaviours.index(node.behaviour)
+        return numbers
 
     # --- folds --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.folds import functions_of
+from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.sites import ring_parts
@@ -69,12 +70,16 @@ class SizedRing:
         own = self.ring.strategy
         return ring_parts(self.problem, own.config, own.roles, own.mesh)
 
+    @cached_property
+    def calls(self) -> Functions:
+        """Return the functions of its calls."""
+        return functions_of(self.problem)
+
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program on this rank, with the positions of all tokens."""
         part = self.parts.backward if is_backward else self.parts.forward
-        calls = functions_of(self.problem)
         bound = bound_program(
-            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, calls
+            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, self.calls
         )
         positions = bound.inputs.get(POSITIONS.lower())
         if positions is not None:
