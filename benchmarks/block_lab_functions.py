@@ -9,17 +9,24 @@ import torch
 from torch import Tensor
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.real_functions import EPSILON, RealFunctions
+from meshweave.algorithms.block.folds import functions_of
+from meshweave.algorithms.block.functions import Functions
+from meshweave.algorithms.block.nodes.norm import EPSILON
 
 _ATEN = torch.ops.aten
 
 
-class FusedFunctions(RealFunctions):
+class FusedFunctions:
     """Layer norm, causal attention without grouped heads, and GELU (tanh form)."""
 
     def __init__(self, problem: BlockProblem) -> None:
-        assert problem.family == "gpt" and problem.queries_per_group == 1, problem
-        super().__init__(problem)
+        assert problem.family == "gpt" and problem.heads == problem.kv_heads, problem
+        self.problem = problem
+
+    def table(self) -> Functions:
+        """Return the functions by name: those of the block where there is no fused one."""
+        known = functions_of(self.problem)
+        return {name: getattr(self, name, function) for name, function in known.items()}
 
     def norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return _ATEN.native_layer_norm(x, x.shape[-1:], gain[0], gain[1], EPSILON)[0]

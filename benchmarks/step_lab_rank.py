@@ -273,8 +273,8 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
         step = step_of(problem, parallelism_of(fields))
         began = time.monotonic()
         run = StepRun(
-            step, before, optimizer=ADAM, functions=FusedFunctions, liveness=context.liveness,
-            deadline_s=payload["deadline_s"],
+            step, before, optimizer=ADAM, functions=lambda block: FusedFunctions(block).table(),
+            liveness=context.liveness, deadline_s=payload["deadline_s"],
         )  # fmt: skip
         gc.collect()
         bound_s = time.monotonic() - began

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.real_functions import RealFunctions
+from meshweave.algorithms.block.folds import functions_of
 from meshweave.execute.numpy import run_numpy
 from meshweave.simulate import simulate
 from meshweave.tune.blocks import block_machine
@@ -26,7 +26,7 @@ def test_fused_functions_are_those_of_the_block(flat):
     from block_lab_functions import FusedFunctions
 
     problem = BlockProblem(2, 5, 12, 3, 3, 4, 8, (1, 1), dtype="float64")
-    fused, known = FusedFunctions(problem).table(), RealFunctions(problem).table()
+    fused, known = FusedFunctions(problem).table(), functions_of(problem)
     rng = np.random.default_rng(0)
     rows = (10,) if flat else (2, 5)
     x, dy = rng.standard_normal((2, *rows, 12))

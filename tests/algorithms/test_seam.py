@@ -20,6 +20,7 @@ POINTS = {
     "twin_fused": "trial_families:FUSED",
     "twin_strategy": "trial_families:STRATEGY",
 }
+NODES = "group_norm = group_norm:RECORD"
 SCHEDULE, STRATEGY, PRODUCT = "one_in_flight", "twin_strategy", "twin_product"
 
 
@@ -32,7 +33,8 @@ def wheel(folder: Path, points: dict[str, str], modules: list[Path]) -> Path:
             archive.write(module, module.name)
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: trials\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/entry_points.txt", f"[meshweave.algorithms]\n{lines}\n")
+        points = f"[meshweave.algorithms]\n{lines}\n[meshweave.nodes]\n{NODES}\n"
+        archive.writestr(f"{info}/entry_points.txt", points)
         archive.writestr(f"{info}/RECORD", "")
     return path
 
@@ -68,6 +70,18 @@ def python(site: Path, *words: str, status: int = 0) -> str:
 @pytest.mark.parametrize("path", sorted(SEAM.glob("*.py")), ids=lambda path: path.name)
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 82
+
+
+def test_a_node_of_the_package_is_written_by_every_kind_of_strategy(site: Path) -> None:
+    meshes = {
+        "megatron_sp": (3, 1),
+        "atp": (2, 2),
+        "ring_attention": (2, 1),
+        "zero3": (2, 1),
+        "summa_block": (2, 2),
+    }
+    code = f"from group_norm import run\nfor case in {meshes}.items(): run(*case)"
+    python(site, "-c", code)
 
 
 def test_the_module_of_a_family_can_be_imported_first(site: Path) -> None:

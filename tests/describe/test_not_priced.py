@@ -15,6 +15,7 @@ from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
 from meshweave.describe.model.hugging_face import transformer_from_config
+from meshweave.describe.model.layer import Add, Norm
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.model_types import known_model_type, known_model_types
 
@@ -41,18 +42,41 @@ def test_a_plain_config_leaves_nothing_to_say(tmp_path: Path) -> None:
     assert "131,072 positions" in said(tmp_path, 131073)
 
 
-def test_a_window_is_said_of_longer_sequences(tmp_path: Path) -> None:
-    assert said(tmp_path, 32768, model_type="mistral", sliding_window=4096) == (
-        "window of 4,096 tokens not priced: attention is that of all pairs"
-    )
-    assert not said(tmp_path, 4096, model_type="mistral", sliding_window=4096)
-    assert not said(tmp_path, 32768, model_type="mistral", sliding_window=None)
-    assert "window of 4,096" in said(tmp_path, 32768, model_type="mistral")  # the default of its class
-    assert not said(tmp_path, 32768, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
-    kinds = ["sliding_attention", "full_attention"] * 16
-    gemma = {"model_type": "gemma2", "sliding_window": 4096, "layer_types": kinds, "head_dim": 256}
-    assert "in 16 of 32 layers not priced" in said(tmp_path, 8192, **gemma)
-    assert "window" not in said(tmp_path, 8192, **{**gemma, "layer_types": ["full_attention"] * 32})
+def test_windows_are_those_of_some_layers_or_all(tmp_path: Path) -> None:
+    def kinds(**changes: Any) -> list[tuple[int, int | None]]:
+        model = read(tmp_path, **changes)
+        assert "window" not in "\n".join(model.not_priced_at(LONG))
+        return [(count, kind.layer.attentions[0].window) for count, kind in model.kinds]
+
+    assert kinds(model_type="mistral", sliding_window=4096) == [(32, 4096)]
+    assert kinds(model_type="mistral") == [(32, 4096)]  # the default of its class
+    assert kinds(model_type="mistral", sliding_window=None) == [(32, None)]
+    assert kinds(model_type="qwen2", sliding_window=4096, use_sliding_window=False) == [(32, None)]
+    names = ["sliding_attention", "full_attention"] * 16
+    gemma = {"model_type": "gemma2", "sliding_window": 4096, "layer_types": names, "head_dim": 256}
+    assert kinds(**gemma) == [(16, 4096), (16, None)]
+    assert kinds(**{**gemma, "layer_types": ["full_attention"] * 32}) == [(32, None)]
+
+
+@pytest.mark.parametrize(
+    ("change", "norms", "sums"),
+    [
+        ({}, 2, 2),
+        ({"model_type": "gemma2"}, 4, 2),
+        ({"model_type": "phi"}, 1, 1),
+        ({"model_type": "gpt_neox"}, 2, 1),
+        ({"model_type": "gpt_neox", "use_parallel_residual": False}, 2, 2),
+        ({"model_type": "falcon", "parallel_attn": True}, 1, 1),
+        ({"model_type": "falcon", "parallel_attn": True, "new_decoder_architecture": True}, 2, 1),
+        ({"model_type": "falcon", "parallel_attn": False}, 2, 2),
+    ],
+)
+def test_norms_and_sums_of_a_layer_are_those_of_its_family(
+    change: dict[str, Any], norms: int, sums: int, tmp_path: Path
+) -> None:
+    nodes = read(tmp_path, **change).layer.nodes
+    assert sum(isinstance(node, Norm) for node in nodes) == norms
+    assert sum(isinstance(node, Add) for node in nodes) == sums
 
 
 def test_positions_beyond_those_that_a_model_learns_are_said(tmp_path: Path) -> None:

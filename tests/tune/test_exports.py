@@ -137,6 +137,7 @@ OWN = {
     "out_bias": True, "ffn_bias": True, "positions": "learned", "max_positions": 9000,
     "rotary_base": 7.5, "rotary_share": 0.5, "rotary_scaling": '{"rope_type": "yarn", "factor": 2.0}',
     "window": 4096, "qk_norm": True, "init_std": 0.1, "others": ("final_logit_softcapping = 30.0",),
+    "windowed_layers": 8, "residual": "parallel", "norms": "before and after",
 }  # fmt: skip
 STEP = {
     "data": 4, "pipeline": 4, "context": 2, "tensor": 2, "strategy": "megatron", "zero": 3, "schedule": "zb-1p",

@@ -62,6 +62,7 @@ CONFIG = {
     "model_type": "mistral", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 1000, "hidden_act": "silu",
     "sliding_window": 256, "rope_theta": 1e4, "rms_norm_eps": 1e-5,
+    "attn_logit_softcapping": 50.0,
 }  # fmt: skip
 
 
@@ -136,6 +137,7 @@ def random_model(draw: random.Random) -> Transformer:
         draw.choice([None, True, False]), None, False, draw.choice([None, "rotary"]), draw.choice([None, 2048]),
         draw.choice([None, 1e4]), None, draw.choice(["", '{"factor": 2.0}']), draw.choice([None, 4096]),
         draw.choice([None, True]), draw.choice([None, 0.02]), draw.choice([(), ("logit_scale = 2",)]),
+        draw.choice([None, 1]), draw.choice(["", "parallel"]), draw.choice(["", "before and after"]),
     )  # fmt: skip
     said = [NotPriced("something", 0)]
     if own.window:
@@ -191,9 +193,8 @@ def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
     made = step_plan(**given)
     made.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
-    assert plan == made and plan.not_priced == (
-        "window of 256 tokens not priced: attention is that of all pairs",
-    )
+    assert plan == made and plan.not_priced == ("soft cap of 50.0 on attention scores not priced",)
+    assert planned_problem(plan).model.layer.attentions[0].window == 256
     problem = planned_problem(plan)
     assert (problem.attention, problem.stack.name, problem.gradient_dtype) == (
         "plain",
@@ -257,7 +258,7 @@ def test_a_plan_of_own_files_runs_where_they_are_not(
     for words in (step, products):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
-        assert "note: window of 256 tokens not priced" in result.stdout
+        assert "note: soft cap of 50.0 on attention scores not priced" in result.stdout
     for path in sorted(here.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     monkeypatch.chdir(there)
@@ -266,7 +267,7 @@ def test_a_plan_of_own_files_runs_where_they_are_not(
     for words in verbs:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, f"{words}: {result.output} {result.exception}"
-        is_said = "note: window of 256 tokens not priced" in result.stderr
+        is_said = "note: soft cap of 50.0 on attention scores not priced" in result.stderr
         assert is_said == ("step.json" in words)  # products have no attention
 
 

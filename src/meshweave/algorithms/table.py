@@ -7,7 +7,7 @@ those of one family, with what installed packages add to it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from threading import RLock
@@ -29,6 +29,7 @@ ENTRY_POINTS = "meshweave.algorithms"
 _FAMILIES = ("matmul2d", "universal.algorithm", "fused", "reshard.algorithm", "pipeline", "block")
 """The modules that list the entries of a family in `ENTRIES`, in the order of the table."""
 
+AnyEntry = TypeVar("AnyEntry")
 AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm[Any, Any])
 
 
@@ -110,7 +111,7 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
     """
     families = (import_module(f"meshweave.algorithms.{family}").ENTRIES for family in _FAMILIES)
     entries: dict[str, Algorithm[Any, Any]] = {}
-    for entry in (*(entry for family in families for entry in family), *_installed()):
+    for entry in (*(entry for family in families for entry in family), *installed(ENTRY_POINTS, Algorithm)):
         if entry.name in entries:
             raise UnsupportedError(
                 f"two algorithms are called '{entry.name}'; one of them needs another name"
@@ -119,9 +120,12 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
     return entries
 
 
-def _installed() -> Iterator[Algorithm[Any, Any]]:
-    """Yield the algorithms of other installed packages."""
-    for label, value in all_offered(ENTRY_POINTS):
-        if not isinstance(value, Algorithm):
-            raise UnsupportedError(f"entry point {label} is not an instance of Algorithm")
+def installed(group: str, base: Callable[..., AnyEntry]) -> Iterator[AnyEntry]:
+    """Yield what other installed packages offer under a group of entry points, instances of a class.
+
+    Raises UnsupportedError where one cannot be loaded or is none.
+    """
+    for label, value in all_offered(group):
+        if not isinstance(value, base):  # type: ignore[arg-type]
+            raise UnsupportedError(f"entry point {label} is not an instance of {base.__name__}")
         yield value

@@ -32,11 +32,8 @@ class ReferenceSteps:
 def whole_model(problem: StepProblem) -> BlockProblem:
     """Return all layers of a step's model with both ends, on the whole batch and one rank."""
     model = problem.model
-    return BlockProblem(
-        problem.batch, problem.seq, model.hidden, model.num_heads, model.num_kv_heads, model.head_dim,
-        model.ffn_hidden, (1, 1), model.num_layers, "llama" if model.gated_ffn else "gpt",
-        dtype=problem.dtype, vocabulary=model.vocab_size or 0,
-    )  # fmt: skip
+    block = BlockProblem.of(model, problem.workload, (1, 1), layers=model.num_layers)
+    return replace(block, vocabulary=model.vocab_size or 0)
 
 
 def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:

@@ -16,7 +16,7 @@ from torch import Tensor as Values
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, LOSS, TARGETS, TOKENS_IN
-from meshweave.algorithms.block.functions import BlockFunctions
+from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.contract import Arrays
@@ -88,7 +88,7 @@ class BoundPiece:
         block: BlockProblem,
         ranks: tuple[int, ...],
         context: TorchContext,
-        functions: Callable[[BlockProblem], BlockFunctions],
+        functions: Callable[[BlockProblem], Functions],
     ) -> None:
         self.piece, self.block, self.rank = piece, block, rank_of(context)
         parts = parts_of(step, piece, block)
@@ -110,7 +110,7 @@ class BoundPiece:
         grads = {
             f"d{name}": self.gradients[where].view(shape) for name, (where, shape) in self.slices.items()
         }
-        table = functions(block).table()
+        table = functions(block)
         self._forward = bind(forward, self.rank, views, context=context, calls=table)
         read = {name: value for name, value in views.items() if name in backward.buffer_of}
         self._backward = bind(backward, self.rank, {**read, **grads}, context=context, calls=table)

@@ -23,9 +23,9 @@ from torch import Tensor as Values
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
-from meshweave.algorithms.block.functions import BlockFunctions
+from meshweave.algorithms.block.folds import functions_of
+from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.block.real_functions import RealFunctions
 from meshweave.algorithms.contract import Array, Arrays
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
@@ -155,7 +155,7 @@ class StepRun:
         weights: Arrays,
         *,
         optimizer: Adam | None = None,
-        functions: Callable[[BlockProblem], BlockFunctions] = RealFunctions,
+        functions: Callable[[BlockProblem], Functions] = functions_of,
         liveness: Any = None,
         deadline_s: float = 60.0,
     ) -> None:

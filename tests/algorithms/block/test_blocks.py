@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
-from meshweave.algorithms.block.function_table import functions_of
+from meshweave.algorithms.block.folds import functions_of
 from meshweave.algorithms.block.roles import IDLE, product
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.table import algorithm
@@ -107,14 +107,14 @@ def test_the_reference_is_the_derivative_that_torch_finds(shape: BlockProblem) -
     x = known["E"][known["TOKENS"].long()] if problem.vocabulary else known["X"]
     for layer in range(problem.layers):
         of_qkv, of_o, of_1, of_2 = (known.get(f"B{name}{layer}", 0) for name in ("QKV", "O", "1_", "2_"))
-        heads, _ = functions.attention(
-            functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"] + of_qkv
+        heads, _ = functions["attention"](
+            functions["norm"](x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"] + of_qkv
         )
         x = x + heads @ known[f"WO{layer}"] + of_o
-        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"] + of_1
-        x = x + functions.activation(inner) @ known[f"W2_{layer}"] + of_2
+        inner = functions["norm"](x, known[f"GF{layer}"]) @ known[f"W1_{layer}"] + of_1
+        x = x + functions["activation"](inner) @ known[f"W2_{layer}"] + of_2
     if problem.vocabulary:
-        logits = functions.norm(x, known["GN"]) @ known["WV"]
+        logits = functions["norm"](x, known["GN"]) @ known["WV"]
         targets = known["TARGETS"].long().flatten()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
         loss.backward()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
-from meshweave.algorithms.block.kernels import kernels_of
+from meshweave.algorithms.block.nodes import kernels_of
 from meshweave.algorithms.block.sized import FlatTask
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.base.errors import LayoutError

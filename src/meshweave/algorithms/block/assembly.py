@@ -6,18 +6,12 @@ from dataclasses import replace
 
 from meshweave.algorithms.block.end_equations import end_meanings, end_tensors
 from meshweave.algorithms.block.ends import EndsWriter
-from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
+from meshweave.algorithms.block.folds import layer_gradient_meanings, layer_meanings, layer_tensors
 from meshweave.algorithms.block.layer import LayerWriter
 from meshweave.algorithms.block.pieces import WRITERS, Piece
+from meshweave.algorithms.block.place import layers_of, token_sizes
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.program_writer import ProgramWriter
-from meshweave.algorithms.block.ring_equations import (
-    POSITIONS,
-    ring_gradient_meanings,
-    ring_gradient_tensors,
-    ring_meanings,
-    ring_tensors,
-)
 from meshweave.algorithms.block.roles import AxisDims, Roles
 from meshweave.algorithms.block.sized import SizedSkeleton, SizedWriter
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
@@ -83,39 +77,24 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
 
 def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
     """Return the equations of all layers, and of both ends where there is a vocabulary."""
-    halves = halves_of_layers(problem, roles.is_flat)
-    rings = _rings(halves, roles)
-    meanings: list[Meaning] = []
-    for half in halves:
-        meanings += half.meanings(roles.two_step_norms, ring_meanings(half) if half in rings else None)
-    for half in reversed(halves) if problem.training else ():
-        core = ring_gradient_meanings(half) if half in rings else None
-        meanings += half.gradient_meanings(roles.two_step_norms, core)
+    layers = layers_of(problem, roles.is_flat)
+    meanings = [meaning for layer in layers for meaning in layer_meanings(layer, roles)]
+    for layer in reversed(layers) if problem.training else ():
+        meanings += layer_gradient_meanings(layer, roles)
     if problem.vocabulary:
-        meanings += end_meanings(problem, roles.is_flat, roles.two_step_norms)
+        meanings += end_meanings(problem, roles)
     return meanings
 
 
 def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
     """Return all tensors of the layers, and of both ends where there is a vocabulary."""
-    halves = halves_of_layers(problem, roles.is_flat)
-    rings = _rings(halves, roles)
-    tensors = [Tensor("X", (*token_sizes(problem, roles.is_flat), problem.hidden), problem.dtype)]
-    tensors += [tensor for half in halves for tensor in half.tensors()]
-    tensors += [tensor for half in rings for tensor in ring_tensors(half)]
-    if problem.training:
-        tensors.append(replace(tensors[0], name="DZ"))
-        tensors += [tensor for half in reversed(halves) for tensor in half.gradient_tensors()]
-        tensors += [tensor for half in rings for tensor in ring_gradient_tensors(half)]
+    residual = Tensor("X", (*token_sizes(problem, roles.is_flat), problem.hidden), problem.dtype)
+    tensors = [residual, replace(residual, name="DZ")]
+    for layer in layers_of(problem, roles.is_flat):
+        tensors += layer_tensors(layer, roles)
     if problem.vocabulary:
-        tensors += end_tensors(problem, roles.is_flat)
-    if rings:
-        tensors.append(Tensor(POSITIONS, (problem.sequence,), problem.statistics_dtype))
-    return tensors
-
-
-def _rings(halves: list[Half], roles: Roles) -> list[Half]:
-    return [half for half in halves if half.is_attention and roles.ring_axis is not None]
+        tensors += end_tensors(problem, roles)
+    return list({tensor.name: tensor for tensor in tensors}.values())
 
 
 def batch_dims(roles: Roles) -> AxisDims:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.block.halves import halves_of
+from meshweave.algorithms.block.place import side_of
 from meshweave.algorithms.block.problem import MESH, BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import HIDDEN, INNER, AxisDims, Side
 from meshweave.algorithms.block.sides import extent
@@ -42,26 +42,26 @@ class Atp(BlockAlgorithm):
         sums of 3 + 4 forward and 1 + 4 backward and gathers of 1 + 3, each of which is half a sum, all over d1.
         These are the 4 and 14 of Eq. 2.
         """
-        if problem.vocabulary:
+        if problem.vocabulary or problem.graph is not None:
             return super().traffic(problem, config, rank)
         d1, d2 = problem.mesh_shape
         item = dtype_bytes(problem.dtype)
-        attention, feed_forward = halves_of(problem, 0)
         hidden = self._local(problem, rank, Side("hidden", problem.hidden), ("", "hidden"))
+        of_qkv, of_out, of_ff1, of_ff2 = problem.layer.linears
         qkv, heads = (
             tuple(
-                self._local(problem, rank, Side("inner", attention.units, unit), dims)
+                self._local(problem, rank, side_of(each), dims)
                 for dims in (("inner", ""), ("inner", "inner"))
             )
-            for unit in (attention.in_unit, attention.out_unit)
+            for each in (of_qkv.result, of_out.operand)
         )
         first, second = (
-            self._local(problem, rank, Side("inner", feed_forward.units, unit), ("inner", ""))
-            for unit in (feed_forward.in_unit, feed_forward.out_unit)
+            self._local(problem, rank, side_of(each), ("inner", ""))
+            for each in (of_ff1.result, of_ff2.operand)
         )
         over_rows = over_columns = 0
         for tokens in self._tokens_of_chunks(problem, config):
-            statistics = tokens * problem.norm_rows * dtype_bytes(problem.statistics_dtype)
+            statistics = tokens * (1 if problem.norm == "rms" else 2) * dtype_bytes(problem.statistics_dtype)
             passes = (
                 [(qkv, heads, first), (heads, qkv, second)] if problem.training else [(qkv, heads, first)]
             )

@@ -10,42 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.block.halves import Half, token_sizes
+from meshweave.algorithms.block.folds import layer_gradient_meanings, layer_meanings, layer_tensors
+from meshweave.algorithms.block.place import head_of, token_sizes
 from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
 from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Function, Meaning, Product, Same, TensorPart
+from meshweave.ir.program.meanings import Function, Meaning, TensorPart
 
 TOKENS_IN, TARGETS, IDS_IN, IDS_OUT = "TOKENS", "TARGETS", "IDS_IN", "IDS_OUT"
 TABLE, LOGITS, LOSS = "E", "LOGITS", "LOSS"
 GREATEST, SUMS = "LOGITMAX", "LOGITSUMS"
 
 
-def head_of(problem: BlockProblem, is_flat: bool) -> Half:
-    """Return the last norm and the product with W_v as the first part of a half, and E as its second weight."""
-    return Half(
-        problem,
-        False,
-        0,
-        "Z",
-        "",
-        "GN",
-        "SN",
-        "NN",
-        "WV",
-        LOGITS,
-        "",
-        TABLE,
-        "",
-        problem.vocabulary,
-        1,
-        1,
-        is_flat,
-    )
-
-
-def end_tensors(problem: BlockProblem, is_flat: bool) -> Iterator[Tensor]:
+def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
     """Yield the tensors of both ends."""
-    p, tokens, real = problem, token_sizes(problem, is_flat), problem.statistics_dtype
+    p, tokens, real = problem, token_sizes(problem, roles.is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
         yield Tensor(name, tokens, real)
     for name in (IDS_IN, IDS_OUT):
@@ -54,29 +33,23 @@ def end_tensors(problem: BlockProblem, is_flat: bool) -> Iterator[Tensor]:
     yield Tensor(LOSS, (1,), real)
     sizes = {
         TABLE: (p.vocabulary, p.hidden),
-        "GN": (p.norm_rows, p.hidden),
-        "WV": (p.hidden, p.vocabulary),
-        "NN": (*tokens, p.hidden),
         LOGITS: (*tokens, p.vocabulary),
     }
     for name, shape in sizes.items():
         yield Tensor(name, shape, p.dtype)
         yield Tensor(f"D{name}", shape, p.dtype)
-    for name in ("SN", "DSN"):
-        yield Tensor(name, (*tokens, p.norm_rows), real)
-    yield Tensor("DIN", (*tokens, p.hidden), p.dtype)
+    yield from layer_tensors(head_of(problem, roles.is_flat), roles)
 
 
-def end_meanings(problem: BlockProblem, is_flat: bool, two_steps: bool) -> Iterator[Meaning]:
+def end_meanings(problem: BlockProblem, roles: Roles) -> Iterator[Meaning]:
     """Yield the equations of both ends, backward ones for training only."""
-    head = head_of(problem, is_flat)
+    head = head_of(problem, roles.is_flat)
     names = head.token_names
     tokens, targets = TensorPart(TOKENS_IN, names), TensorPart(TARGETS, names)
     ids_in, ids_out = TensorPart(IDS_IN, ("v",)), TensorPart(IDS_OUT, ("v",))
     embedded = tokens, ids_in, TensorPart(TABLE, ("v", "j"))
     yield Function(TensorPart("X", (*names, "j")), "embed", embedded, reduce="sum")
-    yield from head.norm_meanings(two_steps)
-    yield Product(LOGITS, "NN", "WV")
+    yield from layer_meanings(head, roles)
     logits, greatest = TensorPart(LOGITS, (*names, "v")), TensorPart(GREATEST, names)
     sums, loss = TensorPart(SUMS, (*names, None)), TensorPart(LOSS, (None,))
     yield Function(greatest, "row_max", (logits,), reduce="max")
@@ -86,10 +59,7 @@ def end_meanings(problem: BlockProblem, is_flat: bool, two_steps: bool) -> Itera
         return
     of_logits = TensorPart(f"D{LOGITS}", (*names, "v"))
     yield Function(of_logits, "loss_grad", (logits, greatest, sums, targets, ids_out))
-    yield Product("DNN", f"D{LOGITS}", "WV", transpose_b=True)
-    yield Product("DWV", "NN", f"D{LOGITS}", transpose_a=True)
-    yield from head.norm_gradient_meanings(two_steps)
-    yield Same("DZ", "DIN")
+    yield from layer_gradient_meanings(head, roles)
     of_table = TensorPart(f"D{TABLE}", ("v", "j"))
     ins = tokens, ids_in, TensorPart("DX", (*names, "j")), of_table
     yield Function(of_table, "embed_grad", ins, reduce="sum")

@@ -1,7 +1,7 @@
 """Writes both ends of a model around its layers: the embedding, and the loss with its gradient.
 
-The roles of the mesh axes say how these lie as well: E lies as the second weight of a half, W_v as the first, and
-the vocabulary as the inner features.
+The roles of the mesh axes say how these lie as well: E lies as a weight that leaves the inner features, W_v as one
+that enters them, and the vocabulary as the inner features.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshweave.algorithms.block.end_equations import (
     TABLE,
     TARGETS,
     TOKENS_IN,
-    head_of,
 )
-from meshweave.algorithms.block.halves import Half, Site
 from meshweave.algorithms.block.layer import LayerWriter
+from meshweave.algorithms.block.nodes import record_of
+from meshweave.algorithms.block.place import LayerPlace, head_of
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, Sides, gradient_dims, product
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
@@ -41,18 +41,13 @@ class EndsWriter(LayerWriter):
     """Layers with an embedding before and a loss after them."""
 
     @property
-    def _head(self) -> Half:
+    def _head(self) -> LayerPlace:
         return head_of(self.problem, self.roles.is_flat)
 
     def _weights(self) -> list[WeightSpec]:
-        head, hidden = self._head, Side("hidden", self.problem.hidden)
-        words = Side("inner", self.problem.vocabulary)
-        return [
-            (TABLE, (words, hidden), self.roles.weight(False)),
-            *super()._weights(),
-            (head.gain, (Side("", self.problem.norm_rows), hidden), self.roles.gain),
-            (head.w_in, (hidden, words), self.roles.weight(True)),
-        ]
+        hidden, words = Side("hidden", self.problem.hidden), Side("inner", self.problem.vocabulary)
+        table = TABLE, (words, hidden), self.roles.weight(False)
+        return [table, *super()._weights(), *self._weights_of(self._head)]
 
     def _declare_inputs(self) -> None:
         self._declare_tokens()
@@ -82,10 +77,10 @@ class EndsWriter(LayerWriter):
 
     def _before(self) -> None:
         """Write the embedding: each rank looks up the rows that it has, and they are summed."""
-        writer, site = self.writer, Site(self._head, False)
-        table = self._weight(site)
+        writer = self.writer
+        table = self._gathered(TABLE, self._head, self.roles.weight(False))
         natural = product(self.roles.operand(False), table.dims, ("inner",))
-        landed, out = self._landing("X", self._residual_sides(), natural, self.roles.residual)
+        landed, out = self.landing("X", self._residual_sides(), natural, self.roles.residual)
         ins = (self.stored[TOKENS_IN], self.stored[IDS_IN], table)
         writer.call("embed", (landed,), ins, "elementwise", (writer.elements(landed),))
         writer.move(landed, out.dims, "moved", into=out)
@@ -93,11 +88,12 @@ class EndsWriter(LayerWriter):
     def _after(self) -> None:
         """Write the last norm, logits and the loss."""
         writer, stored, real = self.writer, self.stored, self.problem.statistics_dtype
-        self._norm(self._head, stored["Z"])
-        logits = self._multiply(Site(self._head, True))
-        tokens, shape = _of_tokens(logits.dims), self._rows_and_features(logits)
-        greatest = self._new(GREATEST, self._token_sides, tokens, real)
-        sums = self._new(SUMS, (*self._token_sides, Side("", 2)), tokens, real)
+        for at in self._head.nodes:
+            record_of(at.node).write(at, self)
+        logits = stored[LOGITS]
+        tokens, shape = _of_tokens(logits.dims), self.rows_and_features(logits)
+        greatest = self.new(GREATEST, self._token_sides, tokens, real)
+        sums = self.new(SUMS, (*self._token_sides, Side("", 2)), tokens, real)
         partial: AxisDims = tuple("partial" if dim == "inner" else dim for dim in logits.dims)
         writer.call("row_max", (greatest,), (logits,), "reduction", (writer.elements(logits),))
         writer.move(replace(greatest, dims=partial), tokens, "moved", op="max")
@@ -118,12 +114,10 @@ class EndsWriter(LayerWriter):
     def _before_backward(self) -> None:
         """Write the gradients of logits, of W_v, and of the last norm."""
         stored, logits = self.stored, self.stored[LOGITS]
-        out = self._new(f"D{LOGITS}", logits.sides, logits.dims)
+        out = self.new(f"D{LOGITS}", logits.sides, logits.dims)
         ins = (logits, stored[GREATEST], stored[SUMS], stored[TARGETS], stored[IDS_OUT])
-        self.writer.call("loss_grad", (out,), ins, "loss", self._rows_and_features(logits), "input_grad")
-        of_normal = self._multiply_back(Site(self._head, True), out)
-        self._norm_gradient(self._head, of_normal)
-        self._write_later()
+        self.writer.call("loss_grad", (out,), ins, "loss", self.rows_and_features(logits), "input_grad")
+        self._backward(self._head)
 
     def _after_backward(self) -> None:
         """Write the gradient of E."""
@@ -131,10 +125,10 @@ class EndsWriter(LayerWriter):
         arriving: Stored = writer.move(stored["DX"], gradient_dims(self.roles.product(False)), "all")
         out = stored[f"D{TABLE}"]
         natural = product(self.roles.operand(False), arriving.dims, TOKENS)
-        landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
+        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
         writer.cut()
         writer.zero(landed)
         ins = (stored[TOKENS_IN], stored[IDS_IN], arriving, landed)
         shape = (writer.elements(arriving),)
         writer.call("embed_grad", (landed,), ins, "elementwise", shape, "weight_grad")
-        self._reduce(landed, out)
+        self.reduce(landed, out)

@@ -6,12 +6,13 @@ not for each micro-batch. Sums of which each rank keeps a part are made here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshweave.algorithms.block.ends import EndsWriter
-from meshweave.algorithms.block.halves import Half
 from meshweave.algorithms.block.layer import LayerWriter
+from meshweave.algorithms.block.place import LayerPlace
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 
@@ -32,10 +33,10 @@ class LayersPiece(LayerWriter):
         """Declare inputs and outputs."""
         self._declare()
 
-    def _reduce(self, landed: Stored, out: Stored) -> None:
+    def reduce(self, landed: Stored, out: Stored) -> None:
         """Keep how a gradient lies, in place of its sum; where the sum is scattered, write it here."""
         if landed.buffer != out.buffer:
-            super()._reduce(landed, out)
+            super().reduce(landed, out)
             landed = out
         self.writer.cut()
         self.unsummed[out.tensor] = landed
@@ -46,7 +47,8 @@ class _EndPiece(LayersPiece, EndsWriter):
     """An end without layers."""
 
     @property
-    def _halves(self) -> list[Half]:
+    def layers(self) -> Sequence[LayerPlace]:
+        """Return none."""
         return []
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.architecture import Norm as NormKind
+from meshweave.describe.model.dense import WHOLE, dense_layer
+from meshweave.describe.model.layer import Features, LayerGraph, Norm
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.ir.program.expressions import Index
 
 Family = Literal["gpt", "llama"]
 
@@ -52,6 +54,7 @@ class BlockProblem:
         biases: whether each of the four products of a layer has a bias, as in GPT-3: BQKV, BO, B1 and B2.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
+        graph: the layer, where it is another than that of the sizes and the family; it takes `hidden` features.
 
     Raises:
         LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
@@ -73,6 +76,7 @@ class BlockProblem:
     vocabulary: int = 0
     counts_masked: bool = False
     biases: bool = False
+    graph: LayerGraph | None = None
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) not in (2, 3, 4) or min(self.mesh_shape) < 1:
@@ -87,6 +91,10 @@ class BlockProblem:
         if self.heads % self.kv_heads:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
+            )
+        if self.graph is not None and Features("hidden", self.hidden) != self.graph.nodes[0].takes[0]:
+            raise LayoutError(
+                f"block: the layer does not take {self.hidden} hidden features; give one that does"
             )
         for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
@@ -104,12 +112,12 @@ class BlockProblem:
         training: bool = True,
         counts_masked: bool = False,
     ) -> BlockProblem:
-        """Return the problem of `layers` layers of a model, by its sizes.
+        """Return the problem of `layers` layers of a model, of its first kind.
 
         A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer
         norms, GELU), whatever norms and positions the model has. Raises LayoutError.
         """
-        return cls(
+        block = cls(
             workload.batch,
             workload.sequence,
             model.hidden,
@@ -124,35 +132,37 @@ class BlockProblem:
             workload.dtype,
             counts_masked=counts_masked,
         )
+        return block if block.layer == model.layer else replace(block, graph=model.layer)
 
     @property
     def mesh(self) -> Mesh:
         """Return the mesh."""
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
 
-    def priced_keys(self, keys: Index) -> Index:
-        """Return for how many keys each of as many queries, at the same positions, is priced."""
-        return keys if self.counts_masked else keys // 2 + 1
+    @property
+    def norm(self) -> NormKind:
+        """Return the kind of the last norm: that of the layer's first, or of the family's."""
+        norms = (node.kind for node in self.graph.nodes if isinstance(node, Norm)) if self.graph else ()
+        return next(iter(norms), "layer" if self.family == "gpt" else "rms")
 
     @property
-    def queries_per_group(self) -> int:
-        """Return the number of heads of queries that share one head of keys and values."""
-        return self.heads // self.kv_heads
-
-    @property
-    def group_width(self) -> int:
-        """Return the columns of W_qkv of one group: its queries, then its keys, then its values."""
-        return (self.queries_per_group + 2) * self.head_dim
-
-    @property
-    def gates(self) -> int:
-        """Return the columns of W_1 per inner feature: 2 where the activation is gated."""
-        return 2 if self.family == "llama" else 1
-
-    @property
-    def norm_rows(self) -> int:
-        """Return the parameters of a norm per feature, and its statistics per token: 2 with a mean and a bias."""
-        return 2 if self.family == "gpt" else 1
+    def layer(self) -> LayerGraph:
+        """Return the layer: that given, or the one of the sizes and the family."""
+        if self.graph is not None:
+            return self.graph
+        is_gated = self.family == "llama"
+        biases = ("qkv", "out", "ff1", "ff2") if self.biases else ()
+        return dense_layer(
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.ffn,
+            gated=is_gated,
+            norm=self.norm,
+            biases=biases,
+            rotary=WHOLE if is_gated else 0.0,
+        )
 
     @property
     def statistics_dtype(self) -> str:

@@ -1,4 +1,4 @@
-"""Writes attention whose keys and values go round a ring: the core of a half, and its gradient.
+"""Writes attention whose keys and values go round a ring: and its gradient.
 
 A rank works on its own part of each sequence. In turn t it has the keys of the rank t places on, and passes them
 on while it works on them. Backward their gradients follow them one turn behind, and are home after the last.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.block.halves import Half
+from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.ring_equations import ring_names
 from meshweave.algorithms.block.roles import Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
+from meshweave.describe.model.layer import Attention
 from meshweave.ir.program.expressions import Index, equal
 
 
@@ -24,7 +25,7 @@ class RingCore:
     """The buffers of one layer's ring attention along mesh axis number `axis`."""
 
     writer: BlockWriter
-    half: Half
+    at: NodePlace[Attention]
     axis: int
     inner: Stored
     core: Stored
@@ -33,16 +34,16 @@ class RingCore:
 
     def __post_init__(self) -> None:
         self.count = self.writer.mesh.shape[self.axis]
-        problem, names = self.half.problem, ring_names(self.half)
-        width = problem.queries_per_group * problem.head_dim
-        self.own_keys = self._scratch(names["keys"], 2 * problem.head_dim)
+        node, names = self.at.node, ring_names(self.at)
+        width = node.per_group * node.head_dim
+        self.own_keys = self._scratch(names["keys"], 2 * node.head_dim)
         self.queries = self._scratch(names["queries"], width)
 
     def _scratch(
         self, tensor: str, width: int, dtype: str = "", buffer: str = "", slots: int = 1, slot: Index = 0
     ) -> Stored:
         """Return scratch for what this rank has of a tensor of so many columns per group of heads."""
-        sides: Sides = (*self.inner.sides[:2], Side("inner", self.half.units, width))
+        sides: Sides = (*self.inner.sides[:2], Side("inner", self.at.node.groups, width))
         stored = Stored(
             buffer or tensor.lower(), tensor, sides, self.inner.dims, dtype or self.inner.dtype, slot
         )
@@ -50,10 +51,10 @@ class RingCore:
 
     def _travelling(self, tensor: str, turn: Index) -> Stored:
         """Return what is here in a turn of something that goes round: one of two slots."""
-        site = tensor.removesuffix(str(self.half.layer)).lower()
-        width = 2 * self.half.problem.head_dim
+        site = tensor.removesuffix(self.at.layer.suffix).lower()
+        width = 2 * self.at.node.head_dim
         window = SequenceWindow(self.inner.dims, self.axis, turn)
-        sides: Sides = (*self.inner.sides[:2], Side("inner", self.half.units, width))
+        sides: Sides = (*self.inner.sides[:2], Side("inner", self.at.node.groups, width))
         stored = Stored(f"{site}_ring", tensor, sides, self.inner.dims, self.inner.dtype, turn % 2, window)
         return self.writer.scratch(stored, 2)
 
@@ -64,21 +65,21 @@ class RingCore:
     def _shape(self, keys: Stored, turn: Index) -> tuple[Index, ...]:
         """Return the sizes of attention of this rank's queries to the keys of a turn, as they are priced."""
         batch, queries, heads = (self.writer.extent_of(self.log_sums, number) for number in range(3))
-        problem, count = self.half.problem, self.writer.extent_of(keys, 1)
-        if not problem.counts_masked:
-            count = count - equal(turn, 0) * (count - problem.priced_keys(count))
-        return batch, heads, queries, count, problem.head_dim
+        count = self.writer.extent_of(keys, 1)
+        if not self.at.problem.counts_masked:
+            count = count - equal(turn, 0) * (count - (count // 2 + 1))
+        return batch, heads, queries, count, self.at.node.head_dim
 
     def forward(self) -> None:
         """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
-        writer, names, problem = self.writer, ring_names(self.half), self.half.problem
+        writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         elements = (writer.elements(self.inner),)
         ins: tuple[Stored, ...] = (self.inner, self._positions())
-        writer.call("split_heads", (self.queries, self.own_keys), ins, "elementwise", elements)
-        r = problem.queries_per_group
-        widths = {"so_far": r * problem.head_dim, "greatest": r, "weights": r}
+        writer.call(fn("split_heads"), (self.queries, self.own_keys), ins, "elementwise", elements)
+        r = node.per_group
+        widths = {"so_far": r * node.head_dim, "greatest": r, "weights": r}
         running = tuple(
-            self._scratch(names[key], width, problem.statistics_dtype, f"ring_{key}")
+            self._scratch(names[key], width, self.at.problem.statistics_dtype, f"ring_{key}")
             for key, width in widths.items()
         )
         for stored in running:
@@ -87,15 +88,15 @@ class RingCore:
         for turn in writer.turns(self.count):
             keys = self._travelling(names["keys"], turn)
             ins = (self.queries, keys, self._positions(), self._positions(turn), *running)
-            writer.call("attend", running, ins, "attention", self._shape(keys, turn))
+            writer.call(fn("attend"), running, ins, "attention", self._shape(keys, turn))
             self._pass_on(names["keys"], turn, when=turn < self.count - 1)
         elements = (writer.elements(self.core),)
-        writer.call("finish_attention", (self.core, self.log_sums), running, "elementwise", elements)
+        writer.call(fn("finish_attention"), (self.core, self.log_sums), running, "elementwise", elements)
 
     def backward(self, of_core: Stored, of_inner: Stored) -> None:
         """Write the gradient by the product of W_qkv of that by the heads."""
-        writer, names, problem = self.writer, ring_names(self.half), self.half.problem
-        width = problem.queries_per_group * problem.head_dim
+        writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
+        width = node.per_group * node.head_dim
         names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}
         of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries")
         part_of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries_part")
@@ -115,7 +116,7 @@ class RingCore:
                 self._positions(),
                 self._positions(turn),
             )
-            writer.call("attend_grad", outs, ins, "attention", self._shape(keys, turn), "input_grad")
+            writer.call(fn("attend_grad"), outs, ins, "attention", self._shape(keys, turn), "input_grad")
             writer.add(of_queries, part_of_queries)
             writer.add(of_keys, part)
             self._pass_on(names["keys"], turn, when=turn < self.count - 1)
@@ -123,7 +124,7 @@ class RingCore:
         home = self._travelling(names["of keys"], self.count)
         elements = (writer.elements(of_inner),)
         ins = (of_queries, home, self._positions())
-        writer.call("merge_heads", (of_inner,), ins, "elementwise", elements, "input_grad")
+        writer.call(fn("merge_heads"), (of_inner,), ins, "elementwise", elements, "input_grad")
 
     def _pass_on(self, tensor: str, turn: Index, lane: str = "", when: Index = 1) -> None:
         src, out = self._travelling(tensor, turn), self._travelling(tensor, turn + 1)

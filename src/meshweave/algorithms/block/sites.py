@@ -7,26 +7,23 @@ same roles, so that they move the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from meshweave.algorithms.block.halves import Half, Site, halves_of, token_sizes
+from meshweave.algorithms.block.folds import layer_gradient_meanings, layer_meanings, layer_tensors
 from meshweave.algorithms.block.parts import BlockParts, parts_of_writer
 from meshweave.algorithms.block.pieces import LayersPiece
+from meshweave.algorithms.block.place import LayerPlace, attention_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
-from meshweave.algorithms.block.ring_equations import (
-    POSITIONS,
-    ring_gradient_meanings,
-    ring_gradient_tensors,
-    ring_meanings,
-    ring_tensors,
-)
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.layer import Features, LayerGraph, Linear
 from meshweave.ir.program import On, Program, Tensor
-from meshweave.ir.program.meanings import Meaning, Product, Same
+from meshweave.ir.program.meanings import Same
 
 OPERAND, WEIGHT, RESULT = "X", "W", "Y"
 """The tensors of a product; gradients have a D before them. Buffers have the same names in lower case."""
@@ -34,11 +31,11 @@ OPERAND, WEIGHT, RESULT = "X", "W", "Y"
 
 @dataclass(frozen=True)
 class ProductSite:
-    """A product of activations with a weight, at one of the two sites of a half of a layer.
+    """A product of activations with a weight.
 
     Attributes:
-        is_first: whether it is the product that enters a half, (hidden, inner), or the one that leaves it.
-        is_attention: whether the half is attention, or the feed-forward part.
+        is_first: whether it enters the inner features, (hidden, inner), or leaves them.
+        is_attention: whether it is of attention, or of the feed-forward part.
         hidden: the features of the residual.
         units, unit: what is dealt out of the inner features: units of so many columns, that are never divided.
         stored: how the weight is kept; None as the roles say.
@@ -52,6 +49,14 @@ class ProductSite:
     stored: AxisDims | None = None
 
     @property
+    def layer(self) -> LayerGraph:
+        """Return the product as a layer of its own."""
+        hidden, inner = Features("hidden", self.hidden), Features("inner", self.units, self.unit)
+        operand, result = (hidden, inner) if self.is_first else (inner, hidden)
+        group = "attention" if self.is_attention else "feed_forward"
+        return LayerGraph((Linear(RESULT, (OPERAND,), group, operand, result, "product", WEIGHT),))  # type: ignore[arg-type]
+
+    @property
     def weight_sides(self) -> Sides:
         """Return the sides of the weight (features of the operand, features of the result)."""
         hidden, inner = Side("hidden", self.hidden), Side("inner", self.units, self.unit)
@@ -62,19 +67,19 @@ class ProductSite:
         return self.stored or roles.stored(roles.weight(self.is_first), self.weight_sides)
 
 
+@lru_cache(maxsize=256)
+def _site_place(problem: BlockProblem, site: ProductSite, is_flat: bool) -> LayerPlace:
+    return LayerPlace(problem, site.layer, 0, "", OPERAND, RESULT, is_flat)
+
+
 def product_sites(problem: BlockProblem) -> list[ProductSite]:
-    """Return the four products of a layer."""
-    return [
-        ProductSite(
-            is_first,
-            half.is_attention,
-            problem.hidden,
-            half.units,
-            half.in_unit if is_first else half.out_unit,
-        )
-        for half in halves_of(problem, 0)
-        for is_first in (True, False)
-    ]
+    """Return the products of a layer."""
+    sites = []
+    for node in problem.layer.linears:
+        inner = node.result if node.enters else node.operand
+        is_attention = node.group == "attention"
+        sites.append(ProductSite(node.enters, is_attention, problem.hidden, inner.count, inner.unit))
+    return sites
 
 
 def site_problem(
@@ -97,20 +102,9 @@ def product_parts(
     """
     writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
     piece = ProductPiece(problem, roles, writer, site=site)
-    tokens = token_sizes(problem, roles.is_flat)
-    rows, columns = (side.size for side in site.weight_sides)
-    tensors: list[Tensor] = []
-    for prefix in ("", "D"):
-        tensors += [
-            Tensor(f"{prefix}{OPERAND}", (*tokens, rows), problem.dtype),
-            Tensor(f"{prefix}{WEIGHT}", (rows, columns), problem.dtype),
-            Tensor(f"{prefix}{RESULT}", (*tokens, columns), problem.dtype),
-        ]
-    meanings: list[Meaning] = [
-        Product(RESULT, OPERAND, WEIGHT),
-        Product(f"D{OPERAND}", f"D{RESULT}", WEIGHT, transpose_b=True),
-        Product(f"D{WEIGHT}", OPERAND, f"D{RESULT}", transpose_a=True),
-    ]
+    layer = piece.layers[0]
+    tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
+    meanings = [*layer_meanings(layer, roles), *layer_gradient_meanings(layer, roles)]
     side = "into" if site.is_first else "out of"
     half = "attention" if site.is_attention else "feed-forward"
     return parts_of_writer(piece, writer, f"product {side} {half}, {config}", tensors, meanings)
@@ -123,63 +117,41 @@ class ProductPiece(LayersPiece):
     site: ProductSite = field(kw_only=True)
 
     @property
-    def _place(self) -> Site:
-        own = self.site
-        half = Half(
-            self.problem, own.is_attention, 0, "", RESULT, "", "", OPERAND, WEIGHT, RESULT, OPERAND, WEIGHT, "",
-            own.units, own.unit, own.unit, self.roles.is_flat,
-        )  # fmt: skip
-        return Site(half, own.is_first)
-
-    @property
-    def _operand_sides(self) -> Sides:
-        if self.site.is_first:
-            return self._residual_sides()
-        return self._inner_sides(self._place.half, self.site.unit)
-
-    @property
-    def _operand_dims(self) -> AxisDims:
-        return self.roles.residual if self.site.is_first else self.roles.core(self.site.is_attention)
+    def layers(self) -> Sequence[LayerPlace]:
+        """Return the product."""
+        return (_site_place(self.problem, self.site, self.roles.is_flat),)
 
     def _declare(self) -> None:
         """Declare the operand and the weight, the gradient that arrives, and what comes out."""
-        new, dtype, site = self.writer.new, self.problem.dtype, self.site
-        _, sides, final = self._result(self._place)
-        kept = site.stored_dims(self.roles)
-        operand, weight = (OPERAND, self._operand_sides, self._operand_dims), site.weight_sides
-        inputs: tuple[WeightSpec, ...] = (
-            operand,
-            (WEIGHT, weight, kept),
-            (f"D{RESULT}", sides, final),
-        )
+        at, site, roles = self.layers[0].nodes[0], self.site, self.roles
+        own = roles.core(site.is_attention)
+        before, after = (roles.residual, own) if site.is_first else (own, roles.residual)
+        result = RESULT, self.sides(at.node.makes), after
+        operand = OPERAND, self.sides(at.node.takes[0]), before
+        kept, sides = site.stored_dims(roles), site.weight_sides
+        of_weight = kept if site.stored else roles.gradient(self._used_dims, sides)
+        inputs: tuple[WeightSpec, ...] = (operand, (WEIGHT, sides, kept), (f"D{RESULT}", *result[1:]))
         outputs: tuple[WeightSpec, ...] = (
-            (RESULT, sides, final),
+            result,
             (f"D{OPERAND}", *operand[1:]),
-            (f"D{WEIGHT}", weight, kept if site.stored else self.roles.gradient(self._used, weight)),
+            (f"D{WEIGHT}", sides, of_weight),
         )
-        for name, sides, dims in inputs:
-            self.stored[name] = new(name.lower(), name, sides, dims, dtype, "input")
-        for name, sides, dims in outputs:
-            self.stored[name] = new(name.lower(), name, sides, dims, dtype, "output")
+        for kind, specs in (("input", inputs), ("output", outputs)):
+            self._declare_all(kind, specs)  # type: ignore[arg-type]
 
     @property
-    def _used(self) -> AxisDims:
+    def _used_dims(self) -> AxisDims:
         return self.roles.weight(self.site.is_first)
-
-    def write_forward(self) -> None:
-        """Write the product and the moves around it."""
-        self._multiply(self._place)
 
     def write_backward(self) -> None:
         """Write the products for both gradients, and the reduction of that of the weight over ranks."""
-        self._multiply_back(self._place, self.stored[f"D{RESULT}"])
-        self._write_later()
+        super().write_backward()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, "gradients", out)
 
-    def _reduce(self, landed: Stored, out: Stored) -> None:
+    def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of a gradient here, as in a program of whole layers."""
-        super(LayersPiece, self)._reduce(landed, out)
+        super(LayersPiece, self).reduce(landed, out)
 
 
 # --- attention in a ring ------------------------------------------------------------------------------------
@@ -192,14 +164,9 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
     groups of heads and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
     """
     writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
-    half = halves_of(problem, 0)[0]
-    tensors = [*half.tensors(), *half.gradient_tensors(), *ring_tensors(half), *ring_gradient_tensors(half)]
-    tensors.append(Tensor(POSITIONS, (problem.sequence,), problem.statistics_dtype))
-    meanings: list[Meaning] = [
-        Same(f"{half.inner}_units", half.inner),
-        *ring_meanings(half),
-        *ring_gradient_meanings(half),
-    ]
+    layer = attention_of(problem)
+    tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
+    meanings = [*layer_meanings(layer, roles), *layer_gradient_meanings(layer, roles)]
     piece = RingPiece(problem, roles, writer)
     return parts_of_writer(piece, writer, f"ring attention, {config}", tensors, meanings)
 
@@ -208,33 +175,19 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
 class RingPiece(LayersPiece):
     """Writes the ring of attention alone."""
 
-    def _declare(self) -> None:
-        problem, roles, new = self.problem, self.roles, self.writer.new
-        half, dims = self._half, self.roles.core(True)
-        widths = {half.inner: half.in_unit, half.core: half.out_unit}
-        for name, kind in ((half.inner, "input"), (half.core, "output")):
-            sides = self._inner_sides(half, widths[name])
-            self.stored[name] = new(name.lower(), name, sides, dims, problem.dtype, kind)  # type: ignore[arg-type]
-        for name, kind in ((half.core, "input"), (half.inner, "output")):
-            sides = self._inner_sides(half, widths[name])
-            gradient = f"D{name}"
-            self.stored[gradient] = new(gradient.lower(), gradient, sides, dims, problem.dtype, kind)  # type: ignore[arg-type]
-        positions: Sides = (Side("sequence", problem.sequence),)
-        self.stored[POSITIONS] = new(
-            POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
-        )
-
     @property
-    def _half(self) -> Half:
-        return halves_of(self.problem, 0)[0]
+    def layers(self) -> Sequence[LayerPlace]:
+        """Return the attention of a layer."""
+        return [attention_of(self.problem)]
 
-    def write_forward(self) -> None:
-        """Write attention over all keys that pass."""
-        self._core(self._half, self.stored[self._half.inner])
-
-    def write_backward(self) -> None:
-        """Write its gradient."""
-        self._core_gradient(self._half, self.stored[f"D{self._half.core}"])
+    def _declare(self) -> None:
+        at, dims = self.layers[0].nodes[0], self.roles.core(True)
+        ends = (at.operand, self.sides(at.node.takes[0]), dims), (at.out, self.sides(at.node.makes), dims)
+        self._declare_all("input", ends[:1])
+        self._declare_all("output", ends[1:])
+        self._declare_all("input", [(f"D{at.out}", *ends[1][1:])])
+        self._declare_all("output", [(f"D{at.operand}", *ends[0][1:])])
+        self._declare_positions()
 
 
 # --- one move -----------------------------------------------------------------------------------------------

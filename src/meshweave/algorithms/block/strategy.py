@@ -10,7 +10,7 @@ import numpy as np
 
 from meshweave.algorithms.block.assembly import write_program, write_sized_skeleton, write_skeleton
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
-from meshweave.algorithms.block.function_table import functions_of
+from meshweave.algorithms.block.folds import functions_of
 from meshweave.algorithms.block.parts import BlockParts, write_parts
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
@@ -168,7 +168,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
         """Return what the calls of the program compute: integers where the problem is exact."""
-        return functions_of(problem).table()
+        return functions_of(problem)
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
         """Return integers for functions of integers, else values around which training starts; random tokens."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, Site, halves_of_layers
+from meshweave.algorithms.block.place import LayerPlace, NodePlace, layers_of, side_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
+from meshweave.describe.model.layer import Features, Linear, Node, Weight
 
 WEIGHTS = "weights"
 """What the lanes of gathers of weights are called, after their mesh axis."""
@@ -31,8 +33,9 @@ class BlockTensors:
     stored: dict[str, Stored] = field(default_factory=dict)
 
     @property
-    def _halves(self) -> list[Half]:
-        return halves_of_layers(self.problem, self.roles.is_flat)
+    def layers(self) -> Sequence[LayerPlace]:
+        """Return the layers that are written."""
+        return layers_of(self.problem, self.roles.is_flat)
 
     # --- sides --------------------------------------------------------------------------------------------------
 
@@ -43,54 +46,77 @@ class BlockTensors:
             return (Side("batch", batch, sequence),)
         return Side("batch", batch), Side("sequence", sequence)
 
+    def sides(self, features: Features) -> Sides:
+        """Return the sides of a tensor of tokens with these features."""
+        return *self._token_sides, side_of(features)
+
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
-    def _inner_sides(self, half: Half, unit: int) -> Sides:
-        return *self._token_sides, Side("inner", half.units, unit)
+    def dims(self, at: NodePlace[Node], features: Features) -> AxisDims:
+        """Return how a tensor of tokens lies that a node makes: as the residual, or as its group's features do."""
+        return (
+            self.roles.residual if features.dim == "hidden" else self.roles.core(at.node.group == "attention")
+        )
 
-    def _row_sides(self) -> Sides:
-        return *self._token_sides, Side("", self.problem.norm_rows)
-
-    # --- operands and results -----------------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[WeightSpec]:
         """Return all weights: name, sides, and how each lies where it is used."""
-        hidden, roles = Side("hidden", self.problem.hidden), self.roles
-        weights: list[WeightSpec] = []
-        for half in self._halves:
-            weights += [
-                (half.gain, (Side("", self.problem.norm_rows), hidden), roles.gain),
-                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.weight(True)),
-                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.weight(False)),
-            ]
-            if self.problem.biases:
-                inner = Side("inner", half.units, half.in_unit)
-                core: AxisDims = tuple("inner" if d == "inner" else "" for d in roles.core(half.is_attention))
-                weights += [
-                    (Site(half, True).bias, (inner,), core),
-                    (Site(half, False).bias, (hidden,), roles.gain),
-                ]
-        return weights
+        return [spec for layer in self.layers for spec in self._weights_of(layer)]
+
+    def _weights_of(self, layer: LayerPlace) -> list[WeightSpec]:
+        groups = {weight.name: node.group for node in layer.graph.nodes for weight in node.parameters}
+        return [
+            (
+                layer.own(weight.name),
+                tuple(map(side_of, weight.sides)),
+                self._used(weight, groups[weight.name]),
+            )
+            for weight in layer.graph.parameters
+        ]
+
+    def _used(self, weight: Weight, group: str) -> AxisDims:
+        """Return how parameters lie where they are used."""
+        if weight.kind == "matrix":
+            return self.roles.weight(weight.sides[0].dim == "hidden")
+        if weight.sides[-1].dim == "hidden":
+            return self.roles.gain
+        if not weight.sides[-1].dim:
+            return self.roles.nowhere
+        return tuple("inner" if dim == "inner" else "" for dim in self.roles.core(group == "attention"))
 
     def _declare(self) -> None:
         """Declare inputs and outputs, in the order of their use."""
-        problem, roles, writer = self.problem, self.roles, self.writer
+        problem, roles = self.problem, self.roles
         self._declare_inputs()
-        for name, sides, used in self._weights():
-            dims = roles.stored(used, sides) if _is_matrix(sides) else used
-            self.stored[name] = writer.new(name.lower(), name, sides, dims, problem.dtype, "input")
+        roles_of_weights = [(spec, _is_matrix(spec[1])) for spec in self._weights()]
+        kept = (
+            (n, s, roles.stored(used, s) if is_matrix else used)
+            for (n, s, used), is_matrix in roles_of_weights
+        )
+        self._declare_all("input", kept)
         if roles.ring_axis is not None:
-            positions: Sides = (Side("sequence", problem.sequence),)
-            self.stored[POSITIONS] = writer.new(
-                POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
-            )
+            self._declare_positions()
         self._declare_outputs()
-        for name, sides, used in self._weights() if problem.training else ():
-            dims = roles.gradient(used, sides) if _is_matrix(sides) else used
-            self.stored[f"D{name}"] = writer.new(
-                f"d{name.lower()}", f"D{name}", sides, dims, problem.dtype, "output"
+        if problem.training:
+            ends = (
+                (f"D{n}", s, roles.gradient(used, s) if is_matrix else used)
+                for (n, s, used), is_matrix in roles_of_weights
             )
+            self._declare_all("output", ends)
+
+    def _declare_positions(self) -> None:
+        """Declare the positions of tokens in their sequence."""
+        positions: Sides = (Side("sequence", self.problem.sequence),)
+        self.stored[POSITIONS] = self.writer.new(
+            POSITIONS.lower(),
+            POSITIONS,
+            positions,
+            self.roles.nowhere,
+            self.problem.statistics_dtype,
+            "input",
+        )
 
     def _declare_inputs(self) -> None:
         """Declare the inputs that are no weights."""
@@ -102,12 +128,17 @@ class BlockTensors:
         for name in ("Z", "DX") if self.problem.training else ("Z",):
             self._declare_residual(name, "output")
 
+    def _declare_all(self, kind: Kind, specs: Iterable[WeightSpec]) -> None:
+        """Declare inputs or outputs."""
+        for name, sides, dims in specs:
+            self.stored[name] = self.writer.new(name.lower(), name, sides, dims, self.problem.dtype, kind)
+
     def _declare_residual(self, name: str, kind: Kind) -> None:
         self.stored[name] = self.writer.new(
             name.lower(), name, self._residual_sides(), self.roles.residual, self.problem.dtype, kind
         )
 
-    def _new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
+    def new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
         """Return the buffer of a tensor: that which is declared for it, or a new one."""
         if tensor not in self.stored:
             self.stored[tensor] = self.writer.new(
@@ -115,29 +146,31 @@ class BlockTensors:
             )
         return self.stored[tensor]
 
-    def _weight(self, site: Site) -> Stored:
-        """Return a weight where it is multiplied: gathered, if it is kept in parts."""
-        kept, used = self.stored[site.weight], self.roles.weight(site.is_first)
+    def weight(self, at: NodePlace[Linear]) -> Stored:
+        """Return the weight of a product where it is multiplied: gathered, if it is kept in parts."""
+        return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.enters))
+
+    def _gathered(self, weight: str, layer: LayerPlace, used: AxisDims) -> Stored:
+        tensor = layer.own(weight)
+        kept = self.stored[tensor]
         if kept.dims == used:
             return kept
         if self.roles.keeps_weights:
-            if f"{site.weight}_whole" not in self.stored:
-                self.stored[f"{site.weight}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
-            return self.stored[f"{site.weight}_whole"]
-        name = site.weight.removesuffix(str(site.half.layer)).rstrip("_").lower()
-        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=site.half.layer % 2)
+            if f"{tensor}_whole" not in self.stored:
+                self.stored[f"{tensor}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
+            return self.stored[f"{tensor}_whole"]
+        name = weight.rstrip("_").lower()
+        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=layer.number % 2)
         return self.writer.gather_once(
             kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
         )
 
-    def _landing(
-        self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims
-    ) -> tuple[Stored, Stored]:
+    def landing(self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
 
         They are one where sums are made in place.
         """
-        out = self._new(tensor, sides, final)
+        out = self.new(tensor, sides, final)
         if all(
             before == after or (before == "partial" and not after)
             for before, after in zip(natural, final, strict=True)

@@ -7,6 +7,8 @@ from typing import Literal
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned", "alibi", "other"]
+Residual = Literal["", "parallel", "parallel with one norm"]
+NormPlaces = Literal["", "before and after"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Architecture:
         rotary_base, rotary_share: the base of rotary angles, and the share of a head that turns.
         rotary_scaling: how angles are scaled for longer sequences, as JSON; "" for not at all.
         window: the tokens that a token attends to in some layers; None for all of them.
+        windowed_layers: the layers that have the window; None for all of them.
+        residual: "" where the parts of a layer follow each other; "parallel" where both read the residual, each
+            after a norm of its own, and are added at once; "parallel with one norm" where they share it.
+        norms: "" where a norm precedes each part; "before and after" where one follows it, too.
         qk_norm: whether queries and keys are normalised.
         init_std: the standard deviation of initial weights.
         others: further keys of a config that change what is computed, with their values, as "key = value".
@@ -44,6 +50,9 @@ class Architecture:
     qk_norm: bool | None = None
     init_std: float | None = None
     others: tuple[str, ...] = ()
+    windowed_layers: int | None = None
+    residual: Residual = ""
+    norms: NormPlaces = ""
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,6 @@ class NotPriced:
 
     text: str
     beyond: int = 0
-
-
-def window_not_priced(window: int, where: str = "") -> NotPriced:
-    """Return that a window is not priced; `where` names the layers that have it."""
-    return NotPriced(
-        f"window of {window:,} tokens{where} not priced: attention is that of all pairs", beyond=window
-    )
 
 
 def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshweave.base.errors import printable
 from meshweave.describe.files import format_value
-from meshweave.describe.model.architecture import Architecture, Positions
+from meshweave.describe.model.architecture import Architecture, Positions, Residual
 from meshweave.describe.model.config_features import (
     ACTIVATION,
     DEFINING,
@@ -18,6 +18,7 @@ from meshweave.describe.model.config_features import (
     is_off,
     max_positions_of,
     window_of,
+    windowed_layers_of,
 )
 from meshweave.describe.model.model_types import KnownModelType, model_type_of
 
@@ -61,6 +62,9 @@ def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, hea
         qk_norm if qk_norm is not None or known is None else known.qk_norm,
         next((_number(data[key]) for key in INIT_STD if _number(data.get(key)) is not None), None),
         tuple(f"{key} = {format_value(data[key])}" for key in sorted(_TEXTS) if _is_other(data, key)),
+        windowed_layers=windowed_layers_of(data),
+        residual=_residual(data),
+        norms="before and after" if model_type_of(data) in _SANDWICHES else "",
     )
 
 
@@ -93,6 +97,24 @@ def _biases(data: Mapping[str, Any], known: KnownModelType | None) -> dict[str, 
     if type(data.get("no_bias")) is bool:
         biases = dict.fromkeys(biases, not data["no_bias"])
     return biases
+
+
+_ONE_NORM = ("gptj", "codegen", "phi", "cohere", "cohere2", "stablelm", "falcon")
+"""Families whose parts of a layer share a norm where they are beside each other."""
+_PARALLEL = ("gptj", "codegen", "phi", "cohere", "cohere2")
+"""Families whose parts always are."""
+_SANDWICHES = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Families with a norm before and after each part."""
+
+
+def _residual(data: Mapping[str, Any]) -> Residual:
+    """Return whether both parts of a layer read the same residual."""
+    family = model_type_of(data)
+    is_default = family == "gpt_neox" or family in _PARALLEL
+    if not data.get("use_parallel_residual", data.get("parallel_attn", is_default)):
+        return ""
+    has_two = bool(data.get("new_decoder_architecture")) and data.get("num_ln_in_parallel_attn") != 1
+    return "parallel with one norm" if family in _ONE_NORM and not has_two else "parallel"
 
 
 def _positions(data: Mapping[str, Any], known: KnownModelType | None, base: float | None) -> Positions | None:

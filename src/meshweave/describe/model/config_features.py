@@ -13,7 +13,7 @@ from typing import Any
 
 from meshweave.base.errors import printable
 from meshweave.describe.files import format_value
-from meshweave.describe.model.architecture import NotPriced, positions_not_priced, window_not_priced
+from meshweave.describe.model.architecture import NotPriced, positions_not_priced
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
@@ -194,6 +194,13 @@ def window_of(data: Mapping[str, Any]) -> int | None:
     return next((value for value in values if type(value) is int and 0 < value <= _MOST_TOKENS), None)
 
 
+def windowed_layers_of(data: Mapping[str, Any]) -> int | None:
+    """Return how many layers have the window, None for all of them."""
+    kinds = next(iter(layer_kinds(data).values()), [])
+    windowed = sum(name in KINDS_OF_WINDOWS for name in kinds)
+    return windowed if window_of(data) is not None and 0 < windowed < len(kinds) else None
+
+
 def max_positions_of(data: Mapping[str, Any]) -> int | None:
     """Return the positions that a model is made for, or None."""
     values = (data.get(key) for key in MAX_POSITIONS)
@@ -205,12 +212,6 @@ _MOST_TOKENS = 2**31
 
 def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned: bool) -> Iterator[NotPriced]:
     """Yield what of a config has no price; `learned`: its positions are a table of weights."""
-    window = window_of(data)
-    if window is not None:
-        kinds = next(iter(layer_kinds(data).values()), [])
-        windowed = sum(name in KINDS_OF_WINDOWS for name in kinds)
-        where = f" in {windowed} of {len(kinds)} layers" if 0 < windowed < len(kinds) else ""
-        yield window_not_priced(window, where)
     positions = max_positions_of(data)
     if positions is not None:
         yield positions_not_priced(positions, learned=learned)

@@ -17,6 +17,7 @@ from typing import Literal
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.units import dtype_bytes, format_bytes
+from meshweave.describe.model.layer import KeptKind
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
@@ -52,14 +53,13 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
     "selective" recomputes all that grows with s squared: `34 s b h`; "full" keeps the input of the block:
     `2 s b h` (table 2 there).
     """
-    e, s, b, h = dtype_bytes(workload.dtype), workload.sequence, workload.batch, model.hidden
+    e, layer = dtype_bytes(workload.dtype), model.layer
     if recompute == "full":
-        return e * s * b * h
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = e * (h + 2 * queries + 2 * keys) + h
-    ffn = e * (h + (4 if model.gated_ffn else 2) * model.ffn_hidden) + h
-    linear = s * b * (attention + ffn + 2 * e * h)
-    return linear + (model.num_heads * s * s * b * (2 * e + 1) if recompute == "none" else 0)
+        return e * workload.tokens * layer.features[layer.input].size
+    kinds: tuple[KeptKind, ...] = ("mask", "gate")
+    if recompute == "none":
+        kinds += ("scores", "dropped scores", "score mask")
+    return workload.tokens * layer.kept_bytes(e, workload.sequence, kinds)
 
 
 def step_flops(
@@ -77,13 +77,14 @@ def step_flops(
         recompute: what is computed again, and counts too: attention (equation 8 there), or all of a block's
             forward part (Narayanan et al., SC '21, equation 3).
     """
-    weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
-    logits = model.hidden * (model.vocab_size or 0)
-    keys_twice = 2 * workload.sequence if pairs == "all" else workload.sequence + 1
-    attention = 2 * workload.tokens * keys_twice * model.num_heads * model.head_dim  # forward
-    again = {"none": 0, "selective": attention, "full": 2 * workload.tokens * weights + attention}
-    products = 6 * workload.tokens * (model.num_layers * weights + logits)
-    return products + model.num_layers * (3 * attention + again[recompute])
+    attention = workload.batch * sum(  # of all layers, forward
+        count * kind.layer.attention_flops(workload.sequence, counts_masked=pairs == "all")
+        for count, kind in model.kinds
+    )
+    products = 2 * workload.tokens * model.num_layers * model.layer.num_weights
+    again = {"none": 0, "selective": attention, "full": products + attention}
+    logits = 6 * workload.tokens * model.hidden * (model.vocab_size or 0)
+    return 3 * products + logits + 3 * attention + again[recompute]
 
 
 @dataclass(frozen=True)

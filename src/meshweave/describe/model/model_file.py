@@ -26,9 +26,10 @@ from meshweave.describe.files import (
 )
 from meshweave.describe.model.architecture import (
     Architecture,
+    NormPlaces,
     NotPriced,
+    Residual,
     positions_not_priced,
-    window_not_priced,
 )
 from meshweave.describe.model.hugging_face import MAX_SIZE, head_problems, transformer_from_config
 from meshweave.describe.model.transformer import Transformer
@@ -66,6 +67,14 @@ class ArchitectureFile(FileModel):
         "", description="how angles are scaled for longer sequences, JSON in a string"
     )
     window: ModelSize | None = Field(None, description="the tokens that a token attends to in some layers")
+    windowed_layers: ModelSize | None = Field(
+        None, description="the number of layers that have the window (left out: all)"
+    )
+    residual: Residual = Field(
+        "",
+        description="parallel, or parallel with one norm, where both parts of a layer read the same residual",
+    )
+    norms: NormPlaces = Field("", description="before and after, where a norm follows each part, too")
     qk_norm: bool | None = Field(None, description="true where queries and keys are normalised, else false")
     init_std: float | None = Field(None, description="the standard deviation of initial weights", ge=0)
     others: list[Words] = Field([], description="what else defines the model, a list of strings")
@@ -139,11 +148,9 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
 
 
 def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
-    """Return what a table says is not priced, and what follows from its window and positions."""
+    """Return what a table says is not priced, and what follows from its positions."""
     items = [NotPriced(item.text, item.beyond) for item in table.not_priced]
-    window, positions = table.architecture.window, table.architecture.max_positions
-    if window is not None and not any(item.beyond == window for item in items):
-        items.append(window_not_priced(window))
+    positions = table.architecture.max_positions
     if positions is not None and not any(item.beyond == positions for item in items):
         items.append(positions_not_priced(positions, learned=table.architecture.positions == "learned"))
     return tuple(items)

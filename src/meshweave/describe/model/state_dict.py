@@ -50,30 +50,29 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
         )
     if model.vocab_size is None:
         raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")
-    if (count := 9 * model.num_layers + 3) > MODEL_TENSORS.most:
+    if any(not weight.modules for weight in model.layer.parameters):
+        raise UnsupportedError(
+            f"model {model.name}: the names of its norms after parts are not known; give a Llama"
+        )
+    rows: list[tuple[str, tuple[int, ...], ParameterSharding]] = []
+    for weight in sorted(model.layer.parameters, key=lambda weight: weight.kind == "norm"):
+        for module, size in weight.modules:
+            if weight.kind == "norm":
+                rows.append((module, (size,), "whole"))
+            else:
+                sharding: ParameterSharding = "rows" if weight.sides[0].dim == "hidden" else "columns"
+                rows.append((module, (size, weight.sides[0].size), sharding))
+    if (count := len(rows) * model.num_layers + 3) > MODEL_TENSORS.most:
         raise DescriptionError(f"model {model.name}: {MODEL_TENSORS.refusal(count)}")
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, ffn = model.hidden, model.ffn_hidden
-    block: tuple[tuple[str, tuple[int, ...], ParameterSharding], ...] = (
-        ("self_attn.q_proj", (heads, hidden), "rows"),
-        ("self_attn.k_proj", (kv_heads, hidden), "rows"),
-        ("self_attn.v_proj", (kv_heads, hidden), "rows"),
-        ("self_attn.o_proj", (hidden, heads), "columns"),
-        ("mlp.gate_proj", (ffn, hidden), "rows"),
-        ("mlp.up_proj", (ffn, hidden), "rows"),
-        ("mlp.down_proj", (hidden, ffn), "columns"),
-        ("input_layernorm", (hidden,), "whole"),
-        ("post_attention_layernorm", (hidden,), "whole"),
-    )
-    table = model.vocab_size, hidden
+    table = model.vocab_size, model.hidden
     return (
         Parameter("model.embed_tokens.weight", table, "rows"),
         *(
             Parameter(f"model.layers.{number}.{name}.weight", shape, kind)
             for number in range(model.num_layers)
-            for name, shape, kind in block
+            for name, shape, kind in rows
         ),
-        Parameter("model.norm.weight", (hidden,), "whole"),
+        Parameter("model.norm.weight", (model.hidden,), "whole"),
         *(() if model.tied_embeddings else (Parameter("lm_head.weight", table, "rows"),)),
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
+from meshweave.describe.model.dense import WHOLE, dense_layer
+from meshweave.describe.model.layer import LayerGraph
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,43 @@ class Transformer:
                 f"num_heads {self.num_heads}; give a divisor"
             )
 
-    def fc_layers(self) -> tuple[FcLayer, ...]:
-        """Return the four fully connected layers of one block; a gated FFN's two input matrices are one layer."""
-        heads = self.num_heads * self.head_dim
-        return (
-            FcLayer("qkv", self.hidden, heads + 2 * self.num_kv_heads * self.head_dim),
-            FcLayer("out", heads, self.hidden),
-            FcLayer("ff1", self.hidden, self.ffn_hidden * (2 if self.gated_ffn else 1)),
-            FcLayer("ff2", self.ffn_hidden, self.hidden),
+    @property
+    def kinds(self) -> tuple[tuple[int, Transformer], ...]:
+        """Return how many layers are of each kind, and a model of layers of that kind alone."""
+        own = self.architecture
+        windowed = own.windowed_layers
+        if own.window is None or windowed is None or windowed >= self.num_layers:
+            return ((self.num_layers, self),)
+        alone = replace(own, windowed_layers=None), replace(own, windowed_layers=None, window=None)
+        counts = windowed, self.num_layers - windowed
+        return tuple(
+            (count, replace(self, architecture=each)) for count, each in zip(counts, alone, strict=True)
         )
+
+    @property
+    def layer(self) -> LayerGraph:
+        """Return a layer; of several kinds the first. Biases are left out: products add them as they write."""
+        own = self.architecture
+        rotary = own.rotary_share if own.rotary_share is not None else WHOLE if self.gated_ffn else 0.0
+        return dense_layer(
+            self.hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.ffn_hidden,
+            gated=self.gated_ffn,
+            norm="rms" if self.gated_ffn else "layer",
+            rotary=rotary,
+            window=own.window,
+            post_norms=own.norms == "before and after",
+            parallel=own.residual != "",
+            qk_norm=bool(own.qk_norm),
+            shared_norm=own.residual == "parallel with one norm",
+        )
+
+    def fc_layers(self) -> tuple[FcLayer, ...]:
+        """Return the fully connected layers of one block; a gated FFN's two input matrices are one layer."""
+        return tuple(FcLayer(node.name, node.operand.size, node.result.size) for node in self.layer.linears)
 
     def not_priced_at(self, sequence: int) -> tuple[str, ...]:
         """Return what the price of sequences of so many tokens does not know, a few words each."""
@@ -89,6 +119,5 @@ class Transformer:
 
         Biases, norms and position embeddings (well under 1 %) are left out.
         """
-        block = sum(layer.in_features * layer.out_features for layer in self.fc_layers())
         tables = (self.vocab_size or 0) * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.num_layers * block + tables
+        return self.num_layers * self.layer.num_weights + tables

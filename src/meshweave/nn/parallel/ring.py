@@ -10,33 +10,18 @@ import torch
 from torch import Tensor
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.functions import Values, array_module, like
+from meshweave.algorithms.block.folds import functions_of
+from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.parts import BlockParts
-from meshweave.algorithms.block.real_functions import RealFunctions
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.sites import ring_parts
+from meshweave.describe.model.dense import dense_layer
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
 from meshweave.nn.parallel.moves import keep_order
 from meshweave.nn.parallel.programs import bound_program, on_device
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.products import DTYPES
-
-
-class WindowedFunctions(RealFunctions):
-    """Functions of attention with a window; queries and keys come as they are multiplied."""
-
-    def __init__(self, problem: BlockProblem, window: int | None) -> None:
-        super().__init__(problem)
-        self.window = window
-
-    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
-        scores = super()._masked(queries, keys, here, there)
-        if self.window is None:
-            return scores
-        never = like(-float("inf"), scores)
-        is_near = here[:, None] - there[None, :] < self.window
-        return array_module(scores).where(is_near, scores, never)
 
 
 @dataclass(frozen=True)
@@ -53,17 +38,22 @@ class PlacedRing:
     window: int | None
 
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
-        """Return the block whose attention it is."""
+        """Return the block whose attention it is; queries and keys come as they are multiplied."""
+        heads = self.groups * self.per_group
+        layer = dense_layer(
+            1, heads, self.groups, self.width, 1, gated=False, norm="layer", window=self.window
+        )
         return BlockProblem(
             batch,
             sequence,
             1,
-            self.groups * self.per_group,
+            heads,
             self.groups,
             self.width,
             1,
             self.strategy.mesh.shape,
             dtype=DTYPES[dtype],
+            graph=layer,
         )
 
 
@@ -80,12 +70,16 @@ class SizedRing:
         own = self.ring.strategy
         return ring_parts(self.problem, own.config, own.roles, own.mesh)
 
+    @cached_property
+    def calls(self) -> Functions:
+        """Return the functions of its calls."""
+        return functions_of(self.problem)
+
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program on this rank, with the positions of all tokens."""
         part = self.parts.backward if is_backward else self.parts.forward
-        calls = WindowedFunctions(self.problem, self.ring.window).table()
         bound = bound_program(
-            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, calls
+            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, self.calls
         )
         positions = bound.inputs.get(POSITIONS.lower())
         if positions is not None:

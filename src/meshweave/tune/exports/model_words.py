@@ -38,7 +38,9 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
     unknown = [
         name
         for name, value in values.items()
-        if value is None and name not in ("window", "max_positions") and (is_rotary or name not in _OF_ROTARY)
+        if value is None
+        and name not in ("window", "windowed_layers", "max_positions")
+        and (is_rotary or name not in _OF_ROTARY)
     ]
     sentences = []
     if untold:

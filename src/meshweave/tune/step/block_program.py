@@ -106,6 +106,8 @@ class _StepWriter:
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
+        if len(self.problem.kinds) > 1:
+            raise UnsupportedError("the program of a step has layers of one kind, and not of several")
         if p.zero >= 2:
             raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
         if p.zero == 1 and len(sharding_groups(p)[0]) > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
-from meshweave.algorithms.block.layer import GRADIENTS
+from meshweave.algorithms.block.node_writer import GRADIENTS
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.sized import FlatTask, SizedSkeleton
 from meshweave.base.errors import LayoutError

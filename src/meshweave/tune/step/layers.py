@@ -4,6 +4,9 @@ A layer is the program that `algorithms.block` writes for one layer under a stra
 occupy. Communication that its lanes do not hide is exposed. Gradients of replicated weights are reduced once a
 step, not for each micro-batch; `tune.step.data_parallel` prices that.
 
+Where layers are of several kinds, each is priced as their mean, so that a stage with more of one kind is not told
+from others.
+
 With context parallelism each rank has tokens from all over a sequence, so that in each turn of the ring every rank
 attends to half of the keys (Brandon et al., Striped Attention, 2023).
 """
@@ -41,9 +44,19 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     known = problem.cache("layers")
     key = _key(parallelism), parallelism.recompute
     if key not in known:
-        known[key] = _layer_time(problem, parallelism)
+        times = [(share, _layer_time(kind, parallelism)) for share, kind in problem.kinds]
+        known[key] = times[0][1] if len(times) == 1 else _mean(times)
     layer: LayerTime = known[key]
     return layer
+
+
+def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
+    """Return the mean of the times of kinds of layers by their shares."""
+    parts = [PartTime(), PartTime(), PartTime()]
+    for share, time in times:
+        for number, part in enumerate((time.forward, time.backward, time.recompute)):
+            parts[number] += share * part
+    return LayerTime(*parts)
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
@@ -110,8 +123,13 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
     Raises LayoutError where the strategy does not fit.
     """
-    whole, _ = whole_time(problem, parallelism, 0, problem.product_dtype)
-    return whole.part.total_s + least_added_s(problem, parallelism) + problem.stack.launch_s * whole.kernels
+    total_s = 0.0
+    for share, kind in problem.kinds:
+        whole, _ = whole_time(kind, parallelism, 0, problem.product_dtype)
+        total_s += share * (
+            whole.part.total_s + least_added_s(kind, parallelism) + problem.stack.launch_s * whole.kernels
+        )
+    return total_s
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
@@ -139,21 +157,18 @@ def _software_s(
     shared = parallelism.context
     for role, size in zip(roles, (rows, columns), strict=True):
         shared *= size if role.residual else 1
-    model, tokens = problem.model, parallelism.micro_batch * problem.seq
+    tokens = parallelism.micro_batch * problem.seq
     inner = parallelism.context * parallelism.tensor_size
-    moved = tokens * (
-        unfused.residual * model.hidden / shared
-        + unfused.heads * model.num_heads * model.head_dim / inner
-        + unfused.keys * model.num_kv_heads * model.head_dim / inner
-        + unfused.ffn * model.ffn_hidden / inner
+    moved = tokens * sum(
+        getattr(unfused, name) * size / (shared if name == "residual" else inner)
+        for name, size in problem.model.layer.counts.items()
     )
     return (num_kernels + unfused.kernels) * problem.stack.launch_s + streamed_s(problem, moved)
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the stack's passes over a layer's gradients of weights, and its gathered weights."""
-    weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
-    own = -(-weights // parallelism.tensor_size)
+    own = -(-problem.model.layer.num_weights // parallelism.tensor_size)
     in_weights, in_gradients = problem.stack.gradient_passes
     moved = own * (in_weights * problem.item_bytes + in_gradients * problem.gradient_bytes)
     if parallelism.zero == 3:
@@ -165,8 +180,9 @@ def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
 def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the last product of a layer's forward part."""
     tokens = -(-parallelism.micro_batch * problem.seq // parallelism.context)
-    inner = -(-problem.model.ffn_hidden // parallelism.tensor_size)
-    return call_s(problem, matmul_work(tokens, problem.model.hidden, inner, problem.dtype))
+    last = problem.model.layer.linears[-1]
+    inner = -(-last.operand.size // parallelism.tensor_size)
+    return call_s(problem, matmul_work(tokens, last.result.size, inner, problem.dtype))
 
 
 def streamed_s(problem: StepProblem, num_bytes: float) -> float:
@@ -191,12 +207,12 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     half of the scores and writes all, and backward reads half of two tensors (Megatron-LM, megatron/fused_kernels/
     scaled_upper_triang_masked_softmax.h). Dropout reads and writes all, and its mask.
     """
-    model, item = problem.model, problem.item_bytes
-    heads = -(-model.num_heads // parallelism.tensor_size)
+    item, batch = problem.item_bytes, parallelism.micro_batch
+    (node,) = problem.model.layer.attentions
+    heads, width = -(-node.heads // parallelism.tensor_size), node.head_dim
     queries = -(-problem.seq // parallelism.context)
-    batch, width = parallelism.micro_batch, model.head_dim
     part = "" if direction == "forward" else "input_grad"
-    keys = problem.seq // 2 + 1
+    keys = node.mean_keys(problem.seq)
     operands = item * batch * heads * width * (2 * queries + 2 * problem.seq)
     shape = (batch, heads, queries, keys, width)
     moved = operands * (2 if part else 1)

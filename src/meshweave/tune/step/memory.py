@@ -28,11 +28,13 @@ of ranks that a step communicates in, by constants of the runtime (`describe.mac
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
+from meshweave.describe.model.layer import KeptKind
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.strategies import strategy_of
@@ -100,11 +102,7 @@ class Memory:
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the weights of a layer on one rank of its tensor-parallel group."""
-    known = problem.cache("weights")
-    if not known:
-        layers = problem.model.fc_layers()
-        known[""] = sum(layer.in_features * layer.out_features for layer in layers)
-    return -(-int(known[""]) // parallelism.tensor_size)
+    return -(-problem.model.layer.num_weights // parallelism.tensor_size)
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -143,35 +141,43 @@ def _num_parts(problem: StepProblem, parallelism: Parallelism) -> Callable[[str]
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
     """Return the bytes that one micro-batch keeps of a layer on each rank."""
-    model, e = problem.model, problem.item_bytes
-    tokens = parallelism.micro_batch * problem.seq
-    num_parts = _num_parts(problem, parallelism)
-    h, f = model.hidden, model.ffn_hidden
+    layer, e = problem.model.layer, problem.item_bytes
+    kept: Counter[tuple[str, str]] = Counter()  # bytes a token by place, which ranks round up one by one
+    kinds: set[KeptKind] = set()
     if recompute == "full":
-        return -(-e * tokens * h // num_parts("residual"))
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    sums = 4 * model.num_heads
-    if recompute in ("operators", "compiled-operators"):
-        down = 1 if model.gated_ffn and recompute == "operators" else 0
-        total = -(-e * tokens * h * (1 + down) // num_parts("residual"))
-        total += -(-tokens * (e * (2 * queries + keys) + sums) // num_parts("attention"))
-        return total - (-e * tokens * f // num_parts("feed_forward"))
+        kept[layer.places[layer.input], ""] = e * layer.features[layer.input].size
+    elif recompute in ("operators", "compiled-operators"):
+        for edge, size, is_read in layer.chosen_edges:
+            if is_read or recompute == "operators":
+                kept[layer.places[edge], ""] += e * size
+        kinds = {"sums"}
+    else:
+        for edge in layer.kept_edges:
+            kept[layer.places[edge], ""] += e * layer.features[edge].size
+        kinds = _kept_kinds(problem, recompute)
+    for row in layer.kept(kinds):
+        joins = row.kind in ("mask", "gate", "copy") or recompute.endswith("operators")
+        part = "" if joins else "scores" if row.by_keys else row.kind
+        kept[layer.places[row.edge], part] += row.num_bytes(e, problem.seq)
+    tokens, num_parts = parallelism.micro_batch * problem.seq, _num_parts(problem, parallelism)
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
-    masks = 2 if problem.has_dropout else 0
-    copies = 2 * 4 if problem.stack.copies_norm_inputs and e < 4 else 0
-    total = -(-tokens * h * (2 * e + copies + masks) // num_parts("residual"))
-    total += -(-tokens * h * 2 * e // num_parts("operand_in" if keeps else "residual"))
-    total += -(-tokens * e * (2 * queries + 2 * keys) // num_parts("attention"))
-    inner = 2 if not model.gated_ffn else 3 if problem.stack.recomputes_gate else 4
-    total += -(-tokens * e * f * inner // num_parts("feed_forward"))
-    if problem.stack.keeps_joint_qkv and keys == queries:
-        total += -(-tokens * e * 2 * keys // num_parts("attention"))
-    if problem.attention == "flash":
-        return total - (-tokens * sums // num_parts("attention"))
-    if recompute == "none":
-        scores = 2 * e + (1 if problem.has_dropout else 0) if problem.has_dropout else e
-        total += -(-tokens * model.num_heads * problem.seq * scores // num_parts("attention"))
-    return total
+    places = {"operand": "operand_in" if keeps else "residual"}
+    return sum(-(-tokens * each // num_parts(places.get(place, place))) for (place, _), each in kept.items())
+
+
+def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind]:
+    """Return what a layer keeps besides edges."""
+    stack, is_narrow = problem.stack, problem.item_bytes < 4
+    kinds: dict[KeptKind, bool] = {
+        "mask": problem.has_dropout,
+        "gate": not stack.recomputes_gate,
+        "copy": stack.copies_norm_inputs and is_narrow,
+        "joint": stack.keeps_joint_qkv,
+        "sums": problem.attention == "flash",
+    }
+    if problem.attention != "flash" and recompute == "none":
+        kinds |= {"scores": True, "dropped scores": problem.has_dropout, "score mask": problem.has_dropout}
+    return {kind for kind, is_kept in kinds.items() if is_kept}
 
 
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -261,12 +267,12 @@ def _micro_batch_bytes(
 
 def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
-    model, e, tokens = problem.model, problem.item_bytes, parallelism.micro_batch * problem.seq
+    layer, e, tokens = problem.model.layer, problem.item_bytes, parallelism.micro_batch * problem.seq
     num_parts = _num_parts(problem, parallelism)
-    inner = model.ffn_hidden * (3 if model.gated_ffn else 2)
+    inner = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "feed_forward")
     working = -(-tokens * e * inner // num_parts("feed_forward"))
     if num_parts("operand_in") < num_parts("residual"):
-        working += -(-tokens * e * model.hidden // num_parts("operand_in"))
+        working += -(-tokens * e * problem.model.hidden // num_parts("operand_in"))
     return working
 
 

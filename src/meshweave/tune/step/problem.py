@@ -315,6 +315,18 @@ class StepProblem:
         return usable
 
     @property
+    def kinds(self) -> tuple[tuple[float, StepProblem], ...]:
+        """Return the share of layers that are of each kind, and the step of a model of that kind alone."""
+        kept = self.cache("kinds")
+        if not kept:
+            kinds, count = self.model.kinds, self.model.num_layers
+            kept[""] = tuple((number / count, replace(self, model=model)) for number, model in kinds)
+            if len(kinds) == 1:
+                kept[""] = ((1.0, self),)
+        kinds_of: tuple[tuple[float, StepProblem], ...] = kept[""]
+        return kinds_of
+
+    @property
     def workload(self) -> Workload:
         """Return batch, sequence and dtype."""
         return Workload(self.batch, self.seq, self.dtype)

@@ -140,7 +140,8 @@ class Step:
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)
         if again == "full" and of.stack.stops_early:  # before the last product of a layer
-            flops -= 2 * of.workload.tokens * of.model.num_layers * of.model.ffn_hidden * of.model.hidden
+            last = of.model.layer.linears[-1].parameters[0]
+            flops -= 2 * of.workload.tokens * of.model.num_layers * last.size
         return flops
 
     @property

@@ -12,7 +12,7 @@ take one after the other. Tests compare them with prices, and the search with th
 from __future__ import annotations
 
 from meshweave.algorithms.block import BlockAlgorithm
-from meshweave.algorithms.block.kernels import Kernel, kernels_of
+from meshweave.algorithms.block.nodes import Kernel, kernels_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_s
 from meshweave.describe.machine.levels import level_sizes
@@ -48,9 +48,9 @@ class LayerBounds:
 
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds of a layer with one sequence, by its FLOPs and the highest rate of a chip."""
-        model, seq = self._problem.model, self._problem.seq
-        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
-        flops = 6 * seq * (weights + seq * model.num_heads * model.head_dim)
+        seq = self._problem.seq
+        attention = sum(share * kind.model.layer.attention_flops(seq) for share, kind in self._problem.kinds)
+        flops = 6 * seq * self._problem.model.layer.num_weights + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
@@ -97,11 +97,14 @@ class LayerBounds:
 
     def _of_kernels(self, choice: Parallelism) -> tuple[float, float]:
         """Return the least seconds of the forward part of a layer, and of both parts."""
-        entry, block = strategy_of(self._problem, choice), block_of(self._problem, choice)
-        sums = {"forward": 0, "backward": 0}
-        for kernel in kernels_of(block, entry.roles_of(block)):
-            sums[kernel.part] += kernel.times * self._least_ps(kernel, entry, choice.tensor_mesh)
-        forward_s, backward_s = (to_s(ticks) for ticks in sums.values())
+        entry = strategy_of(self._problem, choice)
+        forward_s = backward_s = 0.0
+        for share, kind in self._problem.kinds:
+            block, sums = block_of(kind, choice), {"forward": 0, "backward": 0}
+            for kernel in kernels_of(block, entry.roles_of(block)):
+                sums[kernel.part] += kernel.times * self._least_ps(kernel, entry, choice.tensor_mesh)
+            forward_s += share * to_s(sums["forward"])
+            backward_s += share * to_s(sums["backward"])
         return forward_s, forward_s + backward_s + least_added_s(self._problem, choice)
 
     def _least_ps(self, kernel: Kernel, entry: BlockAlgorithm, mesh: tuple[int, int]) -> int:

@@ -250,7 +250,7 @@ class StepSearch:
         ZeRO-2 and 3 have a few layers and tables whole besides the shards; they save 1 - 1 / n of each layer.
         """
         model, levels = self._problem.model, self._space.zero_levels(layout.data, layout.context)
-        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+        weights = model.layer.num_weights
         whole = 2 * GATHERED_LAYERS + 4 * (model.vocab_size or 0) * model.hidden / weights
         saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
         return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))

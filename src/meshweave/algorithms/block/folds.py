@@ -1,0 +1,83 @@
+"""Folds over the nodes of a layer: equations, tensors, functions, and a dense run. They know no node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from meshweave.algorithms.block.end_functions import end_functions
+from meshweave.algorithms.block.functions import Functions
+from meshweave.algorithms.block.nodes import record_of
+from meshweave.algorithms.block.place import LayerPlace, NodePlace, head_of, layers_of
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.contract import Array
+from meshweave.describe.model.layer import Node
+from meshweave.ir.program import Tensor
+from meshweave.ir.program.meanings import Meaning, Same, Sum
+
+
+def _gradients(at: NodePlace[Node]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the gradients that are whole after a node's backward part, with what they are sums of."""
+    for edge in at.node.ins:
+        whole, terms = at.layer.gradient(edge), at.layer.contributions(edge)
+        if at.is_first_reader(edge) and terms != [whole]:
+            yield whole, terms
+
+
+def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
+    """Yield the tensors of a layer and their gradients; one shape for every strategy."""
+    dtype, tokens = layer.problem.dtype, layer.tokens
+    for parameter in layer.parameters():
+        yield parameter
+        yield Tensor(f"D{parameter.name}", parameter.shape, dtype)
+    for edge, features in layer.graph.features.items():
+        names = layer.edge(edge), layer.gradient(edge), *layer.contributions(edge)
+        for name in dict.fromkeys(names):
+            yield Tensor(name, (*tokens, features.size), dtype)
+    for at in layer.nodes:
+        yield from record_of(at.node).tensors(at, roles)
+
+
+def layer_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
+    """Yield the equations of the forward part."""
+    for at in layer.nodes:
+        yield from record_of(at.node).meanings(at, roles)
+
+
+def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
+    """Yield the equations of the backward part."""
+    for at in reversed(layer.nodes):
+        yield from record_of(at.node).gradient_meanings(at, roles)
+        for whole, terms in _gradients(at):
+            yield Same(whole, terms[0]) if len(terms) == 1 else Sum(whole, tuple(terms))
+
+
+@lru_cache(maxsize=64)
+def functions_of(problem: BlockProblem) -> Functions:
+    """Return the functions that the programs of a problem call, by name: real ones, or those of integers."""
+    layer = layers_of(problem)[0]
+    table = end_functions(problem)
+    for at in layer.nodes:
+        functions = record_of(at.node).functions(at.node, problem)
+        table |= {at.fn(name): function for name, function in functions.items()}
+    if problem.vocabulary:
+        for at in head_of(problem).nodes:
+            table = {**record_of(at.node).functions(at.node, problem), **table}
+    return table
+
+
+def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
+    """Add the edges of a layer to the tensors of a dense run."""
+    for at in layer.nodes:
+        record_of(at.node).compute(at, known, functions)
+
+
+def compute_gradients(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
+    """Add all gradients of a layer to the tensors of a dense run."""
+    for at in reversed(layer.nodes):
+        record_of(at.node).compute_gradient(at, known, functions)
+        for whole, terms in _gradients(at):
+            known[whole] = np.sum([known[name] for name in terms], 0)

@@ -1,0 +1,250 @@
+"""What nodes write their programs with: products with what they move, sums over ranks, and what is written later.
+
+The next group of nodes does not wait for gradients of weights. They are put after the next communication that it
+waits for: the products of weight gradients then run beside the reduction of the gradient of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from meshweave.algorithms.block.place import NodePlace
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side, gradient_dims, product
+from meshweave.algorithms.block.sides import layout_of, within
+from meshweave.algorithms.block.tensors import BlockTensors
+from meshweave.algorithms.block.writer import Stored
+from meshweave.describe.layout import Tile
+from meshweave.describe.model.layer import Linear, Node
+from meshweave.ir.program.expressions import Index
+
+GRADIENTS = "gradients"
+"""What the lanes of reductions of gradients are called, after their mesh axis."""
+
+
+@dataclass
+class NodeWriter(BlockTensors):
+    """The services of a writer for nodes, which know no node but products.
+
+    Attributes:
+        unmoved: for each edge, or contribution to a gradient, of which ranks still have terms: where these are.
+    """
+
+    unmoved: dict[str, Stored] = field(default_factory=dict)
+    _later: list[Callable[[], None]] = field(default_factory=list)
+    _small: list[Callable[[], None]] = field(default_factory=list)
+    _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
+
+    def end_site(self) -> None:
+        """Let nothing that follows run beside what is written, where sites run one by one."""
+        if self.writer.is_by_sites:
+            self._write_later()
+            self.writer.end_site()
+
+    # --- edges --------------------------------------------------------------------------------------------------
+
+    def edge(self, at: NodePlace[Node], number: int = 0) -> Stored:
+        """Return an edge that a node reads."""
+        return self.stored[at.layer.home(at.node.ins[number])]
+
+    def out(self, at: NodePlace[Node]) -> Stored:
+        """Return the buffer of the edge that a node makes: perhaps that of the sum that it is a term of."""
+        features = at.node.makes
+        return self.new(at.layer.home(at.node.out), self.sides(features), self.dims(at, features))
+
+    def arriving(self, at: NodePlace[Node]) -> Stored:
+        """Return the gradient of the edge that a node makes."""
+        return self.stored[at.arriving]
+
+    def contribution(self, at: NodePlace[Node], edge: str) -> Stored:
+        """Return where a node's contribution to the gradient of an edge is to lie: the last one is summed into."""
+        like = self.stored[at.layer.home(edge)]
+        name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution(edge)
+        return self.new(name, like.sides, like.dims)
+
+    def contributed(self, at: NodePlace[Node], edge: str) -> None:
+        """Write the sum of all contributions to the gradient of an edge, where a node has made the last one."""
+        if at.is_first_reader(edge):
+            out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
+            for name in others:
+                if name not in self.unmoved:
+                    self.writer.add(out, self.stored[name])
+
+    def rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
+        """Return the tokens and the features of a tensor, as sizes of a call."""
+        *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
+        return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
+
+    def row_sums(self, tensor: str, rows: int, fn: str, ins: tuple[Stored, ...]) -> Stored:
+        """Write a call that makes sums over the features of each token, and their sum over ranks."""
+        sides = *self._token_sides, Side("", rows)
+        sums = self.new(tensor, sides, self.roles.statistics, self.problem.statistics_dtype)
+        natural: AxisDims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
+        self.writer.call(fn, (sums,), ins, "reduction", (self.writer.elements(ins[0]),))
+        self.writer.move(replace(sums, dims=natural), self.roles.statistics, "moved")
+        self.end_site()
+        return sums
+
+    # --- products -----------------------------------------------------------------------------------------------
+
+    def multiply(self, at: NodePlace[Linear]) -> Stored:
+        """Write a product of the forward part: operand and weight are moved to it, and its result from it."""
+        self.end_site()
+        operand, out = self.edge(at), at.layer.home(at.node.out)
+        sides, final = self.sides(at.node.result), self.dims(at, at.node.result)
+        if self._is_2d(at):
+            result = self.new(out, sides, final)
+            self.writer.product_2d(self.roles.product_2d, "os", result, operand, self._weight_as_kept(at))
+            self.end_site()
+            return result
+        weight = self.weight(at)
+        operand = self._moved_once(
+            operand, self.roles.operand(at.node.enters), "all", f"{at.operand} gathered"
+        )
+        natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
+        landed, result = self.landing(out, sides, natural, final)
+        self.writer.matmul(landed, operand, weight)
+        if at.node.out in at.layer.graph.meeting and not self.writer.is_by_sites:
+            self.unmoved[at.out] = landed
+            return result
+        self.writer.move(landed, final, "moved", into=result)
+        self.end_site()
+        return result
+
+    def _moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
+        """Return what several products read, moved for the first of them."""
+        if key not in self.stored:
+            self.stored[key] = self.writer.move(src, dims, suffix)
+        return self.stored[key]
+
+    def multiply_back(self, at: NodePlace[Linear]) -> None:
+        """Write the product for the gradient of an operand, and later that for the gradient of a weight."""
+        self.end_site()
+        node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
+        first, weight_name = self.edge(at), at.own(at.node.weight)
+        if self._is_2d(at):
+            out = self.contribution(at, edge)
+            self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self._weight_as_kept(at))
+            self.contributed(at, edge)
+            arrived = arriving
+            self.then(lambda: self._weight_gradient_2d(weight_name, first, arrived))
+            self.end_site()
+            return
+        dims = gradient_dims(self.roles.product(node.enters))
+        arriving = self._moved_once(arriving, dims, "all", f"{at.arriving} gathered {dims}")
+        if self.roles.keeps_gathered:
+            operand = self.stored[f"{at.operand} gathered"]
+        else:
+            operand = self._moved_once(first, self.roles.operand(node.enters), "again", f"{at.operand} again")
+        weight = self.weight(at)
+        natural = product(arriving.dims, weight.dims, (_contracted(not node.enters),))
+        out = self.contribution(at, edge)
+        landed, out = self.landing(out.tensor, first.sides, natural, first.dims)
+        self.writer.matmul(landed, arriving, weight, transpose_b=True)
+        if self._waits(at, edge):
+            self.unmoved[at.contribution(edge)] = landed
+        else:
+            for name in at.layer.contributions(edge)[:-1] if at.is_first_reader(edge) else ():
+                if name in self.unmoved:
+                    self.writer.add(landed, self.unmoved[name])
+            self.writer.move(landed, first.dims, "moved", into=out)
+            self.contributed(at, edge)
+        self.then(lambda: self._weight_gradient(weight_name, operand, arriving))
+        self.end_site()
+
+    def _waits(self, at: NodePlace[Linear], edge: str) -> bool:
+        """Return whether terms of a contribution wait for those of the first reader, another product."""
+        first = at.layer.graph.readers(edge)[0]
+        is_joined = not self.roles.is_flat and not self.writer.is_by_sites
+        return is_joined and first is not at.node and first.is_product
+
+    def _weight_as_kept(self, at: NodePlace[Linear]) -> Stored:
+        return self.stored[at.own(at.node.weight)]
+
+    def _is_2d(self, at: NodePlace[Linear]) -> bool:
+        """Return whether a product is included as one of a 2D algorithm, whose parts are those of `Shard`."""
+        if not self.roles.is_flat:
+            return False
+        operand, weight = self.edge(at), self._weight_as_kept(at)
+        mesh, result = self.writer.mesh, at.node.result
+        for matrix_sides, dims in (
+            (self.sides(result), self.dims(at, result)),
+            (operand.sides, operand.dims),
+            (weight.sides, weight.dims),
+        ):
+            tiles = [isinstance(p, Tile) for p in layout_of(mesh, matrix_sides, dims).placements]
+            is_uneven = any(within(side, mesh, dims, 2) is None for side in matrix_sides)
+            if any(tiles) or is_uneven or not set(dims[:-2]) <= {"", *TOKENS}:
+                return False
+        return True
+
+    # --- gradients of parameters --------------------------------------------------------------------------------
+
+    def then(self, write: Callable[[], None]) -> None:
+        """Write what is not waited for: now, if a communication has just ended the loop, else after the next."""
+        self._later.append(write)
+        if self.writer.is_between_loops:
+            self._write_later()
+
+    def postpone(self, write: Callable[[], None]) -> None:
+        """Write what is small and not waited for once the products of the group are written."""
+        self._small.append(write)
+
+    def write_postponed(self) -> None:
+        """Write what was postponed."""
+        small, self._small = self._small, []
+        for write in small:
+            self.then(write)
+
+    def _write_later(self) -> None:
+        later, self._later = self._later, []
+        for write in later:
+            self.writer.cut()
+            write()
+        self.writer.cut()
+
+    def _weight_gradient(self, weight: str, rows: Stored, columns: Stored) -> None:
+        """Write the product for the gradient of a weight, summed over chunks, and its reduction over ranks."""
+        out = self.stored[f"D{weight}"]
+        natural = product(rows.dims, columns.dims, TOKENS)
+        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
+        self.writer.matmul(landed, rows, columns, transpose_a=True, sums_chunks=True)
+        self.reduce(landed, out)
+
+    def _weight_gradient_2d(self, weight: str, rows: Stored, columns: Stored) -> None:
+        """Write the same as a 2D product on the last two mesh axes, and its reduction over others."""
+        out = self.stored[f"D{weight}"]
+        natural = (*product(rows.dims[:-2], columns.dims[:-2], TOKENS), *out.dims[-2:])
+        landed, _ = self.landing(out.tensor, out.sides, natural, out.dims)
+        self.writer.product_2d(self.roles.product_2d, "rs", landed, rows, columns)
+        self.reduce(landed, out)
+
+    def sum_tokens(
+        self,
+        parameter: str,
+        arriving: Stored,
+        fn: str,
+        ins: tuple[Stored, ...],
+        work: str,
+        shape: tuple[Index, ...],
+    ) -> None:
+        """Write a call that adds to the gradient of a parameter, and its reduction over ranks that share terms."""
+        out = self.stored[f"D{parameter}"]
+        self.writer.zero(out)
+        self.writer.call(fn, (out,), (*ins, out), work, shape, "weight_grad" if work == "norm" else "")
+        own = ("", *(side.dim for side in out.sides))
+        natural: AxisDims = tuple(dim if dim in own else "partial" for dim in arriving.dims)
+        self.reduce(replace(out, dims=natural), out)
+
+    def reduce(self, landed: Stored, out: Stored) -> None:
+        """Write the reduction of a gradient of a weight over ranks, here or at the end of the program."""
+        self.writer.cut()
+        if self.roles.reduces_last:
+            self._reductions.append((landed, out))
+        else:
+            self.writer.move_once(landed, out.dims, GRADIENTS, out)
+
+
+def _contracted(enters: bool) -> Dim:
+    """Return the dim over which a product sums: of one that enters the inner features, those of the residual."""
+    return "hidden" if enters else "inner"

@@ -1,0 +1,66 @@
+"""The table of types of nodes: what `algorithms` knows of each, and what installed packages add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from meshweave.algorithms.block.nodes.activation import ActivationRecord
+from meshweave.algorithms.block.nodes.add import AddRecord
+from meshweave.algorithms.block.nodes.attention import AttentionRecord
+from meshweave.algorithms.block.nodes.head_norm import HeadNormRecord
+from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
+from meshweave.algorithms.block.nodes.linear import LinearRecord
+from meshweave.algorithms.block.nodes.norm import NormRecord
+from meshweave.algorithms.block.nodes.record import NodeRecord
+from meshweave.algorithms.block.place import layers_of
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.table import installed
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.model.layer import Node
+from meshweave.ir.work import move_work
+
+ENTRY_POINTS = "meshweave.nodes"
+"""The group of entry points under which an installed package offers records of nodes of its own."""
+
+_RECORDS: tuple[NodeRecord[Any], ...] = (
+    NormRecord(),
+    LinearRecord(),
+    AttentionRecord(),
+    ActivationRecord(),
+    AddRecord(),
+    HeadNormRecord(),
+)
+
+
+@cache
+def _table() -> dict[type[Node], NodeRecord[Any]]:
+    return {record.node_type: record for record in (*_RECORDS, *installed(ENTRY_POINTS, NodeRecord))}
+
+
+def record_of(node: Node) -> NodeRecord[Any]:
+    """Return the record of a node's type. Raises UnsupportedError where there is none."""
+    record = _table().get(type(node))
+    if record is None:
+        raise UnsupportedError(
+            f"no record of {type(node).__name__}, which makes {node.out}; give one under the entry points "
+            f"'{ENTRY_POINTS}'"
+        )
+    return record
+
+
+def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
+    """Yield the kernels of the forward and the backward part of a layer, on the rank with the largest shards."""
+    sizes, layer = RankSizes(problem), layers_of(problem)[0]
+    for at in layer.nodes:
+        yield from record_of(at.node).kernels(at, roles, sizes)
+        for edge, features in zip(at.node.ins, at.node.takes, strict=True):
+            if at.is_first_reader(edge):  # contributions to its gradient are summed
+                elements = sizes.tokens(roles.residual) * sizes.features(features, roles.residual)
+                for _ in layer.graph.readers(edge)[1:]:
+                    yield Kernel(move_work(elements, problem.dtype, "add"), "backward")
+
+
+__all__ = ["ENTRY_POINTS", "Kernel", "NodeRecord", "kernels_of", "record_of"]

@@ -1,0 +1,305 @@
+"""The functions of attention, whole and in a ring of ranks that share sequences.
+
+Queries, keys and values are (batch, groups, heads of a group, positions, width); keys and values have one head a
+group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from meshweave.algorithms.block.functions import Values, array_module, as_numbers, like, small
+from meshweave.describe.model.layer import Attention
+
+ROTARY_BASE = 10_000.0
+"""The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""
+
+
+_NAMES = (
+    "attention",
+    "attention_grad",
+    "split_heads",
+    "attend",
+    "finish_attention",
+    "attend_grad",
+    "merge_heads",
+)
+
+
+class AttentionFunctions(ABC):
+    """The functions of attention over sequences of so many tokens."""
+
+    def __init__(self, node: Attention, sequence: int) -> None:
+        self.node, self.sequence = node, sequence
+        self.width, self.per_group = node.head_dim, node.per_group
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions by name."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+    def mask(self, here: Values, there: Values) -> Values:
+        """Return for each query which keys it attends to: those up to it, within its window."""
+        distance = here[:, None] - there[None, :]
+        if self.node.window is None:
+            return distance >= 0
+        return (distance >= 0) & (distance < self.node.window)
+
+    def _units(self, x: Values, width: int) -> Values:
+        """Return (batch, sequence, units, width); tokens in one dim are whole sequences."""
+        *tokens, columns = x.shape
+        if len(tokens) == 1:
+            tokens = [tokens[0] // self.sequence, self.sequence]
+        return x.reshape(*tokens, columns // width, width)
+
+    def _heads(self, x: Values, width: int) -> Values:
+        """Return (batch, groups, heads of a group, sequence, width)."""
+        r = self.per_group
+        units = self._units(x, r * width)
+        return array_module(x).moveaxis(units.reshape(*units.shape[:-1], r, width), 1, 3)
+
+    def _split(self, qkv: Values) -> tuple[Values, Values, Values]:
+        """Return queries (batch, groups, heads, sequence, width), keys and values (batch, groups, 1, ...)."""
+        d, r = self.width, self.per_group
+        groups = self._units(qkv, (self.per_group + 2) * self.width).swapaxes(1, 2)
+        batch, count, sequence, _ = groups.shape
+        queries = groups[..., : r * d].reshape(batch, count, sequence, r, d).swapaxes(2, 3)
+        return queries, groups[:, :, None, :, r * d : (r + 1) * d], groups[:, :, None, :, (r + 1) * d :]
+
+    def _merged(self, queries: Values, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_split` splits, shaped `like` it; keys and values are summed over the heads of a group."""
+        batch, groups, r, sequence, d = queries.shape
+        flat = queries.swapaxes(2, 3).reshape(batch, groups, sequence, r * d)
+        joined = array_module(queries).concatenate((flat, keys.sum(2), values.sum(2)), -1)
+        return joined.swapaxes(1, 2).reshape(like.shape)
+
+    def _joined(self, heads: Values, like: Values) -> Values:
+        """Return rows of columns of (batch, groups, heads, sequence, width), for the tokens of `like`."""
+        _, groups, r, _, d = heads.shape
+        return array_module(heads).moveaxis(heads, 3, 1).reshape(*like.shape[:-1], groups * r * d)
+
+    def _keys(self, keys: Values) -> tuple[Values, Values]:
+        """Return keys and values (batch, groups, 1, positions, width) of what goes round."""
+        d = self.width
+        units = self._units(keys, 2 * d).swapaxes(1, 2)[:, :, None]
+        return units[..., :d], units[..., d:]
+
+    def _joined_keys(self, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_keys` splits, summed over the heads of a group."""
+        joined = array_module(keys).concatenate((keys.sum(2), values.sum(2)), -1)
+        return joined.swapaxes(1, 2).reshape(like.shape)
+
+    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
+        """Return the gradient by what `split_heads` takes."""
+        d, r = self.width, self.per_group
+        queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
+        like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
+        assert like.shape[-1] == queries.shape[1] * (r + 2) * d
+        return self._merged(*self._before_turn(queries, keys, positions), values, like)
+
+    @abstractmethod
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        """Return gradients by queries and keys before they were turned by their positions."""
+
+
+class RealAttention(AttentionFunctions):
+    """Causal softmax attention as models compute it, with rotary positions where the node has them."""
+
+    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
+        """Return queries and keys as they are multiplied, values, and masked scores."""
+        queries, keys, values = self._split(qkv)
+        here = like(np.arange(queries.shape[-2]), queries)
+        queries, keys = self._turned(queries, here), self._turned(keys, here)
+        return queries, keys, values, self._masked(queries, keys, here, here)
+
+    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
+        """Return scores, minus infinity for keys after the query."""
+        scores = queries @ keys.swapaxes(-1, -2) * self.width**-0.5
+        never = like(np.array(-np.inf), scores)
+        return array_module(scores).where(self.mask(here, there), scores, never)
+
+    def _turned(self, x: Values, positions: Values, sign: int = 1) -> Values:
+        """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
+        half = int(self.width * self.node.rotary) // 2
+        if not half:
+            return x
+        frequencies = ROTARY_BASE ** (-np.arange(half) / half)
+        angles = positions[:, None] * like(frequencies, positions)
+        module = array_module(x)
+        cos, sin = module.cos(angles), sign * module.sin(angles)
+        first, second = x[..., :half], x[..., half : 2 * half]
+        parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
+        return module.concatenate(parts, -1)
+
+    def attention(self, qkv: Values) -> list[Values]:
+        """Return heads of causal softmax attention, and the log-sum-exp of each row of scores."""
+        module = array_module(qkv)
+        _, _, values, scores = self._scores(qkv)
+        greatest = module.amax(scores, -1)[..., None]
+        weights = module.exp(scores - greatest)
+        total = weights.sum(-1)[..., None]
+        return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
+
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
+        """Return the gradient of causal softmax attention by `qkv`, in its shape, from the log-sum-exp."""
+        module = array_module(qkv)
+        queries, keys, values, scores = self._scores(qkv)
+        weights = module.exp(scores - self._heads(log_sums, 1))
+        arriving = self._heads(dout, self.width)
+        along = (arriving * self._heads(out, self.width)).sum(-1)[..., None]
+        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.width**-0.5
+        of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
+        here = like(np.arange(queries.shape[-2]), queries)
+        of_queries, of_keys = self._turned(of_queries, here, -1), self._turned(of_keys, here, -1)
+        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
+
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return queries, and keys beside values, both turned by their positions (rotary) for "llama"."""
+        queries, keys, values = self._split(qkv)
+        queries, keys = self._turned(queries, positions), self._turned(keys, positions)
+        joined = array_module(qkv).concatenate((keys, values), -1)
+        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        """Return numerators, greatest scores and sums of weights with more keys, by online softmax."""
+        if not there.shape[0]:
+            return [so_far, greatest, weights]
+        module, d = array_module(queries), self.width
+        own_keys, values = self._keys(keys)
+        scores = self._masked(self._heads(queries, d), own_keys, here, there)
+        total, before = self._heads(weights, 1), self._heads(greatest, 1)
+        before = module.where(total > 0, before, like(np.array(-np.inf), before))
+        most = module.maximum(before, module.amax(scores, -1)[..., None])
+        finite = module.where(most > -np.inf, most, like(np.array(0.0), most))
+        shrunk, new = module.exp(before - finite), module.exp(scores - finite)
+        out = self._heads(so_far, d) * shrunk + new @ values
+        total = total * shrunk + new.sum(-1)[..., None]
+        return [self._joined(part, queries) for part in (out, finite, total)]
+
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        """Return numerators over sums of weights, and the log-sum-exp of each row."""
+        d = self.width
+        out = self._heads(so_far, d) / self._heads(weights, 1)
+        return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
+
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        """Return what one part of the keys gives to the gradient by queries, and that by these keys and values."""
+        module, d = array_module(queries), self.width
+        own_keys, values = self._keys(keys)
+        rows, arriving = self._heads(queries, d), self._heads(dout, d)
+        weights = module.exp(self._masked(rows, own_keys, here, there) - self._heads(log_sums, 1))
+        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
+        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * d**-0.5
+        of_keys, of_values = of_scores.swapaxes(-1, -2) @ rows, weights.swapaxes(-1, -2) @ arriving
+        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
+
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        return self._turned(queries, positions, -1), self._turned(keys, positions, -1)
+
+
+class IntegerAttention(AttentionFunctions):
+    """Small integers in place of attention."""
+
+    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
+        queries, keys, values = self._split(small(qkv))
+        scores = small(queries @ keys.swapaxes(-1, -2))
+        here = np.arange(scores.shape[-2])
+        return queries, keys, values, scores * like(1.0 * self.mask(here, here), scores)
+
+    def attention(self, qkv: Values) -> list[Values]:
+        """Return small integers in place of the heads, and of what their gradient needs."""
+        _, _, values, scores = self._scores(qkv)
+        return [self._joined(small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
+
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
+        """Return small integers in place of the gradient of attention."""
+        queries, keys, values, scores = self._scores(qkv)
+        arriving = self._heads(small(dout), self.width)
+        along = (arriving * self._heads(out, self.width)).sum(-1)[..., None]
+        of_scores = small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
+        of_keys, of_values = (
+            of_scores.swapaxes(-1, -2) @ queries,
+            small(scores).swapaxes(-1, -2) @ arriving,
+        )
+        return small(self._merged(of_scores @ keys, of_keys, of_values, qkv))
+
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return small integers in place of the queries, and of keys with values."""
+        queries, keys, values = self._split(small(qkv))
+        joined = array_module(qkv).concatenate((keys, values), -1)
+        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+
+    def _seen(self, queries: Values, keys: Values, here: Values, there: Values) -> tuple[Values, Values]:
+        """Return scores of keys up to each query, and which those are."""
+        mask = as_numbers(self.mask(here, there), queries)
+        return small(queries @ keys.swapaxes(-1, -2)) * mask, mask
+
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        """Return small integers in place of what more keys give."""
+        own_keys, values = self._keys(keys)
+        scores, mask = self._seen(self._heads(queries, self.width), own_keys, here, there)
+        count = mask.sum(-1)[None, :, None]
+        more = self._joined(scores @ values, queries), self._joined(scores.sum(-1)[..., None], queries)
+        return [so_far + more[0], greatest + more[1], weights + count]
+
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        """Return small integers in place of what `attention` gives, from what all keys gave."""
+        return [small(so_far), greatest]
+
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        """Return small integers in place of the gradients by queries, and by keys and values."""
+        d = self.width
+        own_keys, values = self._keys(keys)
+        rows, arriving = self._heads(queries, d), self._heads(small(dout), d)
+        scores, _ = self._seen(rows, own_keys, here, there)
+        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
+        of_scores = small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
+        of_keys = of_scores.swapaxes(-1, -2) @ rows
+        of_values = small(scores).swapaxes(-1, -2) @ arriving
+        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
+
+    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
+        """Return small integers in place of the gradient by what `split_heads` takes."""
+        return small(super().merge_heads(of_queries, of_keys, positions))
+
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        return queries, keys

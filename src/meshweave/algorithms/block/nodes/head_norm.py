@@ -1,0 +1,72 @@
+"""Norms of the queries and keys of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshweave.algorithms.block.functions import Values, array_module, over_rows, small
+from meshweave.algorithms.block.nodes.call import CallRecord
+from meshweave.algorithms.block.nodes.norm import EPSILON
+from meshweave.describe.model.head_norm import HeadNorm
+
+
+class HeadNormRecord(CallRecord[HeadNorm]):
+    """A norm within heads."""
+
+    node_type = HeadNorm
+    fn = "head_norm"
+    work = "norm"
+    view = "heads_units"
+
+    def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
+        """Return the norm and its gradients."""
+        own = _HeadNorms(node, is_exact)
+        return own.norm, own.gradient, own.weight_gradient
+
+
+class _HeadNorms:
+    """The functions of a node: those of models, or of small integers that depend on the same elements."""
+
+    def __init__(self, node: HeadNorm, is_exact: bool) -> None:
+        self.queries, self.width, self.is_exact = node.per_group, node.head_dim, is_exact
+
+    def _heads(self, x: Values) -> Values:
+        """Return (batch, sequence, groups, heads of queries and two more, width)."""
+        heads = self.queries + 2
+        return x.reshape(*x.shape[:-1], x.shape[-1] // (heads * self.width), heads, self.width)
+
+    def _gains(self, gain: Values) -> Values:
+        return array_module(gain).stack([gain[0]] * self.queries + [gain[1]])
+
+    def _scaled(self, heads: Values) -> tuple[Values, Values]:
+        """Return normalised queries and keys, and what they are multiplied by for that."""
+        if self.is_exact:
+            return small(heads + heads.sum(-1)[..., None]), 1
+        scale = ((heads * heads).sum(-1)[..., None] / self.width + EPSILON) ** -0.5
+        return heads * scale, scale
+
+    def _joined(self, heads: Values, values: Values, like: Values) -> Values:
+        return array_module(like).concatenate((heads, values), -2).reshape(like.shape)
+
+    def norm(self, x: Values, gain: Values) -> Values:
+        heads = self._heads(x)
+        out = self._scaled(heads[..., :-1, :])[0] * self._gains(gain)
+        return self._joined(small(out) if self.is_exact else out, heads[..., -1:, :], x)
+
+    def gradient(self, dy: Values, x: Values, gain: Values) -> Values:
+        arriving = self._heads(dy)
+        scaled, scale = self._scaled(self._heads(x)[..., :-1, :])
+        change = arriving[..., :-1, :] * self._gains(gain)
+        along = (change * scaled).sum(-1)[..., None]
+        out = (
+            small(change + scaled * along)
+            if self.is_exact
+            else scale * (change - scaled * along / self.width)
+        )
+        return self._joined(out, arriving[..., -1:, :], dy)
+
+    def weight_gradient(self, dy: Values, x: Values, so_far: Values) -> Values:
+        terms = self._heads(dy)[..., :-1, :] * self._scaled(self._heads(x)[..., :-1, :])[0]
+        of_queries = over_rows(terms[..., :-1, :])
+        return so_far + array_module(dy).stack((of_queries, over_rows(terms[..., -1, :])))

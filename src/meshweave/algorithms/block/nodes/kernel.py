@@ -1,0 +1,78 @@
+"""The kernels of nodes on a rank, by the roles of a strategy alone: no program is written.
+
+They are products, attention, norms, activations and sums with the residual. A program computes them one after the
+other, so that a layer takes at least their sum: searches rule layers out by that. What else computes is small:
+gains and statistics of norms, sums over ring steps, copies. Strategies that include 2D products cut each product
+along the features of its operand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from meshweave.algorithms.block.place import side_of
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import AxisDims, Roles, Side
+from meshweave.algorithms.block.sides import largest_extent
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.model.layer import Features
+from meshweave.ir.work import Compute
+
+PassPart = Literal["forward", "backward"]
+
+PARTS: tuple[tuple[PassPart, str], ...] = (("forward", ""), ("backward", "input_grad"))
+"""The parts of a layer, and what `Compute.part` is called in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel of the first rank, which has the largest shards.
+
+    Attributes:
+        part: the part of the layer that it belongs to.
+        times: how often it runs.
+        sliced: of a product, which of its dims m, n and k has the features of the operand; 0 of others.
+    """
+
+    work: Compute
+    part: PassPart
+    times: int = 1
+    sliced: int = 0
+
+
+class RankSizes:
+    """Elements of the dims of tensors on the first rank."""
+
+    def __init__(self, problem: BlockProblem) -> None:
+        self.problem, self._mesh = problem, problem.mesh
+        self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
+
+    def batch(self, dims: AxisDims) -> int:
+        """Return sequences of a tensor whose batch lies so on the mesh."""
+        return largest_extent(self._mesh, self._batch, dims)
+
+    def sequence(self, dims: AxisDims) -> int:
+        """Return tokens of a sequence."""
+        return largest_extent(self._mesh, self._sequence, dims)
+
+    def tokens(self, dims: AxisDims) -> int:
+        """Return tokens of all sequences."""
+        return self.batch(dims) * self.sequence(dims)
+
+    def features(self, features: Features, dims: AxisDims) -> int:
+        """Return elements of features, which are divided in whole units."""
+        return largest_extent(self._mesh, side_of(features), dims)
+
+    def ring(self, roles: Roles) -> int:
+        """Return the ranks of a ring of attention; 1 without one."""
+        return 1 if roles.ring_axis is None else self._mesh.shape[roles.ring_axis]
+
+    def streamed(
+        self, call: str, shape: tuple[int, ...], passes: int, part: PassPart, name: str = ""
+    ) -> Kernel:
+        """Return a call that moves some passes over as many elements through memory."""
+        dtype = self.problem.dtype
+        moved = passes * math.prod(shape) * dtype_bytes(dtype)
+        return Kernel(Compute("call", 0, moved, dtype=dtype, call=call, shape=shape, part=name), part)

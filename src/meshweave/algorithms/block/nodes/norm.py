@@ -1,0 +1,251 @@
+"""N = norm(R): layer norm with a gain and a bias, or root-mean-square norm with a gain.
+
+A norm comes in two forms. In one a call sees whole rows. In two steps, statistics of each row are sums over
+features, which ranks that share the features add up; its gradient has sums of this kind as well. Eq. 2 of the ATP
+paper leaves both out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from meshweave.algorithms.block.functions import Functions, Values, array_module, over_rows, small, widened
+from meshweave.algorithms.block.node_writer import NodeWriter
+from meshweave.algorithms.block.nodes.kernel import PARTS, Kernel, RankSizes
+from meshweave.algorithms.block.nodes.record import Known, NodeRecord
+from meshweave.algorithms.block.place import NodePlace
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
+from meshweave.describe.model.layer import Norm
+from meshweave.ir.program import Tensor
+from meshweave.ir.program.meanings import Function, Meaning, TensorPart
+
+EPSILON = 1e-5
+"""What a norm adds to a variance before its root."""
+
+
+class NormRecord(NodeRecord[Norm]):
+    """A norm over the features of the residual."""
+
+    node_type = Norm
+
+    def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
+        """Yield the sums of rows of both parts."""
+        for prefix in ("", "D"):
+            name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
+            yield Tensor(name, shape, at.problem.statistics_dtype)
+
+    def meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
+        """Yield the norm in one step, or in two."""
+        gain = at.own(at.node.gain)
+        if not roles.two_step_norms:
+            whole = TensorPart(at.operand, at.row), TensorPart(gain, (None, None))
+            yield Function(TensorPart(at.out, at.row), at.fn("norm"), whole)
+            return
+        element, sums = TensorPart(at.operand, at.element), TensorPart(at.own(at.node.statistics), at.row)
+        yield Function(sums, at.fn("statistics"), (element,), reduce="sum")
+        ins = (element, sums, TensorPart(gain, (None, "j")))
+        yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
+
+    def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
+        """Yield the gradients by its input and its parameters."""
+        two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
+        dims = at.element if two_steps else at.row
+        gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
+        ins = TensorPart(at.arriving, dims), TensorPart(at.operand, dims)
+        out = TensorPart(at.contribution(at.node.ins[0]), dims)
+        of_gain = TensorPart(f"D{at.own(at.node.gain)}", (None, dims[-1]))
+        if not two_steps:
+            yield Function(out, at.fn("norm_grad"), (*ins, gain))
+            yield Function(of_gain, at.fn("norm_weight_grad"), (*ins, of_gain), reduce="sum")
+            return
+        statistics, sums = TensorPart(name, at.row), TensorPart(f"D{name}", at.row)
+        yield Function(sums, at.fn("norm_grad_sums"), (*ins, statistics, gain), reduce="sum")
+        yield Function(out, at.fn("normalize_grad"), (*ins, statistics, sums, gain))
+        yield Function(of_gain, at.fn("normalize_weight_grad"), (*ins, statistics, of_gain), reduce="sum")
+
+    def functions(self, node: Norm, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return the norm in one and two steps, with its gradients."""
+        return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
+
+    def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
+        """Add the normalised rows."""
+        known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
+
+    def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
+        """Add the gradients by its input and its parameters."""
+        gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
+        known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
+        known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
+
+    def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
+        """Yield the norm, its gradients, and sums of rows."""
+        shape = sizes.tokens(roles.residual), sizes.features(at.node.features, roles.residual)
+        for (part, name), passes in zip(PARTS, (2, 3), strict=True):
+            yield sizes.streamed("norm", shape, passes, part, name)
+            if roles.two_step_norms:
+                yield sizes.streamed("reduction", (shape[0] * shape[1],), passes - 1, part)
+        yield sizes.streamed("norm", shape, 2, "backward", "weight_grad")
+
+    def write(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
+        """Write the norm, in two steps where ranks share the features."""
+        stream, gain, out = writer.edge(at), writer.stored[at.own(at.node.gain)], writer.out(at)
+        ins, fn = (stream, gain), "norm"
+        if writer.roles.two_step_norms:
+            name = at.own(at.node.statistics)
+            sums = writer.row_sums(name, at.node.rows, at.fn("statistics"), (stream,))
+            ins, fn = (stream, sums, gain), "normalize"  # type: ignore[assignment]
+        writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
+
+    def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
+        """Write its gradient, and that of its parameters, which is not waited for."""
+        writer.write_postponed()
+        edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
+        gain = writer.stored[at.own(at.node.gain)]
+        shape, fn, ins = writer.rows_and_features(stream), "norm_grad", (arriving, stream, gain)
+        of_gain, read = "norm_weight_grad", (arriving, stream)
+
+        def gain_gradient() -> None:
+            writer.sum_tokens(at.own(at.node.gain), arriving, at.fn(of_gain), read, "norm", shape)
+
+        out = writer.contribution(at, edge)
+        if writer.roles.two_step_norms:
+            name = at.own(at.node.statistics)
+            read, of_gain = (*read, writer.stored[name]), "normalize_weight_grad"  # type: ignore[assignment]
+            sums = writer.row_sums(f"D{name}", at.node.rows, at.fn("norm_grad_sums"), (*read, gain))
+            writer.then(gain_gradient)
+            fn, ins = "normalize_grad", (*read, sums, gain)  # type: ignore[assignment]
+        writer.writer.call(at.fn(fn), (out,), ins, "norm", shape, "input_grad")
+        writer.contributed(at, edge)
+        if not writer.roles.two_step_norms:
+            writer.then(gain_gradient)
+
+
+class NormFunctions(ABC):
+    """The functions of a norm. Statistics and sums are of whole rows where a function is given them."""
+
+    def __init__(self, node: Norm) -> None:
+        self.hidden, self.rows = node.features.size, node.rows
+
+    def table(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions by name."""
+        names = ("statistics", "normalize", "norm_grad_sums", "normalize_grad", "normalize_weight_grad")
+        own = {name: getattr(self, name) for name in names}
+        return {
+            **own,
+            "norm": self.norm,
+            "norm_grad": self.norm_grad,
+            "norm_weight_grad": self.norm_weight_grad,
+        }
+
+    @abstractmethod
+    def statistics(self, x: Values) -> Values:
+        """Return sums over the features given, which add up over all features."""
+
+    @abstractmethod
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return the normalised features, by statistics of whole rows."""
+
+    @abstractmethod
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return the sums over features that the gradient of a norm needs, over the features given."""
+
+    @abstractmethod
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
+        """Return the gradient by `x`, by statistics and sums of whole rows."""
+
+    @abstractmethod
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        """Return the gradient by the parameters, added to what earlier rows gave."""
+
+    def norm(self, x: Values, gain: Values) -> Values:
+        """Return the normalised rows."""
+        return self.normalize(x, self.statistics(x), gain)
+
+    def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
+        """Return the gradient by whole rows `x`."""
+        statistics = self.statistics(x)
+        return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
+
+    def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
+        """Return the gradient by the parameters, of whole rows."""
+        return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
+
+
+class RealNorm(NormFunctions):
+    """A norm as models compute it."""
+
+    def _centred(self, x: Values, statistics: Values) -> tuple[Values, Values]:
+        """Return the features before gain and bias, and the reciprocal of their deviation."""
+        means = statistics / self.hidden
+        if self.rows == 1:
+            scale = (means + EPSILON) ** -0.5
+            return x * scale, scale
+        mean = means[..., :1]
+        scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
+        return (x - mean) * scale, scale
+
+    def statistics(self, x: Values) -> Values:
+        """Return sums of squares over features, with a bias after plain sums (batch, sequence, norm rows)."""
+        squares = (x * x).sum(-1)[..., None]
+        if self.rows == 1:
+            return squares
+        return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
+
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return (x - mean) / deviation x gain + bias, or x / root mean square x gain."""
+        scaled = self._centred(x, statistics)[0] * gain[0]
+        return scaled if self.rows == 1 else scaled + gain[1]
+
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return sums of dy x gain x normalised x, with a bias after those of dy x gain."""
+        arriving = dy * gain[0]
+        along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
+        if self.rows == 1:
+            return along
+        return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
+
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
+        """Return the gradient by `x` of a layer norm or root-mean-square norm; shape of `x`."""
+        centred, scale = self._centred(x, statistics)
+        means = sums / self.hidden
+        change = dy * gain[0] - centred * means[..., -1:]
+        return scale * (change if self.rows == 1 else change - means[..., :1])
+
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        """Return `so_far` plus sums over rows of dy x normalised x, with a bias with those of dy."""
+        of_gain = over_rows(dy * self._centred(x, statistics)[0])
+        rows = (of_gain,) if self.rows == 1 else (of_gain, over_rows(dy))
+        return so_far + array_module(x).stack(rows)
+
+
+class IntegerNorm(NormFunctions):
+    """Small integers in place of a norm."""
+
+    def statistics(self, x: Values) -> Values:
+        """Return small integers in place of the sums of a norm."""
+        kept = small(x)
+        return array_module(x).stack([row.sum(-1) for row in (kept, kept * kept)[: self.rows]], -1)
+
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return small integers in place of the normalised features."""
+        scaled = small(x + statistics.sum(-1)[..., None]) * gain[0]
+        return small(scaled if self.rows == 1 else scaled + gain[1])
+
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return small integers in place of the sums that the gradient of a norm needs."""
+        sums = small(dy * gain[0] + x), small(dy - x + statistics[..., :1])
+        return array_module(x).stack([row.sum(-1) for row in sums[: self.rows]], -1)
+
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
+        """Return small integers in place of the gradient of a norm."""
+        of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
+        return small(dy * gain[0] + x * of_row)
+
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        """Return small integers in place of the gradient by the parameters of a norm, added to `so_far`."""
+        of_gain = over_rows(small(dy * small(x + statistics[..., :1])))
+        rows = (of_gain, over_rows(small(dy)))[: self.rows]
+        return so_far + array_module(x).stack(rows)

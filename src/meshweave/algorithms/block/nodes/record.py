@@ -1,0 +1,74 @@
+"""What `algorithms` knows of a type of node: its equations, functions, kernels, and how its program is written.
+
+Sizes are the node's own (`describe.model.layer`). Everything here is about one node at its place; `layer.py`,
+`assembly.py`, `reference.py` and `kernels_of` fold over the nodes of a layer and know none of them. What many
+nodes share is written by the folds: tensors of edges and weights, their gradients, and sums of contributions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from meshweave.algorithms.block.functions import Functions
+from meshweave.algorithms.block.node_writer import NodeWriter
+from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
+from meshweave.algorithms.block.place import NodePlace
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.contract import Array
+from meshweave.describe.model.layer import Node
+from meshweave.ir.program import Tensor
+from meshweave.ir.program.meanings import Meaning
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+Known = dict[str, Array]
+"""Tensors of a dense run, by name."""
+
+
+class NodeRecord(ABC, Generic[AnyNode]):
+    """A type of node. Equations forward end in the edge that it makes; backward in what it contributes to the
+    gradients of the edges that it reads, and in the gradients of its parameters."""
+
+    node_type: ClassVar[type[Node]]
+
+    def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
+        """Yield what its equations name besides its edges, its parameters, and their gradients."""
+        del at, roles
+        yield from ()
+
+    @abstractmethod
+    def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
+        """Yield the equations of the forward part."""
+
+    @abstractmethod
+    def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
+        """Yield the equations of the backward part."""
+
+    def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions that its program calls: real ones, or those of integers."""
+        del node, problem
+        return {}
+
+    @abstractmethod
+    def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
+        """Add what it makes to the tensors of a dense run."""
+
+    @abstractmethod
+    def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
+        """Add its contributions to gradients of edges, and the gradients of its parameters."""
+
+    def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
+        """Yield its kernels on the first rank, which has the largest shards."""
+        del at, roles, sizes
+        yield from ()
+
+    @abstractmethod
+    def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
+        """Write its forward part."""
+
+    @abstractmethod
+    def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
+        """Write its backward part."""

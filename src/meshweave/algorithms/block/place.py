@@ -1,0 +1,221 @@
+"""Nodes at their place in a program: the names of their tensors there, and which of them share a gradient.
+
+Names are those of the layer's edges and weights with the number of the layer; D names gradients. The residual is X
+first, then X1, X2, ..., and Z last. An edge has as its gradient the sum of what its readers contribute; that of
+a term of a sum is that of the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Generic, TypeVar
+
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Side
+from meshweave.describe.model.dense import dense_head
+from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
+from meshweave.ir.program import Tensor
+from meshweave.ir.program.meanings import PositionNames
+
+AnyNode = TypeVar("AnyNode", bound=Node, covariant=True)
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """A layer at its place in a program.
+
+    Attributes:
+        number: of the layer.
+        suffix: what names of its tensors end in.
+        first, last: the names of what it is given and of what it gives.
+        is_flat: whether tokens are one dim, batch times sequence, and not two.
+    """
+
+    problem: BlockProblem
+    graph: LayerGraph
+    number: int
+    suffix: str
+    first: str
+    last: str
+    is_flat: bool = False
+
+    @cached_property
+    def nodes(self) -> list[NodePlace[Node]]:
+        """Return its nodes in the order of the forward part."""
+        return [NodePlace(self, node) for node in self.graph.nodes]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the sizes of the dims of tokens."""
+        return token_sizes(self.problem, self.is_flat)
+
+    @property
+    def token_names(self) -> PositionNames:
+        """Return names for the positions of tokens."""
+        return ("i",) if self.is_flat else ("b", "s")
+
+    def own(self, name: str) -> str:
+        """Return the name of a tensor that is no edge."""
+        return f"{name}{self.suffix}"
+
+    @cached_property
+    def _edges(self) -> dict[str, str]:
+        ends = {self.graph.input: self.first, self.graph.output: self.last}
+        return {edge: ends.get(edge) or self.own(edge) for edge in self.graph.features}
+
+    @cached_property
+    def _gradients(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for edge in reversed(self.graph.features):
+            readers = self.graph.readers(edge)
+            is_term = len(readers) == 1 and readers[0].is_sum
+            names[edge] = names[readers[0].out] if is_term else f"D{self._edges[edge]}"
+        return names
+
+    @cached_property
+    def _contributions(self) -> dict[str, list[str]]:
+        return {
+            edge: [
+                NodePlace(self, reader).contribution(edge) for reader in reversed(self.graph.readers(edge))
+            ]
+            for edge in self.graph.features
+        }
+
+    def edge(self, edge: str) -> str:
+        """Return the name of an edge."""
+        return self._edges[edge]
+
+    def home(self, edge: str) -> str:
+        """Return the name of the tensor that an edge is written as: its own, or that of a sum."""
+        return self._edges[self.graph.homes.get(edge, edge)]
+
+    def gradient(self, edge: str) -> str:
+        """Return the name of the gradient of an edge."""
+        return self._gradients[edge]
+
+    def contributions(self, edge: str) -> list[str]:
+        """Return the names of what all readers contribute to the gradient of an edge, the last reader's first."""
+        return self._contributions[edge]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the tensors of all parameters."""
+        return [self.parameter(weight) for weight in self.graph.parameters]
+
+    def parameter(self, weight: Weight) -> Tensor:
+        """Return the tensor of some parameters."""
+        return Tensor(self.own(weight.name), tuple(side.size for side in weight.sides), self.problem.dtype)
+
+
+@dataclass(frozen=True)
+class NodePlace(Generic[AnyNode]):
+    """A node at its place in a program, with names of positions for its equations."""
+
+    layer: LayerPlace
+    node: AnyNode
+
+    @property
+    def problem(self) -> BlockProblem:
+        """Return the problem."""
+        return self.layer.problem
+
+    @property
+    def out(self) -> str:
+        """Return the name of the edge that it makes."""
+        return self.layer.edge(self.node.out)
+
+    @property
+    def operand(self) -> str:
+        """Return the name of the first edge that it reads."""
+        return self.layer.edge(self.node.ins[0])
+
+    @property
+    def arriving(self) -> str:
+        """Return the name of the gradient of the edge that it makes."""
+        return self.layer.gradient(self.node.out)
+
+    @property
+    def row(self) -> PositionNames:
+        """Return names for all features of a token."""
+        return (*self.layer.token_names, None)
+
+    @property
+    def element(self) -> PositionNames:
+        """Return names for one feature of a token."""
+        return (*self.layer.token_names, "j")
+
+    @property
+    def unit(self) -> PositionNames:
+        """Return names for one unit of a token."""
+        return (*self.layer.token_names, "j", None)
+
+    def own(self, name: str) -> str:
+        """Return the name of a tensor that is no edge."""
+        return self.layer.own(name)
+
+    def fn(self, name: str) -> str:
+        """Return what a function of the node is called: nodes of a type that behave otherwise have a number."""
+        number = self.layer.graph.variants[self.node.out]
+        return f"{name}_{number}" if number else name
+
+    def tensor(self, edge: str, prefix: str = "") -> Tensor:
+        """Return the tensor of an edge, or with a prefix another of its shape."""
+        layer, size = self.layer, self.layer.graph.features[edge].size
+        return Tensor(f"{prefix}{layer.edge(edge)}", (*layer.tokens, size), self.problem.dtype)
+
+    def units(self, name: str, features: Features, dtype: str = "", whole: bool = False) -> Tensor:
+        """Return the tensor of a name by units; `whole`: with batch and sequence as two dims in any case."""
+        tokens = token_sizes(self.problem, False) if whole else self.layer.tokens
+        return Tensor(f"{name}_units", (*tokens, features.count, features.unit), dtype or self.problem.dtype)
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def is_first_reader(self, edge: str) -> bool:
+        """Return whether no node before it reads an edge: its contribution to the gradient is the last."""
+        return self.layer.graph.readers(edge)[0] is self.node
+
+    def contribution(self, edge: str) -> str:
+        """Return the name of what it contributes to the gradient of an edge."""
+        node = self.node
+        if node.is_sum:
+            return self.arriving
+        if node.input_gradient:
+            return self.own(node.input_gradient)
+        gradient = self.layer.gradient(edge)
+        return gradient if len(self.layer.graph.readers(edge)) == 1 else f"{gradient}_{node.out}"
+
+
+def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
+    """Return the sizes of the dims of tokens: batch and sequence, or both as one."""
+    return (problem.batch * problem.sequence,) if is_flat else (problem.batch, problem.sequence)
+
+
+def side_of(features: Features) -> Side:
+    """Return features as a side of a tensor: roles call all that is not the residual "inner"."""
+    dim = features.dim
+    return Side("" if not dim else "hidden" if dim == "hidden" else "inner", features.count, features.unit)
+
+
+@lru_cache(maxsize=64)
+def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
+    """Return all layers of a problem."""
+    names = ["X", *(f"X{number}" for number in range(1, problem.layers)), "Z"]
+    graph = problem.layer
+    return tuple(
+        LayerPlace(problem, graph, number, str(number), names[number], names[number + 1], is_flat)
+        for number in range(problem.layers)
+    )
+
+
+@lru_cache(maxsize=64)
+def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
+    """Return the last norm and the product to logits."""
+    graph = dense_head(problem.hidden, problem.vocabulary, problem.norm)
+    return LayerPlace(problem, graph, 0, "", graph.input, graph.output, is_flat)
+
+
+@lru_cache(maxsize=64)
+def attention_of(problem: BlockProblem) -> LayerPlace:
+    """Return the attention of the first layer, as a layer of its own."""
+    (node,) = problem.layer.attentions
+    return LayerPlace(problem, LayerGraph((node,)), 0, "0", f"{node.ins[0]}0", f"{node.out}0")

@@ -1,0 +1,111 @@
+"""The layers of dense transformers, and their heads, as graphs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from meshweave.describe.model.architecture import Norm as NormKind
+from meshweave.describe.model.head_norm import HeadNorm
+from meshweave.describe.model.layer import (
+    Activation,
+    Add,
+    Attention,
+    Features,
+    Group,
+    LayerGraph,
+    Linear,
+    Node,
+    Norm,
+)
+
+Modules = tuple[tuple[str, int], ...]
+
+WHOLE = 1.0
+"""Of `rotary`: all of a head turns."""
+
+
+@lru_cache(maxsize=4096)
+def dense_layer(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    *,
+    gated: bool,
+    norm: NormKind,
+    biases: tuple[str, ...] = (),
+    rotary: float = 0.0,
+    window: int | None = None,
+    post_norms: bool = False,
+    parallel: bool = False,
+    shared_norm: bool = False,
+    qk_norm: bool = False,
+) -> LayerGraph:
+    """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
+
+    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group
+    of heads follow those of another; a gated W_1 has a gate and an input column by turns.
+
+    Args:
+        norm: the kind of the norms.
+        biases: which of the products "qkv", "out", "ff1" and "ff2" add a bias.
+        rotary, window: as in `layer.Attention`.
+        post_norms: whether a norm follows each part, too, before it is added.
+        parallel: whether both parts read the same residual, and are added to it at once.
+        shared_norm: whether they then read one norm.
+        qk_norm: whether queries and keys are normalised head by head.
+    """
+    residual, per_group = Features("hidden", hidden), heads // kv_heads
+    joint = "QKVN" if qk_norm else "QKV"
+    attention = Attention("A", (joint,), "attention", kv_heads, per_group, head_dim, "L", window, rotary)
+    activation = Activation("H", ("Y",), "feed_forward", ffn, gated)
+    keys = kv_heads * head_dim
+    of_qkv = ("self_attn.q_proj", heads * head_dim), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)
+    of_ff1 = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn)) if gated else (("mlp.fc1", ffn),)
+
+    def normed(edge: str, out: str, group: Group, letters: str, module: str = "") -> Norm:
+        return Norm(out, (edge,), group, residual, norm, f"G{letters}", f"S{letters}", module)
+
+    def linear(edge: str, out: str, of: Node, name: str, weight: str, modules: Modules) -> Linear:
+        ends = (residual, of.takes[0]) if edge != of.out else (of.makes, residual)
+        return Linear(out, (edge,), of.group, *ends, name, weight, name in biases, modules)
+
+    first = [
+        normed("X", "NA", "attention", "A", "input_layernorm"),
+        linear("NA", "QKV", attention, "qkv", "WQKV", of_qkv),
+        *([HeadNorm("QKVN", ("QKV",), "attention", kv_heads, per_group, head_dim)] if qk_norm else []),
+        attention,
+        linear("A", "O", attention, "out", "WO", (("self_attn.o_proj", hidden),)),
+    ]
+    is_shared = parallel and shared_norm
+    second = [
+        linear("NA" if is_shared else "NF", "Y", activation, "ff1", "W1_", of_ff1),
+        activation,
+        linear("H", "F", activation, "ff2", "W2_", (("mlp.down_proj" if gated else "mlp.fc2", hidden),)),
+    ]
+    if not is_shared:
+        second.insert(
+            0, normed("X" if parallel else "M", "NF", "feed_forward", "F", "post_attention_layernorm")
+        )
+    ends = ["O", "F"]
+    if post_norms:
+        first.append(normed("O", "ON", "attention", "PA"))
+        second.append(normed("F", "FN", "feed_forward", "PF"))
+        ends = ["ON", "FN"]
+    if parallel:
+        return LayerGraph((*first, *second, Add("Z", ("X", *ends), "feed_forward", residual)))
+    middle = Add("M", ("X", ends[0]), "attention", residual)
+    return LayerGraph((*first, middle, *second, Add("Z", ("M", ends[1]), "feed_forward", residual)))
+
+
+@lru_cache(maxsize=256)
+def dense_head(hidden: int, vocabulary: int, norm: NormKind) -> LayerGraph:
+    """Return the last norm and the product to logits."""
+    residual, words = Features("hidden", hidden), Features("vocabulary", vocabulary)
+    return LayerGraph(
+        (
+            Norm("NN", ("Z",), "feed_forward", residual, norm, "GN", "SN", "norm"),
+            Linear("LOGITS", ("NN",), "feed_forward", residual, words, "head", "WV"),
+        )
+    )

@@ -1,0 +1,30 @@
+"""Norms of the queries and keys of each head, as in Qwen3 and Gemma 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.describe.model.layer import Features, Node, Weight
+
+
+@dataclass(frozen=True)
+class HeadNorm(Node):
+    """Root-mean-square norms of each head of queries and of keys; values pass. The gains are (2, width)."""
+
+    groups: int
+    per_group: int
+    head_dim: int
+    gain: str = "GH"
+
+    labels = ("gain",)
+
+    @property
+    def makes(self) -> Features:
+        """Return the features of queries, keys and values."""
+        return Features("heads", self.groups, (self.per_group + 2) * self.head_dim)
+
+    @property
+    def parameters(self) -> tuple[Weight, ...]:
+        """Return the gains of queries and of keys."""
+        modules = tuple((f"self_attn.{name}_norm", self.head_dim) for name in ("q", "k"))
+        return (Weight(self.gain, (Features("", 2), Features("", self.head_dim)), "norm", modules),)
