@@ -15,9 +15,9 @@ from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
 from meshweave.describe.model.hugging_face import transformer_from_config
-from meshweave.describe.model.layer import Add, Norm
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.model_types import known_model_type, known_model_types
+from meshweave.describe.model.nodes import Add, Norm
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

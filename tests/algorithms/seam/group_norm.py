@@ -9,7 +9,8 @@ from typing import Any
 import meshweave as mw
 from meshweave.algorithms.block.functions import over_rows, small
 from meshweave.algorithms.block.nodes.call import CallRecord
-from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, Node, Weight
 from meshweave.execute.numpy import run_numpy
 
 

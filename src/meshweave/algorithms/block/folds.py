@@ -14,7 +14,7 @@ from meshweave.algorithms.block.place import LayerPlace, NodePlace, head_of, lay
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.contract import Array
-from meshweave.describe.model.layer import Node
+from meshweave.describe.model.nodes import Node
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Meaning, Same, Sum
 

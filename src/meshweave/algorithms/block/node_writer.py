@@ -15,7 +15,7 @@ from meshweave.algorithms.block.sides import layout_of, within
 from meshweave.algorithms.block.tensors import BlockTensors
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout import Tile
-from meshweave.describe.model.layer import Linear, Node
+from meshweave.describe.model.nodes import Linear, Node
 from meshweave.ir.program.expressions import Index
 
 GRADIENTS = "gradients"

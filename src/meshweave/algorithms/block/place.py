@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Side
 from meshweave.describe.model.dense import dense_head
-from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, Node, Weight
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import PositionNames
 

@@ -10,7 +10,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
-from meshweave.describe.model.layer import Features, Linear, Node, Weight
+from meshweave.describe.model.nodes import Features, Linear, Node, Weight
 
 WEIGHTS = "weights"
 """What the lanes of gathers of weights are called, after their mesh axis."""

@@ -6,17 +6,8 @@ from functools import lru_cache
 
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.head_norm import HeadNorm
-from meshweave.describe.model.layer import (
-    Activation,
-    Add,
-    Attention,
-    Features,
-    Group,
-    LayerGraph,
-    Linear,
-    Node,
-    Norm,
-)
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Activation, Add, Attention, Features, Group, Linear, Node, Norm
 
 Modules = tuple[tuple[str, int], ...]
 
@@ -50,7 +41,7 @@ def dense_layer(
     Args:
         norm: the kind of the norms.
         biases: which of the products "qkv", "out", "ff1" and "ff2" add a bias.
-        rotary, window: as in `layer.Attention`.
+        rotary, window: as in `nodes.Attention`.
         post_norms: whether a norm follows each part, too, before it is added.
         parallel: whether both parts read the same residual, and are added to it at once.
         shared_norm: whether they then read one norm.

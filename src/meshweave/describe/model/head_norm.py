@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.describe.model.layer import Features, Node, Weight
+from meshweave.describe.model.nodes import Features, Node, Weight
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
-from meshweave.describe.model.layer import KeptKind
+from meshweave.describe.model.nodes import KeptKind
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.strategies import strategy_of

@@ -19,7 +19,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.table import installed
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.model.layer import Node
+from meshweave.describe.model.nodes import Node
 from meshweave.ir.work import move_work
 
 ENTRY_POINTS = "meshweave.nodes"

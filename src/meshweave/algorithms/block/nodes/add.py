@@ -13,7 +13,7 @@ from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
 from meshweave.algorithms.block.nodes.record import Known, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.roles import Roles
-from meshweave.describe.model.layer import Add
+from meshweave.describe.model.nodes import Add
 from meshweave.ir.program.meanings import Meaning, Sum
 from meshweave.ir.work import move_work
 
