@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.model.nodes import Attention, Features, Kept, KeptKind, Linear, Node, Weight
+from meshweave.describe.model.nodes import Attention, Features, Kept, KeptKind, LayerNode, Linear, NodeWeight
 
 Place = Literal["residual", "operand", "attention", "feed_forward"]
 """How an edge lies on ranks."""
@@ -30,7 +30,7 @@ class LayerGraph:
             maker and a reader give it differ.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[LayerNode, ...]
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -74,13 +74,13 @@ class LayerGraph:
         return {self.input: self.nodes[0].takes[0], **{node.out: node.makes for node in self.nodes}}
 
     @cached_property
-    def _readers(self) -> dict[str, tuple[Node, ...]]:
+    def _readers(self) -> dict[str, tuple[LayerNode, ...]]:
         return {
             edge: tuple(node for node in self.nodes if edge in node.ins)
             for edge in (self.input, *(node.out for node in self.nodes))
         }
 
-    def readers(self, edge: str) -> tuple[Node, ...]:
+    def readers(self, edge: str) -> tuple[LayerNode, ...]:
         """Return the nodes that read an edge, in their order."""
         return self._readers[edge]
 
@@ -112,7 +112,7 @@ class LayerGraph:
     @cached_property
     def variants(self) -> dict[str, int]:
         """Return for every node, by what it makes, the number of its behaviour among nodes of its type."""
-        known: dict[type[Node], list[object]] = {}
+        known: dict[type[LayerNode], list[object]] = {}
         numbers = {}
         for node in self.nodes:
             behaviours = known.setdefault(type(node), [])
@@ -124,9 +124,9 @@ class LayerGraph:
     # --- folds --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return all parameters, group by group, biases last."""
-        weights: list[Weight] = []
+        weights: list[NodeWeight] = []
         for group in dict.fromkeys(node.group for node in self.nodes):
             own = [weight for node in self.nodes if node.group == group for weight in node.parameters]
             weights += sorted(own, key=lambda weight: weight.kind == "bias")

@@ -37,7 +37,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Weight:
+class NodeWeight:
     """A tensor of parameters: its name, its sides, and what it is for.
 
     Attributes:
@@ -84,7 +84,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Node(ABC):
+class LayerNode(ABC):
     """A step of the forward part of a layer.
 
     Attributes:
@@ -115,7 +115,7 @@ class Node(ABC):
         """Return the features of what it makes."""
 
     @property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return its parameters."""
         return ()
 
@@ -162,7 +162,7 @@ class Node(ABC):
 
 
 @dataclass(frozen=True)
-class Norm(Node):
+class Norm(LayerNode):
     """A norm over all features: "layer" with a gain and a bias, or "rms" with a gain.
 
     Attributes:
@@ -189,10 +189,10 @@ class Norm(Node):
         return 2 if self.kind == "layer" else 1
 
     @property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return gain and bias (rows, features)."""
         modules = ((self.module, self.features.size),) if self.module else ()
-        return (Weight(self.gain, (Features("", self.rows), self.features), "norm", modules),)
+        return (NodeWeight(self.gain, (Features("", self.rows), self.features), "norm", modules),)
 
     @property
     def input_gradient(self) -> str:
@@ -206,13 +206,13 @@ class Norm(Node):
 
 
 @dataclass(frozen=True)
-class Linear(Node):
+class Linear(LayerNode):
     """A product with a weight (operand, result), and a bias where it has one.
 
     Attributes:
         name: what the layer is called in plans, such as "qkv".
         weight: the name of the weight; that of the bias has a B in place of its W.
-        modules: as in `Weight`.
+        modules: as in `NodeWeight`.
     """
 
     operand: Features
@@ -251,14 +251,14 @@ class Linear(Node):
         return f"B{self.weight[1:]}"
 
     @property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return the weight and the bias."""
-        weight = Weight(self.weight, (self.operand, self.result), "matrix", self.modules)
-        return (weight, Weight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
+        weight = NodeWeight(self.weight, (self.operand, self.result), "matrix", self.modules)
+        return (weight, NodeWeight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
 
 
 @dataclass(frozen=True)
-class Attention(Node):
+class Attention(LayerNode):
     """Causal attention within groups of heads: of each group its queries, its keys, then its values.
 
     Attributes:
@@ -330,7 +330,7 @@ class Attention(Node):
 
 
 @dataclass(frozen=True)
-class Activation(Node):
+class Activation(LayerNode):
     """An activation of inner features: of one column each, or gated of a gate and an input by turns."""
 
     inner: int
@@ -363,7 +363,7 @@ class Activation(Node):
 
 
 @dataclass(frozen=True)
-class Add(Node):
+class EdgeSum(LayerNode):
     """The sum of edges. Dropout, where there is any, is before it, on all but the first."""
 
     features: Features
