@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.real_functions import EPSILON
+from meshweave.algorithms.block.nodes.norm import EPSILON
 
 PLAN = {
     "norm_a": SequenceParallel(),

@@ -15,9 +15,9 @@ from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.config_features import is_off
 from meshweave.describe.model.hugging_face import transformer_from_config
-from meshweave.describe.model.layer import Add, Norm
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.model_types import known_model_type, known_model_types
+from meshweave.describe.model.nodes import EdgeSum, Norm
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -76,7 +76,7 @@ def test_norms_and_sums_of_a_layer_are_those_of_its_family(
 ) -> None:
     nodes = read(tmp_path, **change).layer.nodes
     assert sum(isinstance(node, Norm) for node in nodes) == norms
-    assert sum(isinstance(node, Add) for node in nodes) == sums
+    assert sum(isinstance(node, EdgeSum) for node in nodes) == sums
 
 
 def test_positions_beyond_those_that_a_model_learns_are_said(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import meshweave as mw
 from meshweave.algorithms.block.functions import over_rows, small
 from meshweave.algorithms.block.nodes.call import CallRecord
-from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, LayerNode, NodeWeight
 from meshweave.execute.numpy import run_numpy
 
 
 @dataclass(frozen=True)
-class GroupNorm(Node):
+class GroupNorm(LayerNode):
     """The norm of the features of each group of heads."""
 
     features: Features
@@ -25,9 +26,9 @@ class GroupNorm(Node):
         return self.features
 
     @property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return the gain (1, features of a group)."""
-        return (Weight("GG", (Features("", 1), Features("", self.features.unit)), "norm"),)
+        return (NodeWeight("GG", (Features("", 1), Features("", self.features.unit)), "norm"),)
 
 
 class GroupNormRecord(CallRecord[GroupNorm]):

@@ -21,7 +21,7 @@ from meshweave.ir.program.expressions import evaluate
 
 
 class Atp(BlockAlgorithm):
-    """Sums over columns after the first product of a half and over rows after the second."""
+    """Sums over columns after products that enter the inner features, over rows after those that leave them."""
 
     name = "atp"
     title = "ATP"

@@ -14,12 +14,12 @@ from meshweave.algorithms.block.place import LayerPlace, NodePlace, head_of, lay
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.contract import Array
-from meshweave.describe.model.layer import Node
+from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Meaning, Same, Sum
 
 
-def _gradients(at: NodePlace[Node]) -> Iterator[tuple[str, list[str]]]:
+def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
     """Yield the gradients that are whole after a node's backward part, with what they are sums of."""
     for edge in at.node.ins:
         whole, terms = at.layer.gradient(edge), at.layer.contributions(edge)

@@ -1,6 +1,6 @@
 """Tensor parallelism of Megatron-LM on one mesh axis, with and without sequence parallelism.
 
-Each rank has some groups of heads and FFN features. Without sequence parallelism the second product of a half is
+Each rank has some groups of heads and FFN features. Without sequence parallelism the product that leaves them is
 summed by an all-reduce, and so is the gradient that leaves its first (Shoeybi et al. 2019). With it each rank has
 a part of each sequence of the residual: products are scattered by a reduce-scatter and gathered before the next
 one, and gathered again for the gradient of its weight, so that no rank keeps whole sequences (Korthikanti et al.,

@@ -15,7 +15,7 @@ from meshweave.algorithms.block.sides import layout_of, within
 from meshweave.algorithms.block.tensors import BlockTensors
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout import Tile
-from meshweave.describe.model.layer import Linear, Node
+from meshweave.describe.model.nodes import LayerNode, Linear
 from meshweave.ir.program.expressions import Index
 
 GRADIENTS = "gradients"
@@ -43,26 +43,26 @@ class NodeWriter(BlockTensors):
 
     # --- edges --------------------------------------------------------------------------------------------------
 
-    def edge(self, at: NodePlace[Node], number: int = 0) -> Stored:
+    def edge(self, at: NodePlace[LayerNode], number: int = 0) -> Stored:
         """Return an edge that a node reads."""
         return self.stored[at.layer.home(at.node.ins[number])]
 
-    def out(self, at: NodePlace[Node]) -> Stored:
+    def out(self, at: NodePlace[LayerNode]) -> Stored:
         """Return the buffer of the edge that a node makes: perhaps that of the sum that it is a term of."""
         features = at.node.makes
         return self.new(at.layer.home(at.node.out), self.sides(features), self.dims(at, features))
 
-    def arriving(self, at: NodePlace[Node]) -> Stored:
+    def arriving(self, at: NodePlace[LayerNode]) -> Stored:
         """Return the gradient of the edge that a node makes."""
         return self.stored[at.arriving]
 
-    def contribution(self, at: NodePlace[Node], edge: str) -> Stored:
+    def contribution(self, at: NodePlace[LayerNode], edge: str) -> Stored:
         """Return where a node's contribution to the gradient of an edge is to lie: the last one is summed into."""
         like = self.stored[at.layer.home(edge)]
         name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution(edge)
         return self.new(name, like.sides, like.dims)
 
-    def contributed(self, at: NodePlace[Node], edge: str) -> None:
+    def contributed(self, at: NodePlace[LayerNode], edge: str) -> None:
         """Write the sum of all contributions to the gradient of an edge, where a node has made the last one."""
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)

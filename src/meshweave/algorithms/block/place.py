@@ -14,11 +14,12 @@ from typing import Generic, TypeVar
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Side
 from meshweave.describe.model.dense import dense_head
-from meshweave.describe.model.layer import Features, LayerGraph, Node, Weight
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, LayerNode, NodeWeight
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import PositionNames
 
-AnyNode = TypeVar("AnyNode", bound=Node, covariant=True)
+AnyNode = TypeVar("AnyNode", bound=LayerNode, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LayerPlace:
     is_flat: bool = False
 
     @cached_property
-    def nodes(self) -> list[NodePlace[Node]]:
+    def nodes(self) -> list[NodePlace[LayerNode]]:
         """Return its nodes in the order of the forward part."""
         return [NodePlace(self, node) for node in self.graph.nodes]
 
@@ -102,7 +103,7 @@ class LayerPlace:
         """Return the tensors of all parameters."""
         return [self.parameter(weight) for weight in self.graph.parameters]
 
-    def parameter(self, weight: Weight) -> Tensor:
+    def parameter(self, weight: NodeWeight) -> Tensor:
         """Return the tensor of some parameters."""
         return Tensor(self.own(weight.name), tuple(side.size for side in weight.sides), self.problem.dtype)
 

@@ -10,7 +10,8 @@ from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.dense import WHOLE, dense_layer
-from meshweave.describe.model.layer import Features, LayerGraph, Norm
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, Norm
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 

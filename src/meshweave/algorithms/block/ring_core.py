@@ -16,7 +16,7 @@ from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.ring_equations import ring_names
 from meshweave.algorithms.block.roles import Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
-from meshweave.describe.model.layer import Attention
+from meshweave.describe.model.nodes import Attention
 from meshweave.ir.program.expressions import Index, equal
 
 

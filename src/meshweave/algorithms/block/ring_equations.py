@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshweave.algorithms.block.place import NodePlace
-from meshweave.describe.model.layer import Attention
+from meshweave.describe.model.nodes import Attention
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Same, TensorPart
 

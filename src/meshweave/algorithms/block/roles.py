@@ -223,25 +223,25 @@ class Roles:
         return axes[0] if axes else None
 
     def core(self, is_attention: bool) -> AxisDims:
-        """Return how the inner tensors of a half lie."""
+        """Return how the inner edges of attention or the feed-forward part lie."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
     def operand(self, is_first: bool) -> AxisDims:
-        """Return how the operand of the first or second product of a half lies."""
+        """Return how the operand of a product lies that enters the inner features, or leaves them."""
         return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
     def weight(self, is_first: bool) -> AxisDims:
-        """Return how the first or second weight of a half lies where it is multiplied."""
+        """Return how a weight lies where it is multiplied."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
     def product(self, is_first: bool) -> AxisDims:
-        """Return how the first or second product of a half lies before it is moved."""
+        """Return how a product lies before it is moved."""
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
     def scatters_core(self) -> bool:
-        """Return whether a sum after the first product of a half is scattered over inner features."""
+        """Return whether a sum after a product that enters the inner features is scattered over inner features."""
         return any(
             before == "partial" and "inner" in (role.attention, role.feed_forward)
             for before, role in zip(self.product(True), self.axes, strict=True)

@@ -21,7 +21,8 @@ from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Side
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.model.layer import Features, LayerGraph, Linear
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import Features, Linear
 from meshweave.ir.program import On, Program, Tensor
 from meshweave.ir.program.meanings import Same
 

@@ -10,7 +10,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
-from meshweave.describe.model.layer import Features, Linear, Node, Weight
+from meshweave.describe.model.nodes import Features, LayerNode, Linear, NodeWeight
 
 WEIGHTS = "weights"
 """What the lanes of gathers of weights are called, after their mesh axis."""
@@ -53,7 +53,7 @@ class BlockTensors:
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
-    def dims(self, at: NodePlace[Node], features: Features) -> AxisDims:
+    def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
         """Return how a tensor of tokens lies that a node makes: as the residual, or as its group's features do."""
         return (
             self.roles.residual if features.dim == "hidden" else self.roles.core(at.node.group == "attention")
@@ -76,7 +76,7 @@ class BlockTensors:
             for weight in layer.graph.parameters
         ]
 
-    def _used(self, weight: Weight, group: str) -> AxisDims:
+    def _used(self, weight: NodeWeight, group: str) -> AxisDims:
         """Return how parameters lie where they are used."""
         if weight.kind == "matrix":
             return self.roles.weight(weight.sides[0].dim == "hidden")

@@ -6,15 +6,15 @@ from functools import lru_cache
 
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.head_norm import HeadNorm
-from meshweave.describe.model.layer import (
+from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import (
     Activation,
-    Add,
     Attention,
+    EdgeSum,
     Features,
     Group,
-    LayerGraph,
+    LayerNode,
     Linear,
-    Node,
     Norm,
 )
 
@@ -50,7 +50,7 @@ def dense_layer(
     Args:
         norm: the kind of the norms.
         biases: which of the products "qkv", "out", "ff1" and "ff2" add a bias.
-        rotary, window: as in `layer.Attention`.
+        rotary, window: as in `nodes.Attention`.
         post_norms: whether a norm follows each part, too, before it is added.
         parallel: whether both parts read the same residual, and are added to it at once.
         shared_norm: whether they then read one norm.
@@ -67,7 +67,7 @@ def dense_layer(
     def normed(edge: str, out: str, group: Group, letters: str, module: str = "") -> Norm:
         return Norm(out, (edge,), group, residual, norm, f"G{letters}", f"S{letters}", module)
 
-    def linear(edge: str, out: str, of: Node, name: str, weight: str, modules: Modules) -> Linear:
+    def linear(edge: str, out: str, of: LayerNode, name: str, weight: str, modules: Modules) -> Linear:
         ends = (residual, of.takes[0]) if edge != of.out else (of.makes, residual)
         return Linear(out, (edge,), of.group, *ends, name, weight, name in biases, modules)
 
@@ -94,9 +94,9 @@ def dense_layer(
         second.append(normed("F", "FN", "feed_forward", "PF"))
         ends = ["ON", "FN"]
     if parallel:
-        return LayerGraph((*first, *second, Add("Z", ("X", *ends), "feed_forward", residual)))
-    middle = Add("M", ("X", ends[0]), "attention", residual)
-    return LayerGraph((*first, middle, *second, Add("Z", ("M", ends[1]), "feed_forward", residual)))
+        return LayerGraph((*first, *second, EdgeSum("Z", ("X", *ends), "feed_forward", residual)))
+    middle = EdgeSum("M", ("X", ends[0]), "attention", residual)
+    return LayerGraph((*first, middle, *second, EdgeSum("Z", ("M", ends[1]), "feed_forward", residual)))
 
 
 @lru_cache(maxsize=256)

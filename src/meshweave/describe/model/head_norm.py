@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.describe.model.layer import Features, Node, Weight
+from meshweave.describe.model.nodes import Features, LayerNode, NodeWeight
 
 
 @dataclass(frozen=True)
-class HeadNorm(Node):
+class HeadNorm(LayerNode):
     """Root-mean-square norms of each head of queries and of keys; values pass. The gains are (2, width)."""
 
     groups: int
@@ -24,7 +24,7 @@ class HeadNorm(Node):
         return Features("heads", self.groups, (self.per_group + 2) * self.head_dim)
 
     @property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return the gains of queries and of keys."""
         modules = tuple((f"self_attn.{name}_norm", self.head_dim) for name in ("q", "k"))
-        return (Weight(self.gain, (Features("", 2), Features("", self.head_dim)), "norm", modules),)
+        return (NodeWeight(self.gain, (Features("", 2), Features("", self.head_dim)), "norm", modules),)

@@ -1,397 +1,23 @@
 """A layer of a transformer as data: nodes in the order of the forward part, on edges with named dims.
 
-An edge is a tensor (batch, sequence, features). Its features are units that are never divided, under the name of a
-dim: "hidden" (the residual), "heads" (groups of heads that share a head of keys and values), "inner" (of the
-feed-forward part), "vocabulary". A node reads edges by name and makes one. What a layer costs are folds over its
-nodes that know no node: parameters, FLOPs, and what the forward part keeps here; equations, functions, kernels and
-programs in `algorithms.block.nodes`, which has a record for each type of node.
-
-What is kept follows Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23),
-section 4: the operands of products, the inputs of norms, attention and activation, and one byte an element for the
-masks of dropout.
+What a layer costs are folds over its nodes that know no node: parameters, FLOPs, and what the forward part keeps
+here; equations, functions, kernels and programs in `algorithms.block.nodes`, which has a record for each type of
+node.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.model.architecture import Norm as NormKind
-
-Group = Literal["attention", "feed_forward"]
-"""The part of a layer that a node belongs to: a strategy may lay out each in its own way."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """The features of an edge or a side of a weight: `count` units of `unit` elements, under the name of a dim."""
-
-    dim: str
-    count: int
-    unit: int = 1
-
-    @property
-    def size(self) -> int:
-        """Return the number of elements."""
-        return self.count * self.unit
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A tensor of parameters: its name, its sides, and what it is for.
-
-    Attributes:
-        modules: of a matrix, the modules that transformers has in its place, with the features of each that the
-            other side is multiplied to; of the parameters of a norm the one module.
-    """
-
-    name: str
-    sides: tuple[Features, ...]
-    kind: Literal["matrix", "norm", "bias"]
-    modules: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Return the number of parameters."""
-        size = 1
-        for side in self.sides:
-            size *= side.size
-        return size
-
+from meshweave.describe.model.nodes import Attention, Features, Kept, KeptKind, LayerNode, Linear, NodeWeight
 
 Place = Literal["residual", "operand", "attention", "feed_forward"]
 """How an edge lies on ranks."""
-
-KeptKind = Literal["sums", "scores", "dropped scores", "score mask", "mask", "gate", "copy", "joint"]
-"""Why the forward part keeps something besides edges.
-
-Sums of softmax; scores after softmax and after dropout, and the mask of that; a mask of dropout of the residual;
-the gate of an activation; the copy of a norm's input in float32; keys and values that are one tensor with queries.
-"""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a node keeps for its gradient besides edges: so many elements a token, or with `by_keys` a pair of
-    tokens, each of so many bytes; 0 for those of an activation. `edge` is that beside which it lies."""
-
-    kind: KeptKind
-    edge: str
-    elements: int
-    item_bytes: int = 0
-    by_keys: bool = False
-
-    def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes a token, each of which has so many keys."""
-        return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
-
-
-@dataclass(frozen=True)
-class Node(ABC):
-    """A step of the forward part of a layer.
-
-    Attributes:
-        out: the edge that it makes.
-        ins: the edges that it reads.
-        group: the part of the layer that it belongs to.
-        is_sum: whether it is the sum of what it reads: gradients of the terms are that of the sum.
-        is_product: whether it is a product with a weight.
-        labels: the fields that are names alone.
-    """
-
-    out: str
-    ins: tuple[str, ...]
-    group: Group
-
-    is_sum: ClassVar[bool] = False
-    is_product: ClassVar[bool] = False
-    labels: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of what it reads: those of what it makes, where a node does not say."""
-        return (self.makes,) * len(self.ins)
-
-    @property
-    @abstractmethod
-    def makes(self) -> Features:
-        """Return the features of what it makes."""
-
-    @property
-    def parameters(self) -> tuple[Weight, ...]:
-        """Return its parameters."""
-        return ()
-
-    @property
-    def behaviour(self) -> tuple[object, ...]:
-        """Return what its functions depend on: all fields but names."""
-        names = ("out", "ins", "group", *self.labels)
-        return tuple(getattr(self, field.name) for field in fields(self) if field.name not in names)
-
-    @property
-    def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that its gradient reads."""
-        return self.ins
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept for its gradient besides edges."""
-        return ()
-
-    @property
-    def input_gradient(self) -> str:
-        """Return the name of what it adds to the gradient of its input; "" for that of the gradient."""
-        return ""
-
-    @property
-    def makes_terms(self) -> bool:
-        """Return whether what it makes may be terms of a sum on ranks, which can be summed later."""
-        return False
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the features a token by which software stacks count what they move in it, by what they are."""
-        return {}
-
-    def attention_flops(self, pairs: int) -> int:
-        """Return the FLOPs of so many pairs of tokens, forward; 0 where tokens do not meet."""
-        del pairs
-        return 0
-
-    def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of tokens of a sequence that meet in it."""
-        del sequence
-        return 0
-
-
-@dataclass(frozen=True)
-class Norm(Node):
-    """A norm over all features: "layer" with a gain and a bias, or "rms" with a gain.
-
-    Attributes:
-        gain, statistics: the names of its parameters, and of the sums that it normalises by.
-        module: the name of its module in transformers; "" where that is not known.
-    """
-
-    features: Features
-    kind: NormKind
-    gain: str
-    statistics: str
-    module: str = ""
-
-    labels = ("gain", "statistics", "module")
-
-    @property
-    def makes(self) -> Features:
-        """Return the features of what it makes."""
-        return self.features
-
-    @property
-    def rows(self) -> int:
-        """Return its parameters a feature, and its statistics a token."""
-        return 2 if self.kind == "layer" else 1
-
-    @property
-    def parameters(self) -> tuple[Weight, ...]:
-        """Return gain and bias (rows, features)."""
-        modules = ((self.module, self.features.size),) if self.module else ()
-        return (Weight(self.gain, (Features("", self.rows), self.features), "norm", modules),)
-
-    @property
-    def input_gradient(self) -> str:
-        """Return the name of what it adds to the gradient of its input."""
-        return f"DI{self.statistics[1:]}"
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return the copy of its input that some software makes."""
-        return (Kept("copy", self.ins[0], self.features.size, 4),)
-
-
-@dataclass(frozen=True)
-class Linear(Node):
-    """A product with a weight (operand, result), and a bias where it has one.
-
-    Attributes:
-        name: what the layer is called in plans, such as "qkv".
-        weight: the name of the weight; that of the bias has a B in place of its W.
-        modules: as in `Weight`.
-    """
-
-    operand: Features
-    result: Features
-    name: str
-    weight: str
-    bias: bool = False
-    modules: tuple[tuple[str, int], ...] = ()
-
-    is_product = True
-    labels = ("operand", "result", "name", "weight", "bias", "modules")
-
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of its operand."""
-        return (self.operand,)
-
-    @property
-    def makes(self) -> Features:
-        """Return the features of its result."""
-        return self.result
-
-    @property
-    def enters(self) -> bool:
-        """Return whether it takes the residual to inner features, and not back."""
-        return self.operand.dim == "hidden"
-
-    @property
-    def makes_terms(self) -> bool:
-        """Return whether its result may be summed over ranks later: where no bias is added to it."""
-        return not self.bias
-
-    @property
-    def bias_name(self) -> str:
-        """Return the name of the bias."""
-        return f"B{self.weight[1:]}"
-
-    @property
-    def parameters(self) -> tuple[Weight, ...]:
-        """Return the weight and the bias."""
-        weight = Weight(self.weight, (self.operand, self.result), "matrix", self.modules)
-        return (weight, Weight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
-
-
-@dataclass(frozen=True)
-class Attention(Node):
-    """Causal attention within groups of heads: of each group its queries, its keys, then its values.
-
-    Attributes:
-        groups: heads of keys and values; `per_group` heads of queries share each.
-        sums: the name of the logarithms of the sums of softmax.
-        window: the tokens that a token attends to, itself included; None for all before it.
-        rotary: the share of each head that is turned by positions; 0 for none.
-    """
-
-    groups: int
-    per_group: int
-    head_dim: int
-    sums: str
-    window: int | None = None
-    rotary: float = 0.0
-
-    labels = ("sums",)
-
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the features of queries, keys and values."""
-        return (Features("heads", self.groups, (self.per_group + 2) * self.head_dim),)
-
-    @property
-    def makes(self) -> Features:
-        """Return the features of all heads."""
-        return Features("heads", self.groups, self.per_group * self.head_dim)
-
-    @property
-    def heads(self) -> int:
-        """Return the heads of queries."""
-        return self.groups * self.per_group
-
-    @property
-    def reads_back(self) -> tuple[str, ...]:
-        """Return what it reads and makes."""
-        return (*self.ins, self.out)
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return the sums of softmax, or the scores after softmax and after dropout with their mask."""
-        rows = [Kept("sums", self.out, self.heads, 4)]
-        rows.append(Kept("scores", self.out, self.heads, by_keys=True))
-        rows.append(Kept("dropped scores", self.out, self.heads, by_keys=True))
-        rows += [Kept("score mask", self.out, self.heads, 1, by_keys=True)]
-        if self.per_group == 1:
-            rows.append(Kept("joint", self.out, 2 * self.heads * self.head_dim))
-        return tuple(rows)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the features of queries and of keys."""
-        return {"heads": self.makes.size, "keys": self.groups * self.head_dim}
-
-    def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of query and key of a sequence: those that its mask leaves."""
-        reach = sequence if self.window is None else min(self.window, sequence)
-        return reach * (reach + 1) // 2 + (sequence - reach) * reach
-
-    def mean_keys(self, sequence: int) -> int:
-        """Return for how many keys each query of a sequence is priced (Dao 2023, section 4.1)."""
-        if self.window is None or self.window >= sequence:
-            return sequence // 2 + 1
-        return -(-self.num_pairs(sequence) // sequence)
-
-    def attention_flops(self, pairs: int) -> int:
-        """Return the FLOPs of both products of so many pairs of query and key."""
-        return 4 * pairs * self.heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Activation(Node):
-    """An activation of inner features: of one column each, or gated of a gate and an input by turns."""
-
-    inner: int
-    gated: bool
-
-    @property
-    def columns(self) -> int:
-        """Return the columns of a feature."""
-        return 2 if self.gated else 1
-
-    @property
-    def takes(self) -> tuple[Features, ...]:
-        """Return the columns of all features."""
-        return (Features("inner", self.inner, self.columns),)
-
-    @property
-    def makes(self) -> Features:
-        """Return the inner features."""
-        return Features("inner", self.inner)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Return the inner features."""
-        return {"ffn": self.inner}
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return the activated gate, by which the gradient of the input is multiplied."""
-        return (Kept("gate", self.out, self.inner),) if self.gated else ()
-
-
-@dataclass(frozen=True)
-class Add(Node):
-    """The sum of edges. Dropout, where there is any, is before it, on all but the first."""
-
-    features: Features
-
-    is_sum = True
-
-    @property
-    def makes(self) -> Features:
-        """Return the features of the sum."""
-        return self.features
-
-    @property
-    def reads_back(self) -> tuple[str, ...]:
-        """Return nothing: gradients of the terms are that of the sum."""
-        return ()
-
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """Return a mask of dropout for each term but the first."""
-        return tuple(Kept("mask", self.out, self.features.size, 1) for _ in self.ins[1:])
 
 
 @dataclass(frozen=True)
@@ -404,7 +30,7 @@ class LayerGraph:
             maker and a reader give it differ.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[LayerNode, ...]
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -448,13 +74,13 @@ class LayerGraph:
         return {self.input: self.nodes[0].takes[0], **{node.out: node.makes for node in self.nodes}}
 
     @cached_property
-    def _readers(self) -> dict[str, tuple[Node, ...]]:
+    def _readers(self) -> dict[str, tuple[LayerNode, ...]]:
         return {
             edge: tuple(node for node in self.nodes if edge in node.ins)
             for edge in (self.input, *(node.out for node in self.nodes))
         }
 
-    def readers(self, edge: str) -> tuple[Node, ...]:
+    def readers(self, edge: str) -> tuple[LayerNode, ...]:
         """Return the nodes that read an edge, in their order."""
         return self._readers[edge]
 
@@ -486,7 +112,7 @@ class LayerGraph:
     @cached_property
     def variants(self) -> dict[str, int]:
         """Return for every node, by what it makes, the number of its behaviour among nodes of its type."""
-        known: dict[type[Node], list[object]] = {}
+        known: dict[type[LayerNode], list[object]] = {}
         numbers = {}
         for node in self.nodes:
             behaviours = known.setdefault(type(node), [])
@@ -498,9 +124,9 @@ class LayerGraph:
     # --- folds --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def parameters(self) -> tuple[Weight, ...]:
+    def parameters(self) -> tuple[NodeWeight, ...]:
         """Return all parameters, group by group, biases last."""
-        weights: list[Weight] = []
+        weights: list[NodeWeight] = []
         for group in dict.fromkeys(node.group for node in self.nodes):
             own = [weight for node in self.nodes if node.group == group for weight in node.parameters]
             weights += sorted(own, key=lambda weight: weight.kind == "bias")

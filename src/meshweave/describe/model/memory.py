@@ -17,7 +17,7 @@ from typing import Literal
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.units import dtype_bytes, format_bytes
-from meshweave.describe.model.layer import KeptKind
+from meshweave.describe.model.nodes import KeptKind
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 

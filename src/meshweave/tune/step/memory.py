@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
-from meshweave.describe.model.layer import KeptKind
+from meshweave.describe.model.nodes import KeptKind
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.strategies import strategy_of
@@ -141,8 +141,20 @@ def _num_parts(problem: StepProblem, parallelism: Parallelism) -> Callable[[str]
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
     """Return the bytes that one micro-batch keeps of a layer on each rank."""
+    known = problem.cache("kept")
+    if recompute not in known:
+        known[recompute] = _kept(problem, recompute)
+    kept: Counter[tuple[str, str]] = known[recompute]
+    tokens, num_parts = parallelism.micro_batch * problem.seq, _num_parts(problem, parallelism)
+    keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
+    places = {"operand": "operand_in" if keeps else "residual"}
+    return sum(-(-tokens * each // num_parts(places.get(place, place))) for (place, _), each in kept.items())
+
+
+def _kept(problem: StepProblem, recompute: ActivationRule) -> Counter[tuple[str, str]]:
+    """Return the bytes a token that a layer keeps, by place and by what ranks round up one by one."""
     layer, e = problem.model.layer, problem.item_bytes
-    kept: Counter[tuple[str, str]] = Counter()  # bytes a token by place, which ranks round up one by one
+    kept: Counter[tuple[str, str]] = Counter()
     kinds: set[KeptKind] = set()
     if recompute == "full":
         kept[layer.places[layer.input], ""] = e * layer.features[layer.input].size
@@ -159,10 +171,7 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
         joins = row.kind in ("mask", "gate", "copy") or recompute.endswith("operators")
         part = "" if joins else "scores" if row.by_keys else row.kind
         kept[layer.places[row.edge], part] += row.num_bytes(e, problem.seq)
-    tokens, num_parts = parallelism.micro_batch * problem.seq, _num_parts(problem, parallelism)
-    keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
-    places = {"operand": "operand_in" if keeps else "residual"}
-    return sum(-(-tokens * each // num_parts(places.get(place, place))) for (place, _), each in kept.items())
+    return kept
 
 
 def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind]:

@@ -19,7 +19,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.table import installed
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.model.layer import Node
+from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.work import move_work
 
 ENTRY_POINTS = "meshweave.nodes"
@@ -36,11 +36,11 @@ _RECORDS: tuple[NodeRecord[Any], ...] = (
 
 
 @cache
-def _table() -> dict[type[Node], NodeRecord[Any]]:
+def _table() -> dict[type[LayerNode], NodeRecord[Any]]:
     return {record.node_type: record for record in (*_RECORDS, *installed(ENTRY_POINTS, NodeRecord))}
 
 
-def record_of(node: Node) -> NodeRecord[Any]:
+def record_of(node: LayerNode) -> NodeRecord[Any]:
     """Return the record of a node's type. Raises UnsupportedError where there is none."""
     record = _table().get(type(node))
     if record is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshweave.algorithms.block.functions import Values, array_module, sigmoid, small
 from meshweave.algorithms.block.nodes.call import CallRecord
-from meshweave.describe.model.layer import Activation
+from meshweave.describe.model.nodes import Activation
 
 _GELU = math.sqrt(2 / math.pi)
 

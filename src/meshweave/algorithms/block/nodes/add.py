@@ -13,38 +13,38 @@ from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
 from meshweave.algorithms.block.nodes.record import Known, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.roles import Roles
-from meshweave.describe.model.layer import Add
+from meshweave.describe.model.nodes import EdgeSum
 from meshweave.ir.program.meanings import Meaning, Sum
 from meshweave.ir.work import move_work
 
 
-class AddRecord(NodeRecord[Add]):
+class AddRecord(NodeRecord[EdgeSum]):
     """A sum of edges. Terms that ranks still have in parts meet before they are reduced as one."""
 
-    node_type = Add
+    node_type = EdgeSum
 
-    def meanings(self, at: NodePlace[Add], roles: Roles) -> Iterator[Meaning]:
+    def meanings(self, at: NodePlace[EdgeSum], roles: Roles) -> Iterator[Meaning]:
         """Yield the sum."""
         yield Sum(at.out, tuple(map(at.layer.edge, at.node.ins)))
 
-    def gradient_meanings(self, at: NodePlace[Add], roles: Roles) -> Iterator[Meaning]:
+    def gradient_meanings(self, at: NodePlace[EdgeSum], roles: Roles) -> Iterator[Meaning]:
         """Yield nothing: the gradient of the sum is that of each term."""
         yield from ()
 
-    def compute(self, at: NodePlace[Add], known: Known, functions: Functions) -> None:
+    def compute(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
         """Add the sum."""
         known[at.out] = np.sum([known[at.layer.edge(edge)] for edge in at.node.ins], 0)
 
-    def compute_gradient(self, at: NodePlace[Add], known: Known, functions: Functions) -> None:
+    def compute_gradient(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
         """Add nothing."""
 
-    def kernels(self, at: NodePlace[Add], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
+    def kernels(self, at: NodePlace[EdgeSum], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield a sum for each term but the one that is summed in place."""
         elements = sizes.tokens(roles.residual) * sizes.features(at.node.features, roles.residual)
         for _ in at.node.ins[1:]:
             yield Kernel(move_work(elements, sizes.problem.dtype, "add"), "forward")
 
-    def write(self, at: NodePlace[Add], writer: NodeWriter) -> None:
+    def write(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
         """Write the sum of terms in parts, its reduction, and the sum with other terms."""
         out, layer, ops = writer.out(at), at.layer, writer.writer
         terms = [layer.edge(edge) for edge in at.node.ins if layer.home(edge) != at.out]
@@ -61,5 +61,5 @@ class AddRecord(NodeRecord[Add]):
         for name in terms:
             ops.add(out, writer.stored[name])
 
-    def write_gradient(self, at: NodePlace[Add], writer: NodeWriter) -> None:
+    def write_gradient(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
         """Write nothing."""

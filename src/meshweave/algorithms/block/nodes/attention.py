@@ -22,7 +22,7 @@ from meshweave.algorithms.block.ring_equations import (
 )
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.writer import Stored
-from meshweave.describe.model.layer import Attention, Features
+from meshweave.describe.model.nodes import Attention, Features
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Same, TensorPart

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshweave.algorithms.block.functions import Values, array_module, as_numbers, like, small
-from meshweave.describe.model.layer import Attention
+from meshweave.describe.model.nodes import Attention
 
 ROTARY_BASE = 10_000.0
 """The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""

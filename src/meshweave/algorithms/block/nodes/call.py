@@ -15,7 +15,7 @@ from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.writer import Stored
-from meshweave.describe.model.layer import Features
+from meshweave.describe.model.nodes import Features
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart

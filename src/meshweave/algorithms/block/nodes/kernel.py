@@ -17,7 +17,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import AxisDims, Roles, Side
 from meshweave.algorithms.block.sides import largest_extent
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.model.layer import Features
+from meshweave.describe.model.nodes import Features
 from meshweave.ir.work import Compute
 
 PassPart = Literal["forward", "backward"]

@@ -15,7 +15,7 @@ from meshweave.algorithms.block.nodes.record import Known, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
-from meshweave.describe.model.layer import Linear
+from meshweave.describe.model.nodes import Linear
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Function, Meaning, Product, TensorPart
 from meshweave.ir.work import matmul_work

@@ -18,7 +18,7 @@ from meshweave.algorithms.block.nodes.record import Known, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
-from meshweave.describe.model.layer import Norm
+from meshweave.describe.model.nodes import Norm
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Function, Meaning, TensorPart
 

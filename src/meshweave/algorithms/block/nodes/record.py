@@ -1,6 +1,6 @@
 """What `algorithms` knows of a type of node: its equations, functions, kernels, and how its program is written.
 
-Sizes are the node's own (`describe.model.layer`). Everything here is about one node at its place; `layer.py`,
+Sizes are the node's own (`describe.model.nodes`). Everything here is about one node at its place; `layer.py`,
 `assembly.py`, `reference.py` and `kernels_of` fold over the nodes of a layer and know none of them. What many
 nodes share is written by the folds: tensors of edges and weights, their gradients, and sums of contributions.
 """
@@ -18,11 +18,11 @@ from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.contract import Array
-from meshweave.describe.model.layer import Node
+from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Meaning
 
-AnyNode = TypeVar("AnyNode", bound=Node)
+AnyNode = TypeVar("AnyNode", bound=LayerNode)
 
 Known = dict[str, Array]
 """Tensors of a dense run, by name."""
@@ -32,7 +32,7 @@ class NodeRecord(ABC, Generic[AnyNode]):
     """A type of node. Equations forward end in the edge that it makes; backward in what it contributes to the
     gradients of the edges that it reads, and in the gradients of its parameters."""
 
-    node_type: ClassVar[type[Node]]
+    node_type: ClassVar[type[LayerNode]]
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
         """Yield what its equations name besides its edges, its parameters, and their gradients."""
