@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,18 @@ def wheel_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     folder = tmp_path_factory.mktemp("site")
     for site in (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))):
         for entry in site.iterdir():
-            is_ours = entry.name.startswith(("meshweave_lab", "meshweave_studies")) or entry.suffix == ".pth"
+            is_ours = entry.name == "meshweave" or entry.name.startswith(
+                ("meshweave_lab", "meshweave_studies")
+            )
+            is_ours |= entry.suffix == ".pth"
             if not is_ours and not (folder / entry.name).exists():
                 (folder / entry.name).symlink_to(entry)
-    return SOURCE, folder
+    (folder / "meshweave").mkdir()  # of an editable installation the compiled module lies apart
+    core = Path(str(find_spec("meshweave._core").origin))  # type: ignore[union-attr]
+    for path in {*(SOURCE / "meshweave").iterdir(), core}:
+        if path == core or not path.name.startswith("_core"):
+            (folder / "meshweave" / path.name).symlink_to(path)
+    return (folder,)
 
 
 def test_the_table_is_what_the_packages_offer() -> None:
