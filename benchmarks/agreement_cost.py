@@ -3,8 +3,8 @@
     python benchmarks/agreement_cost.py [--save NAME]
 
 Each pair is a step of the same model, with the comparison of each call and without, in an order that alternates.
-The ratio is the median of those of the pairs, on the slowest rank; beside it the seconds that checksums of all
-weights take in `parallelize`.
+The ratio is the median of those of the pairs, from when all ranks begin to when all are done; beside it the
+seconds that checksums of all weights take in `parallelize`.
 
 """
 
@@ -66,6 +66,7 @@ def compared(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, f
         began = time.perf_counter()
         made.step(tokens, tokens)
         optimizer.step()
+        dist.barrier()
         return time.perf_counter() - began
 
     for _ in range(3):
