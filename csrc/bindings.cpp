@@ -121,7 +121,7 @@ class Core {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine`, `simulate.gpu`, "
+  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine`, the GPU of the studies, "
       "`estimate.chains` and `ir.analysis.native_proof`.";
   static PyObject* const fault = PyErr_NewException("meshweave._core.ProgramFault", PyExc_Exception, nullptr);
   m.attr("ProgramFault") = nb::borrow(fault);

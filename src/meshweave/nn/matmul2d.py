@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from meshweave.algorithms.matmul2d import Dataflow, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout import Layout, Shard
 from meshweave.execute.torch import compat
@@ -40,7 +41,7 @@ def matmul2d(
     mesh: DeviceMesh,
     shape: tuple[int, int, int],
     dataflow: Dataflow = "os",
-    algorithm: str = "meshslice",
+    algorithm: str = MeshSlice.name,
     slices: Slices = 4,
     block: int = 8,
     ring_ways: Literal[0, 1, 2] | None = None,

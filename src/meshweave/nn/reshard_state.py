@@ -118,6 +118,7 @@ class _StateEntry:
 
     @property
     def is_plain(self) -> bool:
+        """Return whether the tensor is whole on each rank that has it, and no DTensor."""
         return self.target is None
 
     def source_part(self, session: ReshardSession) -> Tensor:

@@ -19,7 +19,7 @@ from meshweave.simulate import simulate
 from meshweave.trace import Trace
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import tune_product
-from meshweave.tune.unrolled import UNROLLED, unrolled_entry
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, unrolled_entry
 
 MAX_RANKS = 64
 """Meshes of more ranks are simulated at `REDUCED_RANKS`."""
@@ -109,7 +109,7 @@ def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> P
 def _sliced_candidate(plan: Plan) -> Candidate | None:
     """Return MeshSlice where the plan has it, else the best candidate that slices anything."""
     for candidate in plan.candidates:
-        if candidate.algorithm == "meshslice":
+        if candidate.algorithm == REFERENCE_ALGORITHM:
             return candidate
     for candidate in plan.candidates:
         if any(item.config.slice_count > 1 for layer in candidate.layers for item in layer.passes):

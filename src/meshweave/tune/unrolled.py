@@ -11,11 +11,14 @@ from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice
+from meshweave.algorithms.matmul2d.summa import Summa
+from meshweave.algorithms.matmul2d.wang import Wang
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError, did_you_mean
 
-REFERENCE_ALGORITHM = "meshslice"
-UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in ("wang", "summa")}
+REFERENCE_ALGORITHM = MeshSlice.name
+UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in (Wang.name, Summa.name)}
 """Name in a plan, and the entry of the table that it runs."""
 
 ProductSizes = tuple[int, int, int, str]

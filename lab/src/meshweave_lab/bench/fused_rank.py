@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from meshweave.check.reference import random_tensor
-from meshweave_lab.bench.rank import BoundRival, difference, run_round
+from meshweave_lab.bench.rank import BoundRival, run_and_check, run_round
 
 
 def bench_fused(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,16 +56,4 @@ def _bind(text: str, whole: Mapping[str, Any], shared: Any) -> BoundRival:
         )
 
     bound = bind(program, shared.rank, {"a": shard("a"), "b": shard("b")}, context=shared)
-    out, expected = bound.outputs["c"], shard("c")
-    out.fill_(float("nan"))
-
-    def run() -> float:
-        bound.run()
-        return time.monotonic()
-
-    def check() -> float:
-        error = difference(out, expected)
-        out.fill_(float("nan"))  # the next run must write every element
-        return error
-
-    return run, check
+    return run_and_check(bound, bound.outputs["c"], shard("c"))

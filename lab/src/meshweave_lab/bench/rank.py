@@ -167,19 +167,8 @@ def difference(result: Any, expected: Any) -> float:
     return float((result - expected).abs().nan_to_num(nan=_NOTHING).max()) if expected.numel() else 0.0
 
 
-def _bind_program(program: Program, operands: _Operands, shared: Any) -> BoundRival:
-    from meshweave.execute.torch.bind import bind
-
-    shards = {}
-    for name in "ab":
-        buffer = program.buffer_of[name]
-        assert buffer.layout is not None
-        shards[name] = operands.shard(name, buffer.layout, buffer.order)
-    layout = program.buffer_of["c"].layout
-    assert layout is not None
-    expected = operands.expected(layout)
-    bound = bind(program, shared.rank, shards, context=shared)
-    out = bound.outputs["c"]
+def run_and_check(bound: Any, out: Any, expected: Any) -> BoundRival:
+    """Return what runs a bound program and says when it ended, and what returns the error of `out` after a run."""
     out.fill_(float("nan"))
 
     def run() -> float:
@@ -192,6 +181,21 @@ def _bind_program(program: Program, operands: _Operands, shared: Any) -> BoundRi
         return error
 
     return run, check
+
+
+def _bind_program(program: Program, operands: _Operands, shared: Any) -> BoundRival:
+    from meshweave.execute.torch.bind import bind
+
+    shards = {}
+    for name in "ab":
+        buffer = program.buffer_of[name]
+        assert buffer.layout is not None
+        shards[name] = operands.shard(name, buffer.layout, buffer.order)
+    layout = program.buffer_of["c"].layout
+    assert layout is not None
+    expected = operands.expected(layout)
+    bound = bind(program, shared.rank, shards, context=shared)
+    return run_and_check(bound, bound.outputs["c"], expected)
 
 
 def _bind_dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> BoundRival:

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshweave.algorithms.matmul2d import Dataflow, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.base.units import DTYPES
 from meshweave.execute.jax.rolled_loops import Loops
@@ -49,7 +50,7 @@ def matmul2d(
     *,
     mesh: Mesh,
     dataflow: Dataflow = "os",
-    algorithm: str = "meshslice",
+    algorithm: str = MeshSlice.name,
     slices: Slices = 4,
     block: int = 8,
     ring_ways: Literal[0, 1, 2] = 0,

@@ -50,11 +50,13 @@ class _HeadNorms:
         return array_module(like).concatenate((heads, values), -2).reshape(like.shape)
 
     def norm(self, x: Values, gain: Values) -> Values:
+        """Return x (tokens, joint features) with queries and keys normalised head by head, times their gains."""
         heads = self._heads(x)
         out = self._scaled(heads[..., :-1, :])[0] * self._gains(gain)
         return self._joined(small(out) if self.is_exact else out, heads[..., -1:, :], x)
 
     def gradient(self, dy: Values, x: Values, gain: Values) -> Values:
+        """Return the gradient of x, of its shape, from that of the result; values pass as they are."""
         arriving = self._heads(dy)
         scaled, scale = self._scaled(self._heads(x)[..., :-1, :])
         change = arriving[..., :-1, :] * self._gains(gain)
@@ -67,6 +69,7 @@ class _HeadNorms:
         return self._joined(out, arriving[..., -1:, :], dy)
 
     def weight_gradient(self, dy: Values, x: Values, so_far: Values) -> Values:
+        """Return the gradient of the gains (2, head features), of queries and of keys, added to what there is."""
         terms = self._heads(dy)[..., :-1, :] * self._scaled(self._heads(x)[..., :-1, :])[0]
         of_queries = over_rows(terms[..., :-1, :])
         return so_far + array_module(dy).stack((of_queries, over_rows(terms[..., -1, :])))
