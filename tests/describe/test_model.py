@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.describe.catalog import model_names
 from meshweave.describe.model import FcLayer, Transformer, load_model
+from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.describe.model.workload import Gemm, Workload, block_gemms
 
 LLAMA = {
@@ -397,3 +398,12 @@ def test_wrong_workloads() -> None:
     ):
         with pytest.raises(DescriptionError):
             make()
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", "3", "[" * 50_000])
+def test_a_scaling_of_angles_is_a_table_of_json(text: str) -> None:
+    model = load_model("llama-3-8b")
+    table = model_table(model)
+    table["architecture"] = {**table.get("architecture", {}), "rotary_scaling": text}
+    with pytest.raises(DescriptionError, match=r"rotary_scaling: .* table of JSON"):
+        transformer_from(table, "a model")

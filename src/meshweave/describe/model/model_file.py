@@ -40,9 +40,15 @@ Words = Annotated[str, Field(max_length=100_000), AfterValidator(require_printab
 
 def _require_json_table(text: str) -> str:
     """Return the text of a JSON table, or "". Raises ValueError."""
-    if text and not isinstance(json.loads(text), dict):
-        raise ValueError("no table")
-    return text
+    try:
+        if not text or isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError("no table of JSON")
+
+
+JsonTable = Annotated[str, Field(max_length=100_000), AfterValidator(_require_json_table)]
 
 
 class ArchitectureFile(FileModel):
@@ -63,8 +69,8 @@ class ArchitectureFile(FileModel):
     max_positions: ModelSize | None = Field(None, description="the most tokens of a sequence, at least 1")
     rotary_base: float | None = Field(None, description="the base of rotary angles, a positive number", gt=0)
     rotary_share: float | None = Field(None, description="the share of a head that turns, to 1", gt=0)
-    rotary_scaling: str = Field(
-        "", description="how angles are scaled for longer sequences, JSON in a string"
+    rotary_scaling: JsonTable = Field(
+        "", description="how angles are scaled for longer sequences, a table of JSON in a string"
     )
     window: ModelSize | None = Field(None, description="the tokens that a token attends to in some layers")
     windowed_layers: ModelSize | None = Field(

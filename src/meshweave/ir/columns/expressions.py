@@ -66,10 +66,6 @@ class ExpressionColumns:
         self.starts.append(len(self.code) // 2)
         return len(self.starts) - 2
 
-    def number_or_none(self, index: Index | None) -> int:
-        """Return the number of an expression, -1 for None."""
-        return -1 if index is None else self.number(index)
-
     def _emit(self, index: Index, code: list[int]) -> None:
         if isinstance(index, Var):
             code += (_VARIABLE, self.slot(index.name))
