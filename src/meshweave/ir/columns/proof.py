@@ -18,6 +18,7 @@ from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     TILE_ORDERS,
@@ -90,6 +91,12 @@ class ProofColumns(TemplateColumns):
         if not is_known:
             raise UnknownError("runs on ranks that are not declared")
         return super()._set(where)
+
+    def _loop_slot(self, name: str) -> int:
+        """Return the slot of a loop index."""
+        if not is_loop_index(name):
+            raise UnknownError("has a loop index of no such name")
+        return self.expressions.slot(name)
 
     def describe_op(self, op: Op) -> None:
         """Add an op as written. Raises ProgramError as the class says."""
