@@ -18,7 +18,7 @@ from pathlib import Path
 
 from code_counts import DISTRIBUTIONS, WHEEL, Trees, nodes
 
-PLANNING = tuple(f"{WHEEL}/{room}" for room in ("tune", "nn", "check", "cli"))
+PLANNING = tuple(f"{WHEEL}/{room}" for room in ("algorithms/step", "tune", "nn", "check", "cli"))
 NAMED = tuple(f"{WHEEL}/algorithms/{family}" for family in ("block", "pipeline"))
 LAYER_SIZES = {"ffn_hidden", "num_heads", "num_kv_heads", "head_dim"}
 MANY_PARAMETERS = 10

@@ -30,11 +30,11 @@ import numpy as np
 from machine import RESULTS, save
 from step_lab_rank import ADAM, calibrated, parallelism_of
 
+from meshweave.algorithms.step import Step, StepProblem, simulate_step, step_of
 from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import Transformer
 from meshweave.execute.ranks.fork_server import fork_servers
-from meshweave.tune.step import Step, StepProblem, simulate_step, step_of
 from meshweave_lab import Lab, RunningLab
 
 LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-4x4.toml"

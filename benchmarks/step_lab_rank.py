@@ -16,6 +16,7 @@ import torch.distributed as dist
 from block_lab_functions import FusedFunctions
 from block_lab_rank import PRODUCT
 
+from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
@@ -29,7 +30,6 @@ from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statem
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Permute, Zero
 from meshweave.lower import lower_rings
 from meshweave.nn.step_run import Adam, StepRun
-from meshweave.tune.step import Parallelism, StepProblem, step_of
 from meshweave_lab.description import LabDescription
 from meshweave_lab.description_file import load_lab
 from meshweave_lab.pace import paced

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from meshweave.tune.step import stack_names
+from meshweave.algorithms.step import stack_names
 from meshweave_studies.training_runs.cases import case_of
 from meshweave_studies.training_runs.figures import published_bytes
 from meshweave_studies.training_runs.models import NoPredictionError
@@ -59,7 +59,7 @@ def main() -> None:
     """Fit all stacks with rows that state memory, and write their constants."""
     lines = [
         "# Bytes that the allocator cannot use, as a share of activations and buffers, by stack",
-        "# (tune.step.SoftwareStack). Written by validation/fit_memory.py.",
+        "# (algorithms.step.SoftwareStack). Written by validation/fit_memory.py.",
         "",
     ]
     for name, rows in priced_bytes().items():

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.algorithms.step import StepProblem, step_of
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.describe.machine.kernels_file import load_kernels
-from meshweave.tune.step import StepProblem, step_of
 from meshweave_studies.training_runs.cases import case_of
 from meshweave_studies.training_runs.figures import published_bytes, published_seconds
 from meshweave_studies.training_runs.models import NoPredictionError
@@ -223,7 +223,7 @@ def stacks_toml(values: dict[str, float]) -> str:
         kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
         attention[kernel] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
     lines = [
-        "# Constants of software stacks (tune.step.SoftwareStack), and rates of kernels of attention over the one",
+        "# Constants of software stacks (`SoftwareStack`), and rates of kernels of attention over the one",
         "# whose constants the chip has. Written by validation/fit_stacks.py.",
     ]
     for kernel, rates in attention.items():

@@ -26,16 +26,16 @@ from profiles import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_models import MixedAdam, PlainTransformer, TrainingRun
 
+from meshweave.algorithms.step import layers
+from meshweave.algorithms.step.block_time import layer_skeleton
+from meshweave.algorithms.step.compose import step_of
+from meshweave.algorithms.step.placement import block_axes, machine_of
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stacks import load_stack, stack_table
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.ir.work import Compute, matmul_work
-from meshweave.tune.step import layers
-from meshweave.tune.step.block_time import layer_skeleton
-from meshweave.tune.step.compose import step_of
-from meshweave.tune.step.placement import block_axes, machine_of
-from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.stacks import load_stack, stack_table
 
 WARMUP, TIMED = 3, 5
 SMALL = TrainingRun("", "llama", 24, 2048, 16, 16, 5632, 32000, 2048, 1, 4)

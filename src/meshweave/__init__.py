@@ -78,7 +78,7 @@ _GROUPS = {
         "tune.universal": "tune_universal",
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
-        "tune.step": (
+        "algorithms.step": (
             "Memory Parallelism SoftwareStack Step StepParts StepProblem StepSimulation simulate_step step "
             "step_of step_program"
         ),
@@ -176,6 +176,17 @@ if TYPE_CHECKING:
     from meshweave.algorithms.reshard import TensorMove as TensorMove
     from meshweave.algorithms.reshard import plan_reshard as plan_reshard
     from meshweave.algorithms.reshard import reshard_program as reshard_program
+    from meshweave.algorithms.step import Memory as Memory
+    from meshweave.algorithms.step import Parallelism as Parallelism
+    from meshweave.algorithms.step import SoftwareStack as SoftwareStack
+    from meshweave.algorithms.step import Step as Step
+    from meshweave.algorithms.step import StepParts as StepParts
+    from meshweave.algorithms.step import StepProblem as StepProblem
+    from meshweave.algorithms.step import StepSimulation as StepSimulation
+    from meshweave.algorithms.step import simulate_step as simulate_step
+    from meshweave.algorithms.step import step as step
+    from meshweave.algorithms.step import step_of as step_of
+    from meshweave.algorithms.step import step_program as step_program
     from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithm as algorithm
     from meshweave.algorithms.table import algorithms_for as algorithms_for
@@ -342,17 +353,6 @@ if TYPE_CHECKING:
     from meshweave.tune.ranking import rank_configs as rank_configs
     from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
-    from meshweave.tune.step import Memory as Memory
-    from meshweave.tune.step import Parallelism as Parallelism
-    from meshweave.tune.step import SoftwareStack as SoftwareStack
-    from meshweave.tune.step import Step as Step
-    from meshweave.tune.step import StepParts as StepParts
-    from meshweave.tune.step import StepProblem as StepProblem
-    from meshweave.tune.step import StepSimulation as StepSimulation
-    from meshweave.tune.step import simulate_step as simulate_step
-    from meshweave.tune.step import step as step
-    from meshweave.tune.step import step_of as step_of
-    from meshweave.tune.step import step_program as step_program
     from meshweave.tune.step_search import SpaceOptions as SpaceOptions
     from meshweave.tune.step_search import plan as plan
     from meshweave.tune.universal import tune_universal as tune_universal

@@ -12,9 +12,9 @@ from statistics import median
 
 import pytest
 
+from meshweave.algorithms.step import SoftwareStack, Step, memory_of, step_of
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
-from meshweave.tune.step import SoftwareStack, Step, memory_of, step_of
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.figures import (
     model_flops,

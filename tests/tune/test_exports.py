@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
 from meshweave.cli.app import app
 from meshweave.describe.machine.cluster import load_cluster
@@ -26,7 +27,6 @@ from meshweave.tune.exports.model_words import defining
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
-from meshweave.tune.step import Parallelism, StepProblem
 from sampling import examples
 
 DEGREES: dict[str, Any] = {

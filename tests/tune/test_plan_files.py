@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from meshweave.algorithms.step import load_stack
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import app
 from meshweave.describe.catalog import cluster_names, kernels_names, model_names
@@ -54,7 +55,6 @@ from meshweave.tune.plan_description import (
 )
 from meshweave.tune.plan_file import load_plan
 from meshweave.tune.search import plan_model
-from meshweave.tune.step import load_stack
 from meshweave.tune.step_cases import planned_step
 from meshweave.tune.step_search.planner import plan as plan_steps
 

@@ -15,8 +15,8 @@ from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, LOSS, TARG
 from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.contract import Array, Arrays
+from meshweave.algorithms.step import StepProblem
 from meshweave.nn.step_run import Adam
-from meshweave.tune.step import StepProblem
 
 _NO_WEIGHTS = (TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 

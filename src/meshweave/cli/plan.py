@@ -17,9 +17,9 @@ from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 
 if TYPE_CHECKING:
+    from meshweave.algorithms.step import StepProblem
     from meshweave.tune.plan import Plan
     from meshweave.tune.plan_records import StepsRecord
-    from meshweave.tune.step import StepProblem
 
 ModelArgument = Annotated[
     str,
@@ -125,7 +125,7 @@ def plan(
         raise DescriptionError("--algorithms is for products; add --products, or give --fix strategy=...")
     if batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
-    from meshweave.tune.step import StepProblem, load_stack
+    from meshweave.algorithms.step import StepProblem, load_stack
 
     problem = StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack))
     _plan_step(
@@ -183,8 +183,8 @@ def _plan_step(
 
 
 def _write_page(path: Path, problem: StepProblem, chosen: Plan) -> None:
+    from meshweave.algorithms.step import layer_timeline, step_of, step_timeline
     from meshweave.report.step_page import step_page
-    from meshweave.tune.step import layer_timeline, step_of, step_timeline
     from meshweave.tune.step_search.curves import step_curves
     from meshweave.tune.step_search.planner import parallelism_of
     from meshweave.tune.step_search.reasons import choice_text

@@ -20,6 +20,9 @@ from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.contract import Arrays
+from meshweave.algorithms.step import Step
+from meshweave.algorithms.step.layers import best_config
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.describe.layout import Layout, Partial, Replicate
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.workload import Workload
@@ -29,9 +32,6 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Tensor, View
 from meshweave.ir.program.ops import AllReduce
 from meshweave.lower import lower_rings
-from meshweave.tune.step import Step
-from meshweave.tune.step.layers import best_config
-from meshweave.tune.step.strategies import strategy_of
 
 _NO_WEIGHTS = ("X", "Z", TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 

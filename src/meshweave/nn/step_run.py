@@ -1,6 +1,6 @@
 """Run a training step of a transformer as its Program: on this rank's weights, over `torch.distributed`.
 
-The program is that of `tune.step`: a pipeline of layers on all replicas, with its messages, its reductions of
+The program is that of a step: a pipeline of layers on all replicas, with its messages, its reductions of
 gradients and, under ZeRO-1, its gathers of weights. At its end an optimizer (Adam: Kingma and Ba, 2015,
 algorithm 1) updates the weights of each layer, or the shard of them that a rank has. A layer is a call. Its
 function runs the forward or the backward part of the block program of its strategy on the tensor-parallel ranks.
@@ -31,6 +31,9 @@ from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
 from meshweave.algorithms.pipeline.program import COMPUTE, pipeline_program
 from meshweave.algorithms.pipeline.stage_ops import MARKER
+from meshweave.algorithms.step import Step
+from meshweave.algorithms.step.call_program import step_pipeline
+from meshweave.algorithms.step.compose import ADAM_STEP_BYTES
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
@@ -38,9 +41,6 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import FULL, Buffer, Call, On, Program, Statement, Tensor, View
 from meshweave.lower import lower_rings
 from meshweave.nn.step_pieces import BoundPiece, local_size, pieces_of, rank_of
-from meshweave.tune.step import Step
-from meshweave.tune.step.call_program import step_pipeline
-from meshweave.tune.step.compose import ADAM_STEP_BYTES
 
 ADAM = "adam"
 """The name of the call that updates weights."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from meshweave.algorithms.step.timeline import StepTimeline
     from meshweave.tune.plan_records import DegreesRecord, StepsRecord
-    from meshweave.tune.step.timeline import StepTimeline
     from meshweave.tune.step_search.curves import StepCurve
 
 _DRAWN_OVER_FRONT = 1.5

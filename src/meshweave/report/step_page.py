@@ -16,9 +16,9 @@ from meshweave.report.step_data import step_data
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from meshweave.algorithms.step.timeline import StepTimeline
     from meshweave.tune.plan import Plan
     from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
-    from meshweave.tune.step.timeline import StepTimeline
     from meshweave.tune.step_search.curves import StepCurve
 
 _PARTS = {

@@ -6,6 +6,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from meshweave.algorithms.step.problem import SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.stacks import load_stack, stack_names
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
@@ -14,8 +16,6 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import DescriptionRecord
-from meshweave.tune.step.problem import SoftwareStack, StepProblem, UnfusedKernels
-from meshweave.tune.step.stacks import load_stack, stack_names
 
 _OF_THE_PLAN = ("model", "cluster", "batch", "seq", "dtype", "overlap")
 """Fields of `StepProblem` that have places of their own in a plan."""

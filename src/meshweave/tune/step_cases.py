@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from meshweave.algorithms.step import Parallelism, Step, step_of
+from meshweave.algorithms.step.laid import LaidStep
+from meshweave.algorithms.step.program import lay_step, outside_s
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.tune.cases import SimulationCase
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_problem
-from meshweave.tune.step import Parallelism, Step, step_of
-from meshweave.tune.step.laid import LaidStep
-from meshweave.tune.step.program import lay_step, outside_s
 
 
 def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import RING
+from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.tune.step.strategies import StrategyAround
 from sampling import examples
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.base.errors import MeshweaveError, PlanError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.model import ParallelModel, parallelize
-from meshweave.tune.step import Parallelism, StepProblem, step_of
 
 
 def features(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from wire_count import WireCount
 
 from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.step import Parallelism
 from meshweave.execute.ranks.launch import RankContext
 from meshweave.nn.parallel.model import parallelize
-from meshweave.tune.step import Parallelism
 
 NAMES = {1: ("tp",), 2: ("row", "col"), 3: ("depth", "row", "col")}
 

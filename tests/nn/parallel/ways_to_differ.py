@@ -21,7 +21,7 @@ from plain_models import WORDS, PlainLlama
 from torch import nn
 
 from meshweave.algorithms.block import BlockConfig
-from meshweave.tune.step import Parallelism
+from meshweave.algorithms.step import Parallelism
 
 HARMLESS = "harmless"
 NOT_COMPARED = "harmless, with other masks"

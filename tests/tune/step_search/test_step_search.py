@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import meshweave as mw
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.step import Parallelism, StepProblem, memory_of, step_of
+from meshweave.algorithms.step.pipeline import least_makespan_ps, num_stashes, time_pipeline
+from meshweave.algorithms.step.problem import DEGREES
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model.memory import Recompute
-from meshweave.tune.step import Parallelism, StepProblem, memory_of, step_of
-from meshweave.tune.step.pipeline import least_makespan_ps, num_stashes, time_pipeline
-from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
 from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.reasons import defaults_text

@@ -19,15 +19,15 @@ from meshweave.algorithms.block.roles import (
     RING,
     AxisRole,
 )
+from meshweave.algorithms.step import Parallelism, Step
+from meshweave.algorithms.step.layers import best_config, hidden_between_sites_s
+from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.plan_file import load_plan
-from meshweave.tune.step import Parallelism, Step
-from meshweave.tune.step.layers import best_config, hidden_between_sites_s
-from meshweave.tune.step.strategies import StrategyAround
 from meshweave.tune.step_cases import planned_step
 
 PlanLike = str | Path | Parallelism | Step

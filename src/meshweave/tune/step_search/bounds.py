@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.nodes import Kernel, kernels_of
+from meshweave.algorithms.step.block_time import adapted_compute, block_of, compute_ps
+from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
+from meshweave.algorithms.step.pipeline import ranks_of_stages
+from meshweave.algorithms.step.problem import Degree, Parallelism
+from meshweave.algorithms.step.stages import rank_layers, stage_layers
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_s
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.ir.work import Compute, matmul_work
-from meshweave.tune.step.block_time import adapted_compute, block_of, compute_ps
-from meshweave.tune.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
-from meshweave.tune.step.pipeline import ranks_of_stages
-from meshweave.tune.step.problem import Degree, Parallelism
-from meshweave.tune.step.stages import rank_layers, stage_layers
-from meshweave.tune.step.strategies import strategy_of
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
 
 _SLICE_BLOCK = 8

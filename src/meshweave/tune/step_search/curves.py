@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.levels import link_levels
-from meshweave.tune.step import Parallelism, StepProblem, step_of
 from meshweave.tune.step_search.space import divisors_of
 
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -6,6 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from meshweave.algorithms.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
+from meshweave.algorithms.step.ceiling import rate_ceiling
+from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
+from meshweave.algorithms.step.problem import SHORT_NAMES
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
@@ -16,10 +20,6 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
-from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
-from meshweave.tune.step.ceiling import rate_ceiling
-from meshweave.tune.step.options import PlanOptions, ProblemOptions
-from meshweave.tune.step.problem import SHORT_NAMES
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 from meshweave.tune.step_search.space import SpaceOptions, StepSpace

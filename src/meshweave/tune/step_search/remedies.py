@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from meshweave.algorithms.step import Parallelism, StepProblem, peak_memory
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.units import format_bytes
-from meshweave.tune.step import Parallelism, StepProblem, peak_memory
 from meshweave.tune.step_search.search import StepRanking
 from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, SpaceOptions
 

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from meshweave.algorithms.step import Parallelism, Step, least_step_s, peak_memory, step_of
+from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.pipeline import num_stashes
+from meshweave.algorithms.step.problem import DEGREES
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
-from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
-from meshweave.tune.step.memory import GATHERED_LAYERS
-from meshweave.tune.step.pipeline import num_stashes
-from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
 

@@ -7,7 +7,7 @@ per micro-batch, schedule, stages per pipeline rank, ZeRO level, recomputation.
 Divisibility rules, each of a training stack: the data degree divides the batch, and a micro-batch divides a
 replica's share of it (Megatron-LM, `arguments.py`); a one-dimensional tensor degree divides the heads; the
 context degree cuts a sequence into equal parts of at least `MIN_CONTEXT_TOKENS` tokens; a pipeline has a layer
-for every stage at least, evenly or not. `tune.step.check_step` refuses what else cannot be laid out.
+for every stage at least, evenly or not. `algorithms.step.check_step` refuses what else cannot be laid out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import refusal_in_step
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
-from meshweave.tune.step.problem import DEGREES, Degree, Parallelism, StepProblem
-from meshweave.tune.step.strategies import refusal_in_step
 
 Tensor = int | tuple[int, int]
 """A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""

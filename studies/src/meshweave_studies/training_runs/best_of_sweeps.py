@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshweave.algorithms.step.problem import DEGREES
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.report.markdown import markdown_table
-from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search import SpaceOptions, plan_step
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.models import NoPredictionError

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 
+from meshweave.algorithms.step import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.memory import ActivationRule
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
-from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
-from meshweave.tune.step.memory import ActivationRule
 from meshweave_studies.training_runs.clusters import cluster_of
 from meshweave_studies.training_runs.models import NoPredictionError, model_of, with_source_columns
 from meshweave_studies.training_runs.rows import PublishedRun

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import re
 
+from meshweave.algorithms.step import Step
 from meshweave.base.units import GIB
-from meshweave.tune.step import Step
 from meshweave_studies.training_runs.cases import RunCase
 from meshweave_studies.training_runs.models import NoPredictionError, stated_parameters
 

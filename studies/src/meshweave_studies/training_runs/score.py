@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from meshweave.algorithms.step import Parallelism, SoftwareStack, Step, memory_of, step_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.tune.step import Parallelism, SoftwareStack, Step, memory_of, step_of
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.figures import published_bytes, published_seconds
 from meshweave_studies.training_runs.models import NoPredictionError

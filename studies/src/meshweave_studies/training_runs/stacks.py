@@ -1,7 +1,7 @@
 """The software that ran published training runs: what it does by default, and its few constants.
 
 What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
-interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in
+interleaved. What remains are constants with a name (`algorithms.step.SoftwareStack`), at most five a stack, in
 `catalog/stacks.toml`, written by `validation/fit_stacks.py`.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshweave.algorithms.step import SoftwareStack, load_stack
+from meshweave.algorithms.step.stacks import stack_table
 from meshweave.describe.model.memory import Recompute
-from meshweave.tune.step import SoftwareStack, load_stack
-from meshweave.tune.step.stacks import stack_table
 from meshweave_studies.training_runs.rows import PublishedRun
 
 
@@ -23,7 +23,7 @@ class RunStack:
 
     Attributes:
         words: words of a source, any of which names this stack.
-        name: its name (`tune.step.stack_names`); "none" where it has no constants.
+        name: its name (`algorithms.step.stack_names`); "none" where it has no constants.
         gradient_dtype: of gradients that are accumulated and reduced.
         attention_kernel: which fused kernel computes attention; "" for scores in memory.
         loss: as of `StepProblem`.

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
+from meshweave.algorithms.step import step_of
+from meshweave.algorithms.step.block_program import lay_block_step
+from meshweave.algorithms.step.layers import bare_layer_s, layer_time
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
@@ -16,10 +20,6 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.memory import step_flops
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.work import Transfer, traffic
-from meshweave.tune.step import step_of
-from meshweave.tune.step.block_program import lay_block_step
-from meshweave.tune.step.layers import bare_layer_s, layer_time
-from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step_search import StepSearch, StepSpace
 
 CLUSTER = load_cluster("dgx-h100:8")

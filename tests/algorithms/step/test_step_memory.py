@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
+from meshweave.algorithms.step import memory_of, peak_memory
+from meshweave.algorithms.step.memory import ActivationRule, layer_activations
+from meshweave.algorithms.step.stacks import load_stack
+from meshweave.algorithms.step.stages import layer_costs, stage_layers
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.memory import Recompute, activation_bytes
-from meshweave.tune.step import memory_of, peak_memory
-from meshweave.tune.step.memory import ActivationRule, layer_activations
-from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import layer_costs, stage_layers
 from sampling import examples
 
 CLUSTER = mw.load_cluster("dgx-a100:64")

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
-from meshweave.base.units import to_ps, to_s
-from meshweave.tune.step.block_time import PartTime
-from meshweave.tune.step.data_parallel import (
+from meshweave.algorithms.step.block_time import PartTime
+from meshweave.algorithms.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
     exposed_after,
     exposed_before,
 )
-from meshweave.tune.step.layers import LayerTime, ends_time, layer_time
-from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
-from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
-from meshweave.tune.step.placement import boundary_s
-from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.layers import LayerTime, ends_time, layer_time
+from meshweave.algorithms.step.memory import boundary_bytes, residual_is_whole
+from meshweave.algorithms.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
+from meshweave.algorithms.step.placement import boundary_s
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.base.units import to_ps, to_s
 
 
 @dataclass(frozen=True)

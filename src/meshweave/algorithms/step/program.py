@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshweave.algorithms.step.block_program import lay_block_step
+from meshweave.algorithms.step.call_program import lay_call_step
+from meshweave.algorithms.step.laid import LaidStep
+from meshweave.algorithms.step.result import Step
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Program
 from meshweave.simulate import Simulation, simulate
-from meshweave.tune.step.block_program import lay_block_step
-from meshweave.tune.step.call_program import lay_call_step
-from meshweave.tune.step.laid import LaidStep
-from meshweave.tune.step.result import Step
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.roles import IDLE, RING, AxisRole, Roles
 from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError
-from meshweave.tune.step.problem import Parallelism, StepProblem
 
 
 def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorithm:

@@ -5,15 +5,22 @@ parallelism  one choice of degrees, strategy, schedule and recomputation
 step         the result: seconds in parts, bytes in parts
 """
 
-from meshweave.tune.step.checks import check_step
-from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of, with_defaults
-from meshweave.tune.step.layers import LayerTime, layer_time
-from meshweave.tune.step.memory import Memory, RankMemory
-from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
-from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
-from meshweave.tune.step.result import Step, StepParts
-from meshweave.tune.step.stacks import load_stack, stack_names
-from meshweave.tune.step.timeline import StepTimeline, layer_timeline, step_timeline
+from meshweave.algorithms.step.checks import check_step
+from meshweave.algorithms.step.compose import (
+    least_step_s,
+    memory_of,
+    peak_memory,
+    step,
+    step_of,
+    with_defaults,
+)
+from meshweave.algorithms.step.layers import LayerTime, layer_time
+from meshweave.algorithms.step.memory import Memory, RankMemory
+from meshweave.algorithms.step.problem import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.program import StepSimulation, simulate_step, step_program
+from meshweave.algorithms.step.result import Step, StepParts
+from meshweave.algorithms.step.stacks import load_stack, stack_names
+from meshweave.algorithms.step.timeline import StepTimeline, layer_timeline, step_timeline
 
 __all__ = [
     "LayerTime",

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
+from meshweave.algorithms.step.block_time import PartTime
+from meshweave.algorithms.step.ceiling import RateCeiling, rate_ceiling
+from meshweave.algorithms.step.memory import Memory
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stages import Stages, makespan_s
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model.memory import Pairs, step_flops
-from meshweave.tune.step.block_time import PartTime
-from meshweave.tune.step.ceiling import RateCeiling, rate_ceiling
-from meshweave.tune.step.memory import Memory
-from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.stages import Stages, makespan_s
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from meshweave.algorithms.step.problem import SoftwareStack, UnfusedKernels
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.files import parse_table
-from meshweave.tune.step.problem import SoftwareStack, UnfusedKernels
 
 _FILE, _MEMORY_FILE = "stacks.toml", "fragmentation.toml"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.slotted import ends_in_slots
-from meshweave.tune.step.pipeline import (
+from meshweave.algorithms.step.pipeline import (
     least_makespan_ps,
     num_stashes,
     ranks_of_stages,

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
+from meshweave.algorithms.step.pipeline import ranks_of_stages
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.describe.model.nodes import KeptKind
-from meshweave.tune.step.pipeline import ranks_of_stages
-from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.strategies import strategy_of
 
 LOGIT_BYTES = {"fused": (4, 0, 0), "eager": (4, 8, 2), "sharded": (4, 6, 0)}
 """Bytes of a logit that are kept, that the loss and its gradient take besides, and that nothing fits into then.

@@ -15,6 +15,9 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.node_writer import GRADIENTS
 from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.sized import FlatTask, SizedSkeleton
+from meshweave.algorithms.step.placement import block_axes, machine_of
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
@@ -26,9 +29,6 @@ from meshweave.estimate import estimate_skeleton
 from meshweave.estimate.spans import TaskSpan, task_spans
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer
-from meshweave.tune.step.placement import block_axes, machine_of
-from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.strategies import strategy_of
 
 _DROPPED = f"_{GRADIENTS}"
 _CONTEXT_AXIS = ".depth"

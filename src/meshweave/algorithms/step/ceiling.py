@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshweave.algorithms.step.problem import StepProblem
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.left_out import best_product_rate
-from meshweave.tune.step.problem import StepProblem
 
 
 @dataclass(frozen=True)

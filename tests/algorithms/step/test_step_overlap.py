@@ -12,14 +12,14 @@ from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, Blo
 from meshweave.algorithms.block.roles import Roles, Side
 from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, ring_parts
 from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.algorithms.step import StepProblem, simulate_step, step_of
+from meshweave.algorithms.step.block_time import _without_gradients
+from meshweave.algorithms.step.layers import hidden_between_sites_s, layer_time
 from meshweave.estimate import skeleton_ps
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton, skeleton_of
 from meshweave.ir.work import Compute, Transfer, Work
 from meshweave.tune.plan_file import load_plan
-from meshweave.tune.step import StepProblem, simulate_step, step_of
-from meshweave.tune.step.block_time import _without_gradients
-from meshweave.tune.step.layers import hidden_between_sites_s, layer_time
 from meshweave.tune.step_cases import planned_step
 
 BATCH, SEQUENCE, HIDDEN, HEADS, WIDTH, FFN = 8, 8, 16, 4, 2, 24

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, listed
-from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.strategies import strategy_of
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:

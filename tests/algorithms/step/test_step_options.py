@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from meshweave.tune.step import Parallelism, StepProblem
-from meshweave.tune.step.options import PlanOptions, ProblemOptions, StepOptions
-from meshweave.tune.step.problem import SHORT_NAMES
+from meshweave.algorithms.step import Parallelism, StepProblem
+from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions
+from meshweave.algorithms.step.problem import SHORT_NAMES
 
 
 def test_every_attribute_has_its_keyword() -> None:

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.tune.step.memory import layer_parameters, rank_of_head, table_parameters
-from meshweave.tune.step.placement import collective_s, message_s, replica_groups, sharding_groups
-from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.memory import layer_parameters, rank_of_head, table_parameters
+from meshweave.algorithms.step.placement import collective_s, message_s, replica_groups, sharding_groups
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 
 
 @dataclass(frozen=True)

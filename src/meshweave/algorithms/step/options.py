@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.algorithms.step.problem import Degree, SoftwareStack
 from meshweave.describe.model.memory import Recompute
-from meshweave.tune.step.problem import Degree, SoftwareStack
 
 Tensor = int | tuple[int, int]
 

@@ -2,7 +2,7 @@
 
 A layer is the program that `algorithms.block` writes for one layer under a strategy, on the chips that its ranks
 occupy. Communication that its lanes do not hide is exposed. Gradients of replicated weights are reduced once a
-step, not for each micro-batch; `tune.step.data_parallel` prices that.
+step, not for each micro-batch; `algorithms.step.data_parallel` prices that.
 
 Where layers are of several kinds, each is priced as their mean, so that a stage with more of one kind is not told
 from others.
@@ -16,13 +16,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.step.block_time import (
+    PartTime,
+    compute_ps,
+    forward_and_whole,
+    piece_time,
+    whole_time,
+)
+from meshweave.algorithms.step.placement import block_axes
+from meshweave.algorithms.step.problem import Parallelism, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.ir.work import Compute, matmul_work
-from meshweave.tune.step.block_time import PartTime, compute_ps, forward_and_whole, piece_time, whole_time
-from meshweave.tune.step.placement import block_axes
-from meshweave.tune.step.problem import Parallelism, StepProblem, UnfusedKernels
-from meshweave.tune.step.strategies import strategy_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Write a step as one Program with the programs of its layers included: `tune.step.block_stage` writes a stage.
+"""Write a step as one Program with the programs of its layers included: `block_stage` writes a stage.
 
 A layer's program is that of the strategy on the whole mesh of its pipeline rank: data parallelism is an axis that
 shares the batch, context parallelism one that shares sequences. One include is then all replicas, and says over
@@ -21,6 +21,18 @@ from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.algorithms.step.block_stage import BlockStage, StageSettings
+from meshweave.algorithms.step.laid import LaidStep
+from meshweave.algorithms.step.layers import (
+    best_config,
+    eager_logits_s,
+    extra_s,
+)
+from meshweave.algorithms.step.memory import residual_is_whole
+from meshweave.algorithms.step.placement import replica_groups, sharding_groups
+from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
+from meshweave.algorithms.step.units import Unit, local_shape
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
@@ -34,18 +46,6 @@ from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.statements import rewrite
-from meshweave.tune.step.block_stage import BlockStage, StageSettings
-from meshweave.tune.step.laid import LaidStep
-from meshweave.tune.step.layers import (
-    best_config,
-    eager_logits_s,
-    extra_s,
-)
-from meshweave.tune.step.memory import residual_is_whole
-from meshweave.tune.step.placement import replica_groups, sharding_groups
-from meshweave.tune.step.result import Step
-from meshweave.tune.step.strategies import StrategyAround, strategy_of
-from meshweave.tune.step.units import Unit, local_shape
 
 REPLICAS = "r"
 """What the names of meshes of replicas begin with, before the pipeline rank."""

@@ -140,7 +140,7 @@ class UnfusedKernels:
     """The bytes that a stack's kernels move in one layer beyond those that a block counts, by what they pass over.
 
     A block counts each norm, activation and sum as one kernel that reads what it needs and writes its result. The
-    numbers follow from the code of a stack (`tune.step.stacks`); they are no constants.
+    numbers follow from the code of a stack (`algorithms.step.stacks`); they are no constants.
 
     Attributes:
         residual: bytes for each element of the residual, shared by ranks as the strategy shares it.

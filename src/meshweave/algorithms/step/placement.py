@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 
 from meshweave.algorithms.block.problem import MESH
+from meshweave.algorithms.step.problem import Degree, Parallelism, StepProblem
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, HostsNetwork
 from meshweave.ir.work import Transfer
-from meshweave.tune.step.problem import Degree, Parallelism, StepProblem
 
 Axis = tuple[str, int, int]
 """The name, size and stride of a mesh axis."""

@@ -13,15 +13,15 @@ import meshweave as mw
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.pipeline.action_times import time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.step import check_step, least_step_s, memory_of, peak_memory
+from meshweave.algorithms.step.data_parallel import exposed_after
+from meshweave.algorithms.step.placement import axis_machine, replica_groups, sharding_groups
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.network import HostsNetwork, NetworkAxis, with_axes
 from meshweave.estimate.skeletons import TimedSkeleton
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
-from meshweave.tune.step import check_step, least_step_s, memory_of, peak_memory
-from meshweave.tune.step.data_parallel import exposed_after
-from meshweave.tune.step.placement import axis_machine, replica_groups, sharding_groups
 from sampling import examples
 
 GPT = mw.Transformer("gpt", 8, 1024, 16, 16, 64, 4096, 51200, False, "made up")

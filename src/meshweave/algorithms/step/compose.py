@@ -14,14 +14,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, Unpack
 
-from meshweave.base.errors import LayoutError, did_you_mean
-from meshweave.base.units import to_s
-from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.model import Transformer, load_model
-from meshweave.ir.work import Compute
-from meshweave.tune.step.checks import check_step
-from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import (
+from meshweave.algorithms.step.checks import check_step
+from meshweave.algorithms.step.layers import call_s
+from meshweave.algorithms.step.memory import (
     ActivationRule,
     Memory,
     RankMemory,
@@ -29,12 +24,17 @@ from meshweave.tune.step.memory import (
     rank_of_head,
     rank_parameters,
 )
-from meshweave.tune.step.options import ProblemOptions, StepOptions
-from meshweave.tune.step.pipeline import num_stashes
-from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
-from meshweave.tune.step.result import Step
-from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import layer_costs, rank_layers, stages_of
+from meshweave.algorithms.step.options import ProblemOptions, StepOptions
+from meshweave.algorithms.step.pipeline import num_stashes
+from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
+from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.stacks import load_stack
+from meshweave.algorithms.step.stages import layer_costs, rank_layers, stages_of
+from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.units import to_s
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.model import Transformer, load_model
+from meshweave.ir.work import Compute
 
 ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last

@@ -23,6 +23,8 @@ from meshweave.algorithms.block.problem import MESH
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.program import COMPUTE, PARAMETERS
+from meshweave.algorithms.step.compose import ADAM_STEP_BYTES
+from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, RESIDUALS, Unit, local_shape
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -30,8 +32,6 @@ from meshweave.ir.program import Buffer, Include, Repeat, Statement, Submesh, Te
 from meshweave.ir.program.expressions import Index, Var, equal
 from meshweave.ir.program.ops import AllGather, AllReduce, Call, Op, ReduceScatter, Zero
 from meshweave.ir.program.views import FULL, Range, View
-from meshweave.tune.step.compose import ADAM_STEP_BYTES
-from meshweave.tune.step.units import CONSTANTS, PER_MICRO_BATCH, RESIDUALS, Unit, local_shape
 
 LAYER = Var("l")
 """The number of the layer, in loops over layers."""

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.tune.step import StepTimeline, layer_timeline, step_timeline
-from meshweave.tune.step.block_time import whole_time
-from meshweave.tune.step.timeline import MAX_SPANS
+from meshweave.algorithms.step import StepTimeline, layer_timeline, step_timeline
+from meshweave.algorithms.step.block_time import whole_time
+from meshweave.algorithms.step.timeline import MAX_SPANS
 from meshweave.tune.step_search.curves import step_curves
 from sampling import examples
 

@@ -22,6 +22,12 @@ from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.algorithms.step.laid import LaidStep
+from meshweave.algorithms.step.layers import ends_time
+from meshweave.algorithms.step.memory import boundary_bytes, layer_parameters, table_parameters
+from meshweave.algorithms.step.placement import replica_groups, sharding_groups
+from meshweave.algorithms.step.problem import Parallelism
+from meshweave.algorithms.step.result import Step
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.machine import Machine
@@ -30,12 +36,6 @@ from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, HostsNetwork
 from meshweave.ir.program import Program
-from meshweave.tune.step.laid import LaidStep
-from meshweave.tune.step.layers import ends_time
-from meshweave.tune.step.memory import boundary_bytes, layer_parameters, table_parameters
-from meshweave.tune.step.placement import replica_groups, sharding_groups
-from meshweave.tune.step.problem import Parallelism
-from meshweave.tune.step.result import Step
 
 _LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 

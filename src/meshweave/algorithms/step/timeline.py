@@ -13,11 +13,11 @@ from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.step.block_time import block_spans
+from meshweave.algorithms.step.compose import update_times_s
+from meshweave.algorithms.step.result import Step
 from meshweave.base.units import format_bytes, to_s
 from meshweave.ir.work import Compute, Work
-from meshweave.tune.step.block_time import block_spans
-from meshweave.tune.step.compose import update_times_s
-from meshweave.tune.step.result import Step
 
 MAX_ACTIONS = 40_000
 """Actions of a pipeline that are timed; of a longer one the first micro-batches are."""
