@@ -163,7 +163,7 @@ def test_what_rows_say() -> None:
         ({"config": "MXFP8"}, "products in eight or four bits"),
         ({"chips": "8 Z100"}, "the catalog has no cluster of Z100"),
         ({"chips": "A100"}, "the number of chips is not stated"),
-        ({"chips": "12 A100"}, "12 chips are not whole hosts"),
+        ({"chips": "13 A100"}, "13 chips do not fill hosts of 8 evenly"),
         ({"dp": "3"}, "dp 3 is stated, and the chips are enough for 1"),
         ({"tp": "", "pp": ""}, "the degrees of parallelism are not stated"),
         ({"gbs": ""}, "the batch is not stated"),

@@ -145,7 +145,7 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--products", "--table"], "leave out --products"),
         (["llama-2-7b", "--cluster", "dgx-h100:8"], "--batch"),
         (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "0"], "batch"),
-        (["llama-2-7b", "--cluster", "dgx-h100:13", "--batch", "8"], "multiple of 8"),
+        (["llama-2-7b", "--cluster", "dgx-h100:13", "--batch", "8"], "give 8 or 16"),
     ],
 )
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

@@ -11,6 +11,7 @@ from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.describe.catalog import catalog_text, cluster_names, gpu_names, kernels_names, model_names
+from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.describe.machine.kernels import ChipKernels
@@ -83,8 +84,8 @@ def _names(kind: str) -> tuple[str, ...]:
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
-    """Return the content of an entry's file under "file", and what follows from it under "derived"."""
-    data = tomllib.loads(catalog_text(kind, name))
+    """Return an entry, laid over those that it is like, under "file", and what follows from it under "derived"."""
+    data = table_like(kind, tomllib.loads(catalog_text(kind, name)), f"{name}.toml")
     if kind == "models":
         derived = _model_figures(load_model(name))
     elif kind == "kernels":
