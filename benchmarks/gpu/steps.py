@@ -192,7 +192,7 @@ def _memory(training: MeasuredTraining) -> dict[str, int]:
 
 
 def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
-    """Return the step of a run for `mw.step_of`, on one chip of the catalog's H100 cluster."""
+    """Return the step of a run for `mw.algorithms.step_of`, on one chip of the catalog's H100 cluster."""
     model = Transformer(
         run.name,
         run.layers,

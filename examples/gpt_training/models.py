@@ -196,13 +196,13 @@ def build(size: ModelSize, seed: int = 0) -> LanguageModel:
     return model
 
 
-def names_in(size: ModelSize) -> mw.ModelMap:
+def names_in(size: ModelSize) -> mw.nn.ModelMap:
     """Return which modules are which, for `meshweave.parallelize`."""
     is_llama = size.style == "llama"
     attention = {"fused": "self_attn.qkv_proj"}
     if is_llama:
         attention = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
-    layer = mw.LayerMap(
+    layer = mw.nn.LayerMap(
         attention_norm="input_layernorm",
         **attention,
         out="self_attn.o_proj",
@@ -213,7 +213,9 @@ def names_in(size: ModelSize) -> mw.ModelMap:
         activation="mlp.act_fn",
     )
     positions = {"rotary": "rotary_emb"} if is_llama else {"positions": "positions"}
-    return mw.ModelMap("embed_tokens", "layers", layer, "norm", "lm_head", has_causal_loss=False, **positions)
+    return mw.nn.ModelMap(
+        "embed_tokens", "layers", layer, "norm", "lm_head", has_causal_loss=False, **positions
+    )
 
 
 def layers_of(num_layers: int, number: int, num_stages: int) -> tuple[int, int]:

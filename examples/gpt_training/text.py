@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshweave import DescriptionError
+from meshweave.errors import DescriptionError
 
 TEXT = Path(__file__).parent / "genesis.txt.gz"
 

@@ -11,7 +11,8 @@ import pytest
 import meshweave as mw
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
-from meshweave.tune import Plan, load_plan
+from meshweave.tune import load_plan
+from meshweave.tune.plan import Plan
 
 SMALL = ("llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "16", "--seq", "2048")
 QUICK = "strategy=megatron_sp,cp=1,micro_batch=1,vp=1,schedule=1f1b,zero=1"

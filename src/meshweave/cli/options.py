@@ -33,7 +33,8 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
-from meshweave.tune import Plan, load_plan
+from meshweave.tune import load_plan
+from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.unrolled import planned_names
 

@@ -15,7 +15,8 @@ from meshweave.describe.machine.left_out import costs_left_out
 from meshweave.describe.model import Transformer
 from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
-from meshweave.tune import Plan, plan_model
+from meshweave.tune import plan_model
+from meshweave.tune.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console

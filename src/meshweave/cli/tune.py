@@ -222,10 +222,10 @@ def rank_algorithms(
 
     Example: meshweave tune algorithm meshslice --set m=4096 --set n=4096 --set k=4096 --set mesh_shape=4x4
     """
-    from meshweave.tune.ranking import rank_configs
+    from meshweave.tune.ranking import rank
 
     _, problem = read_entry(name, settings)
-    ranked = rank_configs(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
+    ranked = rank(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
     if json:
         print_json([_ranked_json(item) for item in ranked])
         return

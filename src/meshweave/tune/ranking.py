@@ -88,7 +88,7 @@ def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, 
     return entries
 
 
-def rank_configs(
+def rank(
     problem: Hashable,
     cluster: Cluster,
     *,

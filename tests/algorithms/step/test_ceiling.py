@@ -17,9 +17,9 @@ from sampling import mostly_slow
 TPU = "tpu-v5p:64"
 
 
-def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.Step]:
+def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.algorithms.Step]:
     """Return so many priced steps of random models, lengths, dtypes and layouts on a cluster."""
-    steps: list[mw.Step] = []
+    steps: list[mw.algorithms.Step] = []
     for _ in range(20 * count):
         chips = rng.choice([1, 2, 4, 8, 16])
         options = {

@@ -31,14 +31,14 @@ SQUARES = (1, 2, 4, 8)
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
+def configurations(draw: st.DrawFn) -> tuple[mw.algorithms.StepProblem, mw.Parallelism]:
     """Draw a model on 32 chips, and degrees that fill them."""
     tensor, pipeline, context = (draw(st.sampled_from(SQUARES)) for _ in range(3))
     if tensor * pipeline * context > 32:
         tensor, context = 2, 1
     data = 32 // (tensor * pipeline * context)
     micro_batch, count = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4, 8]))
-    problem = mw.StepProblem(
+    problem = mw.algorithms.StepProblem(
         draw(st.sampled_from([GPT, LLAMA])),
         HOSTS,
         data * micro_batch * count,
@@ -64,9 +64,9 @@ def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
 
 @examples(50)
 @given(configurations())
-def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
+def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism]) -> None:
     problem, parallelism = drawn
-    step = mw.step_of(problem, parallelism)
+    step = mw.algorithms.step_of(problem, parallelism)
     assert step.parts.total == pytest.approx(step.time_s)
     assert min(vars(step.parts).values()) >= -1e-9
     assert least_step_s(problem, parallelism) <= step.time_s * (1 + 1e-9)
@@ -78,8 +78,10 @@ def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelis
 
 @examples(25)
 @given(configurations())
-def test_the_pipeline_is_the_one_of_its_actions(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
-    step = mw.step_of(*drawn)
+def test_the_pipeline_is_the_one_of_its_actions(
+    drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism],
+) -> None:
+    step = mw.algorithms.step_of(*drawn)
     p, times = step.parallelism, step.stages.action_times()
     if p.pipeline == 1:
         one = sum((*times.forward, *times.input_grad, *times.weight_grad))
@@ -128,7 +130,9 @@ def test_sharded_tables_move_in_each_micro_batch(zero: int, sharding: str, tied:
 
 @examples(12)
 @given(configurations(), st.sampled_from(["chips", "nic", "intra"]))
-def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelism], faster: str) -> None:
+def test_what_is_faster_is_not_slower(
+    drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism], faster: str
+) -> None:
     """With one rate for all products: by shape, libraries choose other kernels and protocols."""
     problem, parallelism = drawn
     slow = replace(HOSTS, chip=HOSTS.chip.with_flops_per_s(1e14))
@@ -142,7 +146,9 @@ def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelis
             return replace(axis, link_bytes_per_s=2 * axis.link_bytes_per_s) if axis is chosen else axis
 
         fast = replace(slow, network=with_axes(slow.network, doubled))
-    times = [mw.step_of(replace(problem, cluster=each), parallelism).time_s for each in (slow, fast)]
+    times = [
+        mw.algorithms.step_of(replace(problem, cluster=each), parallelism).time_s for each in (slow, fast)
+    ]
     assert times[1] <= times[0] * (1 + 1e-9)
     assert faster != "chips" or times[1] < times[0]
 
@@ -228,9 +234,12 @@ def test_degrees_lie_where_the_order_puts_them() -> None:
     across = axis_machine(HOSTS, (("row", 4, 8),)).host_span("tp.row")
     assert inside is not None and across is not None
     assert (inside.num_hosts, across.num_hosts, across.groups_per_host) == (1, 4, 8)
-    problem = mw.StepProblem(GPT, HOSTS, 64, 1024)
+    problem = mw.algorithms.StepProblem(GPT, HOSTS, 64, 1024)
     outside = mw.Parallelism(data=4, tensor=8, order=("data", "context", "tensor", "pipeline"))
-    assert mw.step_of(problem, outside).parts.tensor > 2 * mw.step_of(problem, parallelism).parts.tensor
+    assert (
+        mw.algorithms.step_of(problem, outside).parts.tensor
+        > 2 * mw.algorithms.step_of(problem, parallelism).parts.tensor
+    )
 
 
 def test_groups_with_equal_weights() -> None:
@@ -240,7 +249,7 @@ def test_groups_with_equal_weights() -> None:
     assert sharding_groups(p) == (((4, 2),), ((2, 8),))
     apart = replace(p, order=("context", "tensor", "data", "pipeline"), zero_group=None)
     assert replica_groups(apart) == ((2, 1), (4, 4))
-    check_step(mw.StepProblem(GPT, HOSTS.with_chips(16), 16, 1024), p)
+    check_step(mw.algorithms.StepProblem(GPT, HOSTS.with_chips(16), 16, 1024), p)
 
 
 def test_attention_of_a_block_is_priced_by_its_shape() -> None:

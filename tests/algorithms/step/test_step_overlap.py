@@ -147,5 +147,5 @@ def test_a_step_by_sites_is_simulated_with_layers_of_their_estimated_time() -> N
 
 
 def test_an_unknown_overlap_is_refused() -> None:
-    with pytest.raises(mw.DescriptionError, match=r"unknown overlap 'site' \(did you mean 'sites'"):
+    with pytest.raises(mw.errors.DescriptionError, match=r"unknown overlap 'site' \(did you mean 'sites'"):
         problem_of(overlap="site")

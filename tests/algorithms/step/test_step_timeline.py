@@ -18,7 +18,7 @@ CLUSTERS = [mw.load_cluster(name) for name in ("dgx-h100:16", "tpu-v4-pod:16")]
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> mw.Step:
+def steps(draw: st.DrawFn) -> mw.algorithms.Step:
     """Draw a step on 16 chips with any ZeRO level, schedule and recomputation."""
     tensor, pp = draw(st.sampled_from([1, 2, (2, 2)])), draw(st.sampled_from([1, 2, 4]))
     schedule, virtual = draw(
@@ -53,7 +53,7 @@ def check_lanes(timeline: StepTimeline) -> None:
 
 @examples(30)
 @given(steps())
-def test_a_timeline_ends_with_its_step(step: mw.Step) -> None:
+def test_a_timeline_ends_with_its_step(step: mw.algorithms.Step) -> None:
     timeline = step_timeline(step)
     assert timeline.duration_s == pytest.approx(step.time_s, rel=2e-3)
     assert max(span.end_s for lane in timeline.lanes for span in lane.spans) == pytest.approx(
@@ -66,7 +66,7 @@ def test_a_timeline_ends_with_its_step(step: mw.Step) -> None:
 
 @examples(10)
 @given(steps())
-def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.Step) -> None:
+def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.algorithms.Step) -> None:
     timeline = layer_timeline(step)
     assert timeline is not None
     assert timeline.duration_s == pytest.approx(

@@ -361,7 +361,7 @@ def test_a_plan_says_which_defaults_of_a_step_are_not_the_best() -> None:
         differing = {name for name in named if getattr(best, name) != getattr(steps.defaults.degrees, name)}
         assert named == differing
         changed = {name: getattr(best, name) for name in differing}
-        again = mw.step_of(default.problem, replace(default.parallelism, **changed))
+        again = mw.algorithms.step_of(default.problem, replace(default.parallelism, **changed))
         assert again.time_s == steps.best.step_s
         assert ("does not fit" in text) == (default.memory.total > steps.memory_limit_bytes)
     refused = mw.plan("llama-2-7b", "dgx-h100:16", batch=8, seq=2048).step
@@ -383,9 +383,13 @@ def test_a_reserve_stays_free() -> None:
         with pytest.raises(DescriptionError, match="reserve"):
             mw.plan("llama-2-7b", "dgx-h100:8", reserve=reserve, **options)  # type: ignore[arg-type]
     step = mw.step("llama-2-7b", "dgx-h100:8", batch=16, seq=2048, zero=1, micro_batch=2)
-    bare = mw.StepProblem(step.problem.model, step.problem.cluster, 16, 2048, reserve=step.memory.total)
+    bare = mw.algorithms.StepProblem(
+        step.problem.model, step.problem.cluster, 16, 2048, reserve=step.memory.total
+    )
     assert bare.usable_bytes(2 * step.memory.total) == step.memory.total
     assert (
         step.fits()
-        and not mw.step_of(replace(bare, reserve=80e9 - step.memory.total + 1), step.parallelism).fits()
+        and not mw.algorithms.step_of(
+            replace(bare, reserve=80e9 - step.memory.total + 1), step.parallelism
+        ).fits()
     )

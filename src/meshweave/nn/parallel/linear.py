@@ -35,8 +35,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
     It takes the place of an `nn.Linear`, or of a Conv1D of transformers, with parameters of the same names and
     global shapes:
 
-        up = mw.ParallelLinear(nn.Linear(64, 256), "megatron_sp", device_mesh, place="in")
-        down = mw.ParallelLinear(nn.Linear(256, 64), "megatron_sp", device_mesh, place="out")
+        up = mw.nn.ParallelLinear(nn.Linear(64, 256), "megatron_sp", device_mesh, place="in")
+        down = mw.nn.ParallelLinear(nn.Linear(256, 64), "megatron_sp", device_mesh, place="out")
         y = down(torch.relu(up(x)))  # x: this rank's part (batch, sequence, features) of the residual
 
     Args:

@@ -51,7 +51,7 @@ def plan(
 ) -> Plan:
     """Return the fastest configurations of a training step of a model on a cluster, ranked.
 
-    `mw.plan_model` plans the products of one block instead.
+    `mw.tune.plan_model` plans the products of one block instead.
 
     Args:
         model: a model, a name of the catalog, or a file.
