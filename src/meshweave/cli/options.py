@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -234,17 +234,3 @@ def _in_lines(title: str) -> Progress:
             typer.echo(line, err=True)
 
     return advance
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> None:
-    """Print a table, its first `num_left` columns aligned to the left, the others to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(head):
-        table.add_column(column, justify="left" if number < num_left else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 130, highlight=False).print(table)

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import print_json, print_table, read_dtype
+from meshweave.cli.options import print_json, read_dtype
 from meshweave.cli.tune_block import BatchOption, DtypeOption, JsonOption, SequenceOption
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
+from meshweave.report.tables import print_table
 from meshweave_studies.matrix.device_meshes import MeshTime, comes_in_shapes, rank_meshes
 from meshweave_studies.matrix.hierarchy import CommunicationMatrix, GivenPairs, MatrixLayer, UniformPairs
 from meshweave_studies.matrix.matrix_file import load_cluster_or_matrix
