@@ -61,7 +61,7 @@ def _weight_buffers(forward: Program) -> Iterator[Buffer]:
 
 
 def placed(program: Program, ranks: tuple[int, ...]) -> Program:
-    """Return a program of one mesh on other ranks."""
+    """Return the same program with its one mesh on these ranks."""
     (mesh,) = program.meshes
     own = Mesh(mesh.name, mesh.shape, mesh.axes, ranks)
     buffers = (

@@ -86,7 +86,11 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def place(self, layout: StepLayout) -> StepLayout:
-        """Return the first layout whose tensor and context ranks are as many, and lie on such links."""
+        """Return a layout whose layers take as long as those of `layout`: the first one that was asked for.
+
+        Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of the
+        same levels. So layers are priced once for all such layouts.
+        """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (
             place_on_levels(self._levels, size, layout.stride(degree))

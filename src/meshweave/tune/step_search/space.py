@@ -146,7 +146,7 @@ class StepLayout:
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
     ) -> Parallelism:
-        """Return the layout with all that it leaves open."""
+        """Return the configuration that has this layout and what a layout leaves open: the arguments."""
         return Parallelism(
             data=self.data,
             pipeline=self.pipeline,
