@@ -43,7 +43,7 @@ def draw(number: int) -> mw.algorithms.Step:
                 model,
                 cluster,
                 batch=dp * micro_batches,
-                seq=2048,
+                sequence=2048,
                 tp=tp,
                 pp=pp,
                 cp=cp,

@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     what.add_argument("--hidden", type=int, default=128)
     what.add_argument("--heads", type=int, default=4)
     what.add_argument("--kv-heads", type=int, help="default: as many as heads")
-    what.add_argument("--seq", type=int, default=128, help="bytes of a window")
+    what.add_argument("--sequence", type=int, default=128, help="bytes of a window")
     what.add_argument("--batch", type=int, default=16, help="windows of a step, over all ranks")
     what.add_argument("--text", type=Path, default=TEXT, help="a text file, or one that gzip made")
     how = parser.add_argument_group("how")
@@ -95,7 +95,7 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
         given.heads,
         given.kv_heads or given.heads,
         4 * given.hidden if given.model == "gpt" else 8 * given.hidden // 3 // 16 * 16,
-        seq=given.seq,
+        sequence=given.sequence,
     )
     problem = None
     if given.predict or given.parallel == "auto":
@@ -145,7 +145,7 @@ def run(given: argparse.Namespace) -> None:
         step = trainer.resume()
         if is_first:
             print(f"goes on from step {step}" if step else "no checkpoint yet", file=sys.stderr)
-    report, line = Report(options.batch * options.size.seq), LiveLine()
+    report, line = Report(options.batch * options.size.sequence), LiveLine()
     watch = watch_of(trainer, expected)
     events = Events(options.folder / "events" if options.folder and is_first else None)
     if is_first:

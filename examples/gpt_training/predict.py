@@ -68,7 +68,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
     """
     model = build(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, size.vocab_size, (rows, size.seq))
+    tokens = torch.randint(0, size.vocab_size, (rows, size.sequence))
 
     def compute() -> None:
         loss_of(model(tokens), tokens).backward()
@@ -89,7 +89,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
 
     def estimated_s(flops_per_s: float) -> float:
         alone = _cluster(flops_per_s, memory_rate, link, 1)
-        problem = mw.algorithms.StepProblem(transformer_of(size), alone, rows, size.seq, "float32")
+        problem = mw.algorithms.StepProblem(transformer_of(size), alone, rows, size.sequence, "float32")
         step = mw.algorithms.step_of(problem, mw.Parallelism(micro_batch=rows))
         return step.time_s - step.optimizer_s
 
@@ -99,7 +99,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
         low, high = (middle, high) if estimated_s(middle) > compute_s else (low, middle)
     cluster = _cluster(high, memory_rate, link, dist.get_world_size())
     return mw.algorithms.StepProblem(
-        transformer_of(size), cluster, batch, size.seq, "float32", overlap="sites"
+        transformer_of(size), cluster, batch, size.sequence, "float32", overlap="sites"
     )
 
 
@@ -111,7 +111,7 @@ def planned(problem: mw.algorithms.StepProblem) -> mw.Parallelism:
             problem.model,
             problem.cluster,
             batch=problem.batch,
-            seq=problem.seq,
+            sequence=problem.sequence,
             dtype=problem.dtype,
             overlap=problem.overlap,
             cp=1,

@@ -79,7 +79,7 @@ class Trainer:
         parameters = [each for stage in self.stages.values() for each in stage.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
         size = options.size
-        self.data = ByteBatches(options.text, seq=size.seq, batch=options.batch, seed=options.seed)
+        self.data = ByteBatches(options.text, sequence=size.sequence, batch=options.batch, seed=options.seed)
         self.state = mw.nn.TrainingState(
             self.modules, self.optimizer, rank=self.rank, places=_places(chosen), seed=options.seed
         )
@@ -111,12 +111,14 @@ class Trainer:
         size, names = self.options.size, self.mesh.mesh_dim_names[2:]
         own = self.mesh[names if len(names) > 1 else names[0]]
         parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size), context=self._context)
-        return mw.nn.ParallelStage(parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.seq)
+        return mw.nn.ParallelStage(
+            parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.sequence
+        )
 
     def _examples(self, rows: int) -> dict[int, list[Tensor]]:
         """Return what stages pass on, so that they need not run once without memory to find that out."""
         size = self.options.size
-        whole = torch.zeros(rows, size.seq, size.hidden, dtype=self.options.dtype)
+        whole = torch.zeros(rows, size.sequence, size.hidden, dtype=self.options.dtype)
         return {
             number: [stage.example(rows) if isinstance(stage, mw.nn.ParallelStage) else whole]
             for number, stage in self.stages.items()

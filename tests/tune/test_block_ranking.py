@@ -114,7 +114,7 @@ def test_what_cannot_be_ranked() -> None:
 
 def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     picture = tmp_path / "block.svg"
-    options = ["--cluster", "atp-ic1", "--batch", "1", "--seq", "256", "--algorithm", "atp,megatron"]
+    options = ["--cluster", "atp-ic1", "--batch", "1", "--sequence", "256", "--algorithm", "atp,megatron"]
     assert (
         run_app(["tune", "block", "gpt3", *options, "--count", "2", "--simulate", "1", "--svg", str(picture)])
         == 0

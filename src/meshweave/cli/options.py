@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -178,6 +178,18 @@ def _claimed(context: typer.Context, param: typer.CallbackParam, value: Path | N
 
 OutputOption = partial(typer.Option, callback=_claimed)
 """Of a file that a verb writes: refused at once where it cannot be written, or is an input or another output."""
+
+
+OldSequenceOption = Annotated[int | None, typer.Option("--seq", hidden=True)]
+"""The name that `--sequence` had, for one version."""
+
+
+def read_sequence(sequence: int, old: int | None) -> int:
+    """Return the tokens of a sequence, given as `--sequence` or as `--seq`, of which a note says the new name."""
+    if old is None:
+        return sequence
+    note("--seq is --sequence now")
+    return old
 
 
 def print_json(data: Any) -> None:

@@ -13,7 +13,15 @@ import typer
 from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.outputs import write_file
 from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import JSON_HELP, OutputOption, print_json, progress_bar, read_bytes
+from meshweave.cli.options import (
+    JSON_HELP,
+    OldSequenceOption,
+    OutputOption,
+    print_json,
+    progress_bar,
+    read_bytes,
+    read_sequence,
+)
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
@@ -78,7 +86,8 @@ class PlanVerbOptions:
     """The step that is planned, what is fixed of it, and what is shown and written."""
 
     batch: BatchOption = None
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048
+    seq: OldSequenceOption = None
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16"
     fix: FixOption = ""
     memory: MemoryOption = None
@@ -114,11 +123,12 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     schedules, ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the
     best, the runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
-    Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
+    Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --sequence 2048 --fix tp=8
     """
     target, architecture = load_cluster(cluster), load_model(model)
+    sequence = read_sequence(options.sequence, options.seq)
     batch = max(target.num_chips // 2, 1) if options.batch is None else options.batch
-    workload = Workload(batch, options.seq, options.dtype)
+    workload = Workload(batch, sequence, options.dtype)
     if options.products:
         from meshweave.cli.plan_products import plan_products
 
@@ -133,7 +143,7 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     from meshweave.algorithms.step import StepProblem, load_stack
 
     problem = StepProblem(
-        architecture, target, batch, options.seq, options.dtype, stack=load_stack(options.stack)
+        architecture, target, batch, sequence, options.dtype, stack=load_stack(options.stack)
     )
     reserve = read_reserve(options.reserve)
     _plan_step(replace(problem, overlap=options.overlap, reserve=reserve), options)  # type: ignore[arg-type]

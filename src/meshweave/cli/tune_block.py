@@ -15,12 +15,14 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
     JSON_HELP,
+    OldSequenceOption,
     OutputOption,
     print_json,
     progress_bar,
     read_dtype,
     read_mesh,
     read_names,
+    read_sequence,
 )
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.tables import print_table
@@ -33,7 +35,7 @@ ModelArgument = Annotated[
     typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences of all chips together.")]
-SequenceOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens per sequence.")]
+SequenceOption = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type of activations and weights.")]
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
@@ -43,7 +45,8 @@ class BlockOptions:
     """The block that is ranked, the strategies, and how many are simulated and shown."""
 
     batch: BatchOption = 4
-    seq: SequenceOption = 2048
+    sequence: SequenceOption = 2048
+    seq: OldSequenceOption = None
     layers: Annotated[int, typer.Option(min=1, max=64, help="Layers that are one program.")] = 1
     dtype: DtypeOption = "bfloat16"
     algorithms: Annotated[
@@ -93,7 +96,7 @@ def block(
     with progress_bar("ranking strategies") as progress:
         ranking = rank_blocks(
             load_model(model),
-            Workload(options.batch, options.seq, read_dtype(options.dtype)),
+            Workload(options.batch, read_sequence(options.sequence, options.seq), read_dtype(options.dtype)),
             load_cluster(cluster),
             layers=options.layers,
             algorithms=read_names(options.algorithms),

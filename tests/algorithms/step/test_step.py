@@ -97,13 +97,13 @@ def test_the_pipeline_is_the_one_of_its_actions(
 def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batch: int, count: int) -> None:
     bare = replace(model, vocab_size=None)
     chip = HOSTS.with_chips(1)
-    step = mw.step(bare, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    step = mw.step(bare, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
     block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
     entry = mw.ALGORITHMS["megatron_sp"]
     machine = mesh_machine(step.problem.priced_cluster, (1, 1), ("row", "col"))
     layer_s = entry.estimate(block, BlockConfig(), machine).total_s
     assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
-    whole = mw.step(model, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    whole = mw.step(model, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
     table = BlockProblem.of(model, mw.Workload(micro_batch, 512), (1, 1))
     ends = replace(table, vocabulary=model.vocab_size or 0)
     with_ends_s = entry.estimate(ends, BlockConfig(), machine).total_s
@@ -116,7 +116,7 @@ def test_sharded_tables_move_in_each_micro_batch(zero: int, sharding: str, tied:
     """Where nothing overlaps, a step has all gathers and reductions of layers and tables, one after the other."""
     stack = mw.SoftwareStack(overlap=0.0, sharding=sharding)  # type: ignore[arg-type]
     model = replace(GPT, tied_embeddings=tied)
-    step = mw.step(model, HOSTS, batch=4 * HOSTS.num_chips, seq=512, zero=zero, stack=stack)
+    step = mw.step(model, HOSTS, batch=4 * HOSTS.num_chips, sequence=512, zero=zero, stack=stack)
     one, tables, layers = step.stages.data_parallel, 1 if tied else 2, model.num_layers
     gathers_s = layers * one.gather_s + tables * one.table_gather_s
     each_s = layers * one.reduce_s + tables * one.table_s
@@ -195,27 +195,27 @@ def test_collectives_beside_layers_are_two_lanes(
 )
 def test_what_cannot_be_laid_out_is_said_in_a_line(options: dict[str, object], words: str) -> None:
     with pytest.raises(MeshweaveError) as caught:
-        mw.step(GPT, HOSTS, batch=64, seq=1024, **options)
+        mw.step(GPT, HOSTS, batch=64, sequence=1024, **options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:
     odd = replace(HOSTS, network=replace(HOSTS.network, num_hosts=3, chips_per_host=5))
-    step = mw.step(GPT, odd, batch=15, seq=512, tp=5, zero=1)
+    step = mw.step(GPT, odd, batch=15, sequence=512, tp=5, zero=1)
     assert step.parallelism.data == 3 and step.time_s > 0
     tree = mw.load_cluster("atp-ic1")
-    assert mw.step(GPT, tree, batch=16, seq=512, dtype="float16", tp=2, pp=2).time_s > 0
+    assert mw.step(GPT, tree, batch=16, sequence=512, dtype="float16", tp=2, pp=2).time_s > 0
 
 
 def test_embedding_and_loss_may_be_stages_of_their_own() -> None:
     model = replace(GPT, num_layers=14)
-    step = mw.step(model, HOSTS, batch=64, seq=512, pp=8, vp=2)
+    step = mw.step(model, HOSTS, batch=64, sequence=512, pp=8, vp=2)
     assert step.stage_layers == (0, *[1] * 14, 0)
 
 
 def test_what_a_stack_does_costs_time() -> None:
     """Waiting for transfers and a loss in steps take longer, and keep more."""
-    options = {"batch": 64, "seq": 512, "pp": 4, "tp": 2}
+    options = {"batch": 64, "sequence": 512, "pp": 4, "tp": 2}
     plain = mw.step(GPT, HOSTS, **options)
     blocking = mw.step(GPT, HOSTS, **options, stack=mw.SoftwareStack(blocks_transfers=True))
     assert plain.parts.transfers < blocking.parts.transfers

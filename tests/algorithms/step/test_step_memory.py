@@ -235,7 +235,7 @@ def test_gradients_that_wait_and_buckets_are_counted() -> None:
     assert memory_of(late, mw.Parallelism(64)).peak.buffers == plain.weights
     assert memory_of(buckets, mw.Parallelism(64)).peak.gradients == plain.gradients + plain.weights
     assert memory_of(buckets, mw.Parallelism(64, zero=1)).peak.gradients == plain.gradients
-    late_loss = replace(problem, seq=512, loss="eager")
+    late_loss = replace(problem, sequence=512, loss="eager")
     logits = 512 * 51200
     eager, fused = (
         memory_of(each, mw.Parallelism(64)).peak for each in (late_loss, replace(late_loss, loss="fused"))

@@ -29,7 +29,7 @@ def steps(draw: st.DrawFn) -> mw.algorithms.Step:
         model,
         cluster,
         batch=dp * draw(st.sampled_from([4, 8, 16])),
-        seq=2048,
+        sequence=2048,
         tp=tp,
         pp=pp,
         cp=cp,
@@ -74,16 +74,16 @@ def test_a_fold_takes_as_long(step: mw.algorithms.Step, calls: bool) -> None:
     ],
 )
 def test_replicas_in_hosts_of_their_own_are_folded(options: dict[str, object], fold: int) -> None:
-    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, seq=256, **options)
+    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, sequence=256, **options)
     folded, whole = mw.simulation.simulate_step(step), mw.simulation.simulate_step(step, folds=False)
     assert folded.fold == fold
     assert folded.simulation.duration_s == whole.simulation.duration_s
 
 
 def test_tensor_parallel_ranks_are_folded_where_layers_are_calls() -> None:
-    step = mw.step(GPT, CLUSTERS[0], batch=32, seq=512, tp=4, pp=2)
+    step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=512, tp=4, pp=2)
     assert mw.simulation.simulate_step(step, calls=True).fold == 4
-    across = mw.step(GPT, CLUSTERS[0], batch=32, seq=512, tp=16, strategy="megatron_sp")
+    across = mw.step(GPT, CLUSTERS[0], batch=32, sequence=512, tp=16, strategy="megatron_sp")
     assert mw.simulation.simulate_step(across, calls=True).fold == 1
 
 
@@ -97,7 +97,7 @@ def test_the_mean_error_is_small() -> None:
         {"tp": 2, "pp": 4, "vp": 2},
         {"tp": 1, "pp": 2, "strategy": "megatron"},
     ):
-        step = mw.step(GPT, CLUSTERS[0], batch=32, seq=2048, **options)
+        step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=2048, **options)
         simulated = mw.simulation.simulate_step(step)
         assert not simulated.calls_because
         errors.append(abs(step.time_s / simulated.time_s - 1))
@@ -106,7 +106,7 @@ def test_the_mean_error_is_small() -> None:
 
 def test_a_program_has_every_chip_and_is_valid() -> None:
     tiny = mw.Transformer("tiny", 4, 16, 4, 4, 4, 64, 32, False, "made up", tied_embeddings=False)
-    step = mw.step(tiny, CLUSTERS[2], batch=16, seq=4, tp=4, pp=2)
+    step = mw.step(tiny, CLUSTERS[2], batch=16, sequence=4, tp=4, pp=2)
     program = mw.algorithms.step_program(step)
     assert len(program.ranks) == 16
     text = mw.ir.to_text(program)
@@ -120,7 +120,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
     sizes = []
     for layers in (8, 16):
         model = replace(GPT, num_layers=layers)
-        step = mw.step(model, CLUSTERS[2], batch=16, seq=512, tp=4, pp=2)
+        step = mw.step(model, CLUSTERS[2], batch=16, sequence=512, tp=4, pp=2)
         sizes.append(len(list(mw.algorithms.step_program(step).expanded.ops())))
     assert sizes[0] == sizes[1]
 
@@ -128,7 +128,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
 def test_tensor_traffic_shares_links_with_other_traffic() -> None:
     """Ranks that share a layer across hosts meet the messages of the pipeline there; calls do not."""
     step = mw.step(
-        GPT, CLUSTERS[0], batch=64, seq=2048, tp=4, pp=8, order=("pipeline", "context", "data", "tensor")
+        GPT, CLUSTERS[0], batch=64, sequence=2048, tp=4, pp=8, order=("pipeline", "context", "data", "tensor")
     )
     nics = [
         use for use in mw.simulation.simulate_step(step).simulation.links if use.link[0].startswith("nic-")
@@ -142,7 +142,7 @@ def test_tensor_traffic_shares_links_with_other_traffic() -> None:
 
 
 def test_layers_are_calls_where_a_program_is_not_written() -> None:
-    step = mw.step(GPT, CLUSTERS[2], batch=64, seq=128, pp=2, schedule="zb-h1")
+    step = mw.step(GPT, CLUSTERS[2], batch=64, sequence=128, pp=2, schedule="zb-h1")
     assert "both gradients at once" in mw.simulation.simulate_step(step).calls_because
     with pytest.raises(UnsupportedError, match="both gradients at once"):
         mw.algorithms.step_program(step, calls=False)
@@ -158,7 +158,7 @@ def test_layers_are_calls_where_a_program_is_not_written() -> None:
     ],
 )
 def test_what_has_no_program_is_said(options: dict[str, object], words: str) -> None:
-    step = mw.step(GPT, CLUSTERS[2], batch=64, seq=128, **options)
+    step = mw.step(GPT, CLUSTERS[2], batch=64, sequence=128, **options)
     with pytest.raises(UnsupportedError, match=words):
         mw.algorithms.step_program(step)
 

@@ -48,9 +48,11 @@ class LayerBounds:
 
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds of a layer with one sequence, by its FLOPs and the highest rate of a chip."""
-        seq = self._problem.seq
-        attention = sum(share * kind.model.layer.attention_flops(seq) for share, kind in self._problem.kinds)
-        flops = 6 * seq * self._problem.model.layer.num_weights + 3 * attention
+        sequence = self._problem.sequence
+        attention = sum(
+            share * kind.model.layer.attention_flops(sequence) for share, kind in self._problem.kinds
+        )
+        flops = 6 * sequence * self._problem.model.layer.num_weights + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
