@@ -149,7 +149,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     for kind in table.values():
         (folder / f"good-{kind.file}").write_text(kind.seeds[0])
     model, cluster = folder / "good-model.toml", folder / "good-cluster.toml"
-    sizes = f"plan {model} --cluster {cluster} --batch 4 --seq 64 --json"
+    sizes = f"plan {model} --cluster {cluster} --batch 4 --sequence 64 --json"
     plans = tuple(
         _said(*sizes.split(), "--products", "--algorithms", names)
         for names in ("all", "collective", "meshslice,summa")

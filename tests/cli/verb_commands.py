@@ -18,10 +18,10 @@ from meshweave.cli.app import _command
 _MNK = "--m 64 --n 64 --k 64"
 COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": (
-        "plan {model} --cluster {cluster}:4 --batch 4 --seq 64 --products --algorithms collective,meshslice",
-        "plan {model} --cluster {cluster} --batch 4 --seq 64 --products",
-        "plan {model} --cluster {cluster} --batch 4 --seq 64 --fix tp=2",
-        "plan {config} --cluster {cluster} --batch 4 --seq 64 --fix dp=4",
+        "plan {model} --cluster {cluster}:4 --batch 4 --sequence 64 --products --algorithms collective,meshslice",
+        "plan {model} --cluster {cluster} --batch 4 --sequence 64 --products",
+        "plan {model} --cluster {cluster} --batch 4 --sequence 64 --fix tp=2",
+        "plan {config} --cluster {cluster} --batch 4 --sequence 64 --fix dp=4",
     ),
     "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
     "simulate": (
@@ -55,7 +55,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "tune layouts": (f"tune layouts {_MNK} --cluster {{cluster}}:4",),
     "tune schedule": (f"tune schedule {_MNK} --cluster {{cluster}} --kind direct,greedy",),
-    "tune block": ("tune block {model} --cluster {cluster} --batch 4 --seq 64 --simulate 1",),
+    "tune block": ("tune block {model} --cluster {cluster} --batch 4 --sequence 64 --simulate 1",),
     "tune mesh": ("tune mesh {matrix} --model {model}", "tune mesh {cluster} --model {model}"),
     "tune algorithm": ("tune algorithm meshslice --cluster {cluster}", "tune algorithm 1f1b"),
     "lab run": ("lab run {lab} -- true",),

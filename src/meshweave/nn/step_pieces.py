@@ -39,7 +39,7 @@ _NO_WEIGHTS = ("X", "Z", TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 def pieces_of(step: Step, layer: int) -> tuple[tuple[Piece, BlockProblem], ...]:
     """Return the pieces of the model that the calls of a layer run, in order, each with its block."""
     model, p = step.problem.model, step.parallelism
-    work = Workload(p.micro_batch, step.problem.seq, step.problem.dtype)
+    work = Workload(p.micro_batch, step.problem.sequence, step.problem.dtype)
     block = BlockProblem.of(model, work, p.tensor_mesh)
     ends = replace(block, vocabulary=model.vocab_size or 0)
     first: tuple[tuple[Piece, BlockProblem], ...] = (("embedding", ends),) if layer == 0 else ()
@@ -61,7 +61,7 @@ def _weight_buffers(forward: Program) -> Iterator[Buffer]:
 
 
 def placed(program: Program, ranks: tuple[int, ...]) -> Program:
-    """Return a program of one mesh on other ranks."""
+    """Return the same program with its one mesh on these ranks."""
     (mesh,) = program.meshes
     own = Mesh(mesh.name, mesh.shape, mesh.axes, ranks)
     buffers = (

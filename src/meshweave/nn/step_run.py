@@ -86,7 +86,7 @@ def training_program(step: Step, layers: Sequence[int]) -> tuple[Program, Pipeli
         )
         for stage, count in zip(problem.stages, layers, strict=True)
     )
-    tokens = p.micro_batch * step.problem.seq
+    tokens = p.micro_batch * step.problem.sequence
     problem = replace(problem, stages=stages, input_shape=(tokens,))
     return with_optimizer(pipeline_program(problem, schedule, title="step"), problem), problem, schedule
 

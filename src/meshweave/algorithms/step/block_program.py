@@ -157,7 +157,7 @@ class _StepWriter:
         entry = StrategyAround(inner, (BATCH, RING))
         data = self.here.data
         shape = data, p.context, *p.tensor_mesh
-        work = Workload(p.micro_batch * data, problem.seq, problem.dtype)
+        work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
         block = BlockProblem.of(problem.model, work, shape)
         if piece != "layers":
             ranks = p.tensor_size

@@ -146,7 +146,7 @@ def block_of(
 ) -> BlockProblem:
     """Return the block that the ranks of a layer compute."""
     shape = tuple(size for _, size, _ in block_axes(parallelism))
-    work = Workload(parallelism.micro_batch, problem.seq, problem.dtype)
+    work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
     block = BlockProblem.of(problem.model, work, shape, training=training)
     return replace(block, vocabulary=vocabulary)
 
