@@ -47,7 +47,7 @@ class Unit:
     """A piece of a model.
 
     Attributes:
-        name: "layer", "embedding" or "head".
+        name: "layer", "embedding" or "head"; of layers of several kinds "layer0", "layer1", ...
         parts: its forward and its backward program.
         extra_flops: work that the software adds to each part, as FLOPs at the rate of the chip.
         shards: over how many ranks its bucket is sharded.
@@ -57,6 +57,18 @@ class Unit:
     parts: BlockParts
     extra_flops: tuple[int, int]
     shards: int
+
+    @property
+    def is_layer(self) -> bool:
+        """Return whether it is a layer, and no end of the model."""
+        return self.name.startswith("layer")
+
+    @property
+    def constants(self) -> Iterator[tuple[str, int]]:
+        """Yield the inputs that no micro-batch changes, with their number of dims."""
+        for name in CONSTANTS:
+            for program, buffer in self.buffers_of((name,)):
+                yield name, len(local_shape(program, buffer))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
