@@ -21,6 +21,7 @@ from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
+from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.buckets import StageSettings
 from meshweave.algorithms.step.laid import LaidStep
@@ -59,7 +60,7 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, schedules with backward parts in two, layers of several kinds,
+        UnsupportedError: products in another dtype, layers of several kinds,
             layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
@@ -136,10 +137,10 @@ class _StepWriter:
             seconds = extra_s(problem, p)
         elif piece == "head":
             first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
-            seconds = first, second
+            seconds = first, second, 0.0
         else:
-            seconds = 0.0, 0.0
-        flops = round(seconds[0] * rate), round(seconds[1] * rate)
+            seconds = 0.0, 0.0, 0.0
+        flops = round(seconds[0] * rate), round(seconds[1] * rate), round(seconds[2] * rate)
         name = "layer" if piece == "layers" else piece
         return Unit(name, self._parts(piece), flops, p.shards if self.settings.is_sharded else 1)
 
@@ -212,15 +213,17 @@ class _StepWriter:
         problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=rows)
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
+        split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
 
         def stage(
-            number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: int
+            number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
             layers = ("layer",) * self.step.stage_layers[number]
-            settings, at = self.settings, last.get(number, 0)
-            return BlockStage(number, mesh, replicas, units, layers, settings, boundaries, stashes, at)
+            place = number, mesh, replicas
+            rest = self.settings, boundaries, stashes, last.get(number, 0)
+            return BlockStage(*place, units, layers, *rest, is_split=number in split)
 
         transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
         return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
@@ -291,6 +294,6 @@ def _last_micro_batches(schedule: Schedule) -> dict[int, int]:
     """Return for each stage the micro-batch of its last backward part."""
     last: dict[int, int] = {}
     for action in schedule.leaves():
-        if action.kind is ActionKind.BACKWARD and action.micro_batch is not None:
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD) and action.micro_batch is not None:
             last[action.stage] = action.micro_batch
     return last

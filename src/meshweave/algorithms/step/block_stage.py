@@ -9,14 +9,23 @@ software stack adds to a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import MESH
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.program import COMPUTE
+from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.buckets import StageBuckets, StageSettings
 from meshweave.algorithms.step.layer_runs import LAYER, LayerAt, layer_runs
-from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, RESIDUALS, Unit, local_shape
+from meshweave.algorithms.step.units import (
+    CONSTANTS,
+    PER_MICRO_BATCH,
+    RESIDUALS,
+    PartKind,
+    Unit,
+    local_shape,
+)
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
@@ -24,6 +33,24 @@ from meshweave.ir.program import Buffer, Include, Program, Repeat, Statement, Su
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.views import FULL, View
+
+_Layer = tuple[Unit, Index]
+"""A unit, and the number of a layer among those of its kind."""
+_PARTS: dict[ActionKind, PartKind] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input_grad",
+    ActionKind.WEIGHT_GRAD: "weight_grad",
+}
+
+
+@dataclass(frozen=True)
+class _Action:
+    """A part of a stage, for micro-batch `at`."""
+
+    part: PartKind
+    at: Index
+    label: str
 
 
 class BlockStage:
@@ -38,6 +65,7 @@ class BlockStage:
         boundaries: those of its edges, by (source, target, "h" or "g").
         stashes: the most micro-batches of which something is kept.
         last: the micro-batch whose backward part is the last here.
+        is_split: whether gradients of weights are computed apart from those of the residual.
     """
 
     def __init__(
@@ -49,12 +77,14 @@ class BlockStage:
         layers: tuple[str, ...],
         settings: StageSettings,
         boundaries: Mapping[tuple[int, int, str], Boundary],
-        stashes: int,
+        stashes: Stashes,
         last: int,
+        *,
+        is_split: bool,
     ) -> None:
         self.number, self.mesh, self.replicas, self.settings = number, mesh, replicas, settings
         self.units = {unit.name: (unit, count) for unit, count in units}
-        self.boundaries, self.stashes = boundaries, stashes
+        self.boundaries, self.stashes, self.is_split = boundaries, stashes, is_split
         self.kinds, self.layers, self.runs = layers, len(layers), layer_runs(layers)
         if not self.units:
             raise UnsupportedError(f"stage {number} has no layer; give fewer stages")
@@ -76,9 +106,9 @@ class BlockStage:
         del layouts
         residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:
-            dtype, slots = self.settings.dtype, self.stashes * (self.layers + 1)
-            yield scratch("x", residual, dtype, slots)
-            yield scratch("g", residual, dtype, 2)
+            dtype, each = self.settings.dtype, self.layers + 1
+            yield scratch("x", residual, dtype, self._stashes("x") * each)
+            yield scratch("g", residual, dtype, self.stashes.between * each if self.is_split else 2)
         for unit, count in self.units.values():
             yield from self.buckets.buffers(unit, count)
             slots = self.buckets.matrix_slots(unit)
@@ -86,12 +116,25 @@ class BlockStage:
                 yield scratch(f"{unit.name}_{weight.name}", weight.shape, weight.dtype, slots)
                 yield scratch(f"{unit.name}_d{weight.name}", weight.shape, weight.dtype)
             for buffer in unit.kept:
-                shape = local_shape(unit.parts.forward, buffer)
-                yield scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, self.stashes * count)
-            for names, slots in ((PER_MICRO_BATCH, self.stashes), (CONSTANTS, 1), (("loss",), 1)):
+                shape, slots = (
+                    local_shape(unit.parts.forward, buffer),
+                    self._stashes(buffer.name, unit) * count,
+                )
+                yield scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, slots)
+            for name in unit.split.passed if self.is_split else ():
+                buffer = unit.split.weight_grad.buffer_of[name]
+                shape, slots = local_shape(unit.split.weight_grad, buffer), self.stashes.between * count
+                yield scratch(f"{unit.name}_{name}", shape, buffer.dtype, slots)
+            for names in (PER_MICRO_BATCH, CONSTANTS, ("loss",)):
                 for program, buffer in unit.buffers_of(names):
+                    slots = self._stashes(buffer.name, unit) if names == PER_MICRO_BATCH else 1
                     shape = local_shape(program, buffer)
                     yield scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, slots)
+
+    def _stashes(self, name: str, unit: Unit | None = None) -> int:
+        """Return of how many micro-batches what the forward part of a unit leaves, or the residual, is kept."""
+        is_late = self.is_split and (unit is None or name in unit.read_for_weights)
+        return self.stashes.until_weight_grad if is_late else self.stashes.until_input_grad
 
     def _residual_shape(self) -> tuple[int, ...] | None:
         for unit, _ in self.units.values():
@@ -101,9 +144,6 @@ class BlockStage:
 
     # --- views ------------------------------------------------------------------------------------------
 
-    def _at_layer(self, micro_batch: Index, layer: Index, count: int) -> Index:
-        return (micro_batch % self.stashes) * count + layer
-
     def _stream(self, place: Index, micro_batch: Index) -> View:
         """Return the residual before layer `place`, or after the last."""
         shape = self._residual_shape() or ()
@@ -112,7 +152,8 @@ class BlockStage:
         ends = (self.number, self.number + 1, "h")
         if place == self.layers and ends in self.boundaries:
             return self.boundaries[ends].out_view(micro_batch)
-        return self.buckets.whole("x", len(shape), self._at_layer(micro_batch, place, self.layers + 1))
+        slot = (micro_batch % self._stashes("x")) * (self.layers + 1) + place
+        return self.buckets.whole("x", len(shape), slot)
 
     def _gradient(self, place: Index, micro_batch: Index) -> View:
         """Return the gradient of the residual before layer `place`, or after the last."""
@@ -122,7 +163,10 @@ class BlockStage:
             return self.boundaries[ends].in_view(micro_batch)
         if place == 0 and self.number:
             return self.boundaries[self.number - 1, self.number, "g"].out_view(micro_batch)
-        return self.buckets.whole("g", len(shape), place % 2)
+        slot = (
+            (micro_batch % self.stashes.between) * (self.layers + 1) + place if self.is_split else place % 2
+        )
+        return self.buckets.whole("g", len(shape), slot)
 
     # --- actions ----------------------------------------------------------------------------------------
 
@@ -137,44 +181,29 @@ class BlockStage:
         yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of a forward or a backward action. Raises UnsupportedError for others."""
-        if kind is ActionKind.FORWARD:
-            yield from self._forward(micro_batch, label)
-        elif kind is ActionKind.BACKWARD:
-            yield from self._backward(micro_batch, label)
-        else:
-            raise UnsupportedError(
-                f"a block program computes both gradients at once; {label} is for one of them; give a schedule "
-                "with whole backward parts, such as 1f1b"
-            )
+        """Yield the statements of an action that computes; others have none."""
+        part = _PARTS.get(kind)
+        if part == "forward":
+            yield from self._forward(_Action(part, micro_batch, label))
+        elif part is not None:
+            yield from self._backward(_Action(part, micro_batch, label))
 
-    def _forward(self, at: Index, label: str) -> Iterator[Statement]:
+    def _forward(self, action: _Action) -> Iterator[Statement]:
+        at = action.at
         for name in ("embedding", "head"):
             if name in self.units:
                 yield from self._batch(self.units[name][0], at)
-        yield from self._waits_to_gather(at, is_forward=True)
+        arrived = (self._stream(0, at),) if self.number else ()
+        yield from self.buckets.waits_to_gather(self._first_unit, 0, arrived, is_forward=True)
         if "embedding" in self.units:
-            unit = self.units["embedding"][0]
-            yield from self._include(unit, True, {"x": self._stream(0, at)}, at, 0, label)
+            yield from self._include(self._of_layer("embedding", 0), {"x": self._stream(0, at)}, action)
         elif not self.number:
             yield Call(
                 fn="batch", outs=(self._stream(0, at),), ins=(), args=(at,), lane=COMPUTE, name="batch"
             )
-        yield from self._over_layers(lambda layer: self._layer(layer, at, label))
+        yield from self._over_layers(lambda layer: self._layer(layer, action))
         if "head" in self.units:
-            unit = self.units["head"][0]
-            yield from self._include(unit, True, {"z": self._stream(self.layers, at)}, at, 0, label)
-
-    def _waits_to_gather(self, at: Index, *, is_forward: bool) -> Iterator[Op]:
-        """Yield what the first gather of an action waits for, if each gathers weights."""
-        if is_forward:
-            ins = (self._stream(0, at),) if self.number else ()
-            yield from self.buckets.waits_to_gather(self._first_unit, 0, ins, is_forward=True)
-        elif self.layers:
-            arrives = (self.number, self.number + 1, "g") in self.boundaries
-            ins = (self._gradient(self.layers, at),) if arrives else ()
-            unit, count = self.units[self.kinds[-1]]
-            yield from self.buckets.waits_to_gather(unit, count - 1, ins, is_forward=False)
+            yield from self._include(self._of_layer("head", 0), {"z": self._stream(self.layers, at)}, action)
 
     @property
     def _first_unit(self) -> Unit:
@@ -186,12 +215,13 @@ class BlockStage:
         """Yield the call that reads the tokens of a micro-batch."""
         for program, buffer in unit.buffers_of(PER_MICRO_BATCH):
             dims = len(local_shape(program, buffer))
-            out = self.buckets.whole(f"{unit.name}_{buffer.name}", dims, at % self.stashes)
+            slot = at % self._stashes(buffer.name, unit)
+            out = self.buckets.whole(f"{unit.name}_{buffer.name}", dims, slot)
             yield Call(fn=buffer.name, outs=(out,), ins=(), args=(at,), lane=COMPUTE, name=buffer.name)
 
-    def _layer(self, layer: LayerAt, at: Index, label: str) -> Iterator[Statement]:
-        streams = {"x": self._stream(layer.place, at), "z": self._stream(layer.place + 1, at)}
-        yield from self._include(self.units[layer.kind][0], True, streams, at, layer.number, label)
+    def _layer(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
+        streams = {"x": self._stream(layer.place, action.at), "z": self._stream(layer.place + 1, action.at)}
+        yield from self._include(self._of_layer(layer.kind, layer.number), streams, action)
 
     def _over_layers(
         self, write: Callable[[LayerAt], Iterator[Statement]], *, backwards: bool = False
@@ -204,80 +234,88 @@ class BlockStage:
             else:
                 yield from body
 
-    def _backward(self, at: Index, label: str) -> Iterator[Statement]:
-        yield from self._waits_to_gather(at, is_forward=False)
+    def _backward(self, action: _Action) -> Iterator[Statement]:
+        """Yield a backward action, or the part of it that is for one of both gradients."""
+        at = action.at
+        if action.part != "weight_grad":
+            yield from self._begin_backward(at)
         if "head" in self.units:
             gradients = {"z": self._stream(self.layers, at), "dz": self._gradient(self.layers, at)}
-            yield from self._unit_backward(self.units["head"][0], gradients, at, 0, label)
+            yield from self._unit_backward(self._of_layer("head", 0), gradients, action, None)
+        elif action.part == "weight_grad":
+            pass
         elif (self.number, self.number + 1, "g") not in self.boundaries:
             out = self._gradient(self.layers, at)
             yield Call(fn="gradient", outs=(out,), ins=(), args=(at,), lane=COMPUTE, name="gradient of loss")
         else:  # what is computed again is so once the gradient is there, as by autograd
             ins = (self._gradient(self.layers, at),)
             yield Call(fn="arrived", outs=(), ins=ins, lane=COMPUTE, name="gradient is here")
-        yield from self._over_layers(lambda layer: self._layer_back(layer, at, label), backwards=True)
-        after: tuple[Unit, Index] | None = self._of_layer(self.kinds[0], 0) if self.layers else self._head
+        yield from self._over_layers(lambda layer: self._layer_back(layer, action), backwards=True)
+        after = self._of_layer(self.kinds[0], 0) if self.layers else self._head
         if "embedding" in self.units:
-            gradients = {"dx": self._gradient(0, at)}
-            unit = self.units["embedding"][0]
-            yield from self._unit_backward(unit, gradients, at, 0, label, after)
-            after = unit, 0
-        assert after is not None
-        yield from self.buckets.reductions_beside(*after)
-        yield from self.buckets.waits_for_reductions(after[0])
+            unit = self._of_layer("embedding", 0)
+            yield from self._unit_backward(unit, {"dx": self._gradient(0, at)}, action, after)
+            after = unit
+        if action.part != "input_grad":
+            assert after is not None
+            yield from self.buckets.reductions_beside(*after)
+            yield from self.buckets.waits_for_reductions(after[0])
 
-    def _of_layer(self, kind: str, number: Index) -> tuple[Unit, Index]:
+    def _begin_backward(self, at: Index) -> Iterator[Op]:
+        """Yield what the first gather of a backward action waits for, if it gathers weights."""
+        if self.layers:
+            arrives = (self.number, self.number + 1, "g") in self.boundaries
+            ins = (self._gradient(self.layers, at),) if arrives else ()
+            unit, count = self.units[self.kinds[-1]]
+            yield from self.buckets.waits_to_gather(unit, count - 1, ins, is_forward=False)
+
+    def _of_layer(self, kind: str, number: Index) -> _Layer:
         return self.units[kind][0], number
 
     @property
-    def _head(self) -> tuple[Unit, Index] | None:
+    def _head(self) -> _Layer | None:
         return self._of_layer("head", 0) if "head" in self.units else None
 
-    def _layer_back(self, layer: LayerAt, at: Index, label: str) -> Iterator[Statement]:
+    def _layer_back(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
         streams = {
-            "x": self._stream(layer.place, at),
-            "dz": self._gradient(layer.place + 1, at),
-            "dx": self._gradient(layer.place, at),
+            "x": self._stream(layer.place, action.at),
+            "dz": self._gradient(layer.place + 1, action.at),
+            "dx": self._gradient(layer.place, action.at),
         }
         after = self._head if layer.after is None else self._of_layer(layer.after.kind, layer.after.number)
-        yield from self._unit_backward(self.units[layer.kind][0], streams, at, layer.number, label, after)
+        yield from self._unit_backward(self._of_layer(layer.kind, layer.number), streams, action, after)
 
     def _unit_backward(
-        self,
-        unit: Unit,
-        streams: Mapping[str, View],
-        at: Index,
-        layer: Index,
-        label: str,
-        after: tuple[Unit, Index] | None = None,
+        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None
     ) -> Iterator[Statement]:
         """Yield the backward part of a layer; `after` is what comes after it in the model."""
-        yield from self._include(unit, False, streams, at, layer, label, after)
-        yield from self.buckets.gradients(unit, layer, at)
+        yield from self._include(layer, streams, action, after)
+        if action.part != "input_grad":
+            yield from self.buckets.gradients(*layer, action.at)
 
     def _include(
-        self,
-        unit: Unit,
-        is_forward: bool,
-        streams: Mapping[str, View],
-        at: Index,
-        layer: Index,
-        label: str,
-        after: tuple[Unit, Index] | None = None,
+        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None = None
     ) -> Iterator[Statement]:
-        program = unit.parts.forward if is_forward else unit.parts.backward
-        then = () if after is None else self.buckets.reductions_beside(*after)
-        yield from self.buckets.weights(unit, layer, at, is_forward=is_forward, then=then)
-        extra = unit.extra_flops[0 if is_forward else 1]
-        if extra:
-            ins = (streams["x" if "x" in streams else "z"],) if is_forward else ()
+        """Yield the include of a part of a layer after what makes its weights, and what software adds."""
+        (unit, number), part = layer, action.part
+        program = unit.program(part)
+        if part == "weight_grad":
+            yield from () if after is None else self.buckets.reductions_beside(*after)
+        else:
+            is_reducing = after is not None and part == "backward"
+            then = self.buckets.reductions_beside(*after) if after is not None and is_reducing else ()
+            yield from self.buckets.weights(unit, number, action.at, is_forward=part == "forward", then=then)
+        if extra := unit.software_flops(part):
+            ins = (streams["x" if "x" in streams else "z"],) if part == "forward" else ()
             yield Call(fn="software", outs=(), ins=ins, flops=extra, lane=COMPUTE, name="software")
+        if program is None:
+            return
         yield Include(
-            name=label,
-            part=f"{unit.name}_{'forward' if is_forward else 'backward'}",
+            name=action.label,
+            part=f"{unit.name}_{part}",
             program=program,
             meshes=((MESH, Submesh(self.mesh.name, (FULL,) * len(self.mesh.axes))),),
-            buffers=tuple(self._arguments(unit, program, streams, at, layer)),
+            buffers=tuple(self._arguments(layer, program, streams, action.at)),
             lanes=tuple(
                 (lane.name, COMPUTE if self.settings.waits_for_tensor else lane.name)
                 for lane in program.lanes
@@ -285,25 +323,28 @@ class BlockStage:
         )
 
     def _arguments(
-        self, unit: Unit, program: Program, streams: Mapping[str, View], at: Index, layer: Index
+        self, layer: _Layer, program: Program, streams: Mapping[str, View], at: Index
     ) -> Iterator[tuple[str, View]]:
         """Yield what the inputs and outputs of a part of a layer are here."""
+        unit, number = layer
         count = self.units[unit.name][1]
         weights = {weight.name for weight in unit.weights}
         for buffer in program.buffers:
             if buffer.kind not in ("input", "output"):
                 continue
             assert buffer.tensor is not None
-            dims = len(program.tensor_of[buffer.tensor].shape)
+            name, dims = buffer.name, len(program.tensor_of[buffer.tensor].shape)
             slot: Index = 0
-            if buffer.name in streams:
-                yield buffer.name, streams[buffer.name]
+            if name in streams:
+                yield name, streams[name]
                 continue
-            if buffer.name in weights:
-                yield buffer.name, self.buckets.matrix(unit, buffer.name, dims, layer)
+            if name in weights:
+                yield name, self.buckets.matrix(unit, name, dims, number)
                 continue
-            if buffer.name in unit.parts.kept:
-                slot = self._at_layer(at, layer, count)
-            elif buffer.name in PER_MICRO_BATCH:
-                slot = at % self.stashes
-            yield buffer.name, self.buckets.whole(f"{unit.name}_{buffer.name}", dims, slot)
+            if name in unit.parts.kept:
+                slot = (at % self._stashes(name, unit)) * count + number
+            elif self.is_split and name in unit.split.passed:
+                slot = (at % self.stashes.between) * count + number
+            elif name in PER_MICRO_BATCH:
+                slot = at % self._stashes(name, unit)
+            yield name, self.buckets.whole(f"{unit.name}_{name}", dims, slot)
