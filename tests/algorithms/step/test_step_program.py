@@ -148,21 +148,6 @@ def test_layers_are_calls_where_a_program_is_not_written() -> None:
         mw.algorithms.step_program(step, calls=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"zero": 3}, "zero 0 or 1"),
-        ({"zero": 1, "cp": 2, "tp": 2, "order": ("context", "tensor", "data", "pipeline")}, "beside data"),
-        ({"stack": mw.SoftwareStack(overlap=0.5)}, "all of its reductions or none"),
-        ({"pp": 2, "vp": 2, "schedule": "dualpipev"}, "beside each other"),
-    ],
-)
-def test_what_has_no_program_is_said(options: dict[str, object], words: str) -> None:
-    step = mw.step(GPT, CLUSTERS[2], batch=64, sequence=128, **options)
-    with pytest.raises(UnsupportedError, match=words):
-        mw.algorithms.step_program(step)
-
-
 def test_2d_products_are_included_beside_data_parallelism() -> None:
     model = mw.Transformer("small", 2, 64, 8, 8, 8, 256, 128, False, "made up", tied_embeddings=False)
     cluster = mw.load_cluster("dgx-a100:8")

@@ -131,7 +131,7 @@ def _scratch_again(
     writer: ProgramWriter, forward: tuple[Statement, ...], back: tuple[Statement, ...]
 ) -> tuple[Statement, ...]:
     """Return the calls of the forward program that make the scratch which the backward one begins with."""
-    scratch = {name for name in _read_first(back) if writer.buffers[name].kind == "scratch"}
+    scratch = {name for name in read_first(back) if writer.buffers[name].kind == "scratch"}
     calls = tuple(
         each for each in forward if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
     )
@@ -140,7 +140,7 @@ def _scratch_again(
     return calls
 
 
-def _read_first(statements: Iterable[Statement]) -> dict[str, None]:
+def read_first(statements: Iterable[Statement]) -> dict[str, None]:
     """Return the buffers that statements read before they write them."""
     written: set[str] = set()
     first: dict[str, None] = {}
@@ -156,7 +156,7 @@ def _read_first(statements: Iterable[Statement]) -> dict[str, None]:
 def _kept(writer: ProgramWriter, forward: Iterable[Statement], back: Iterable[Statement]) -> tuple[str, ...]:
     """Return the buffers that the forward program makes and the backward one reads before it writes them."""
     made = {view.buffer for op in ops_of(forward) for view in op.writes}
-    kept = tuple(name for name in _read_first(back) if name in made)
+    kept = tuple(name for name in read_first(back) if name in made)
     changed = {view.buffer for op in ops_of(back) for view in op.writes} & set(kept)
     if changed:
         raise UnsupportedError(f"the backward part changes {min(changed)}, which the forward part has kept")
@@ -184,7 +184,7 @@ def _part(
         elif kind == "output" and is_backward != (buffer.tensor or "").startswith(BACKWARD):
             kind = "temp"
         buffers.append(replace(buffer, kind=kind))
-    meanings = _reaching(meanings, buffers)
+    meanings = reaching(meanings, buffers)
     needed = {buffer.tensor for buffer in buffers} | {
         tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))
     }
@@ -202,7 +202,7 @@ def _part(
     )
 
 
-def _reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
+def reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
     """Return the equations that lead from the inputs of a program to its outputs.
 
     A tensor that is one of these inputs in another shape is that input, whatever else it is computed from.

@@ -21,7 +21,7 @@ from meshweave.algorithms.pipeline.boundary import Boundary, boundary_of
 from meshweave.algorithms.pipeline.communication import Steps, communicating_steps
 from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
-from meshweave.algorithms.pipeline.slots import num_slots, peer_of, stashes_of
+from meshweave.algorithms.pipeline.slots import Stashes, num_slots, peer_of, stashes_of
 from meshweave.algorithms.pipeline.stage_ops import StageOps
 from meshweave.algorithms.pipeline.tensors import meanings, tensor_layouts, tensors
 from meshweave.base.errors import LayoutError
@@ -60,9 +60,9 @@ class StageWriter(Protocol):
         """Return the statements of an action that is no transfer."""
 
 
-StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], int], StageWriter]
+StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], Stashes], StageWriter]
 """Makes the writer of a stage from its number, its mesh, the boundaries of its edges, and the most micro-batches
-of which something is kept between its forward and its backward part."""
+of which something is kept between its parts."""
 
 COMPUTE, PARAMETERS = "compute", "parameters"
 TURNS = ("m", "n")
@@ -190,13 +190,13 @@ class _PipelineWriter:
                 number,
                 self.meshes[problem.stage_ranks[number]],
                 {key: boundary for key, boundary in self.boundaries.items() if number in key[:2]},
-                1 if self.is_opaque else stashes_of(problem, self.steps, number),
+                Stashes() if self.is_opaque else stashes_of(problem, self.steps, number),
             )
             for number in range(problem.num_stages)
         ]
 
     def _opaque(
-        self, number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: int
+        self, number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
     ) -> StageOps:
         return StageOps(
             self.problem, number, mesh, boundaries,

@@ -8,7 +8,8 @@ values are alive together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,8 @@ def num_slots(
         steps: with communication.
         spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
             last use.
-        keeps_inputs: whether a stage reads its inputs in its backward part, too.
+        keeps_inputs: whether a stage reads its inputs in its backward part, too, and gradients that arrive until
+            that of its weights.
     """
     counts: dict[str, int] = {}
     for rank, order in enumerate(steps.of_rank):
@@ -52,24 +54,42 @@ def num_slots(
     return counts
 
 
-def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> int:
-    """Return how many micro-batches are at most between the forward and the backward part of a stage."""
+class Stashes(NamedTuple):
+    """How many micro-batches are at most between two parts of a stage.
+
+    Attributes:
+        until_input_grad: between the forward part and the gradient of the stage's input.
+        until_weight_grad: between the forward part and the gradient of its weights.
+        between: from the gradient of its input on until that of its weights.
+    """
+
+    until_input_grad: int = 1
+    until_weight_grad: int = 1
+    between: int = 1
+
+
+def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
+    """Return how many micro-batches are at most between the parts of a stage."""
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
-    first = _at(positions, ("F", stage, None), problem.micro_batches, FIRST)
-    last = _at(positions, ("G", stage, None), problem.micro_batches, LAST)
-    return max(most_alive(first, np.maximum(first, last)), 1)
+
+    def most(begin: str, end: str) -> int:
+        first = _at(positions, (begin, stage, None), problem.micro_batches, FIRST)
+        last = _at(positions, (end, stage, None), problem.micro_batches, LAST)
+        return max(most_alive(first, np.maximum(first, last)), 1)
+
+    return Stashes(most("F", "G"), most("F", "L"), most("G", "L"))
 
 
 _Step = tuple[str, int, int | None]
-"""("F", "G" or how torch writes a transfer; stage; the stage at the other end)."""
+"""("F", "G", "L" for the last gradient, or how torch writes a transfer; stage; the stage at the other end)."""
 
 
 def _uses(edge: Edge, here: tuple[bool, ...], keeps_inputs: bool) -> list[tuple[str, _Step, _Step]]:
     """Return (buffer, what writes it, what reads it) of an edge on one pipeline rank."""
     source, target = edge.source, edge.target
-    made, used = ("F", source, None), ("G" if keeps_inputs else "F", target, None)
-    grad_made, grad_used = ("G", target, None), ("G", source, None)
+    made, used = ("F", source, None), ("L" if keeps_inputs else "F", target, None)
+    grad_made, grad_used = ("G", target, None), ("L" if keeps_inputs else "G", source, None)
     if all(here):
         return [(f"h{edge.name}", made, used), (f"g{edge.name}", grad_made, grad_used)]
     if here[0]:
@@ -93,8 +113,7 @@ def _positions(steps: Steps, pairs: Positions, count: int) -> Mapping[_Step, tup
     for number in np.unique(pairs[:, 0]).tolist():
         at = np.flatnonzero(pairs[:, 0] == number)
         for part in steps.templates[number].leaves:
-            key = _step_of(part)
-            if key is not None:
+            for key in _steps_of(part):
                 first, last = positions[key]
                 of = pairs[at, 1] + (part.micro_batch or 0)
                 last[of] = np.maximum(last[of], at)
@@ -104,12 +123,15 @@ def _positions(steps: Steps, pairs: Positions, count: int) -> Mapping[_Step, tup
     return positions
 
 
-def _step_of(part: Action) -> _Step | None:
+def _steps_of(part: Action) -> Iterator[_Step]:
     if part.kind is ActionKind.FORWARD:
-        return "F", part.stage, None
+        yield "F", part.stage, None
     if part.kind in _GRADIENT:
-        return "G", part.stage, None
-    return (part.kind.value, part.stage, peer_of(part)) if part.kind.communicates else None
+        yield "G", part.stage, None
+    if part.kind in _GRADIENT or part.kind is ActionKind.WEIGHT_GRAD:
+        yield "L", part.stage, None
+    if part.kind.communicates:
+        yield part.kind.value, part.stage, peer_of(part)
 
 
 def peer_of(action: Action) -> int:

@@ -20,8 +20,10 @@ from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
-from meshweave.algorithms.pipeline.program import pipeline_program
-from meshweave.algorithms.step.block_stage import BlockStage, StageSettings
+from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
+from meshweave.algorithms.pipeline.slots import Stashes
+from meshweave.algorithms.step.block_stage import BlockStage
+from meshweave.algorithms.step.buckets import StageSettings
 from meshweave.algorithms.step.laid import LaidStep
 from meshweave.algorithms.step.layers import (
     best_config,
@@ -58,8 +60,7 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
-            and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
+        UnsupportedError: products in another dtype, layers of several kinds,
             layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
@@ -108,30 +109,22 @@ class _StepWriter:
         p, stack = self.p, self.problem.stack
         if len(self.problem.kinds) > 1:
             raise UnsupportedError("the program of a step has layers of one kind, and not of several")
-        if p.zero >= 2:
-            raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
-        if p.zero == 1 and len(sharding_groups(p)[0]) > 1:
-            raise UnsupportedError(
-                "the program of a step shards over one group; put context beside data in the order"
-            )
-        if stack.overlap not in (0, 1) or stack.blocks_transfers or stack.waits_for_tensor:
-            raise UnsupportedError(
-                "the program of a step overlaps all of its reductions or none, and its transfers"
-            )
         if self.problem.overlap == "sites":
             raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
-        self.is_sharded = p.zero == 1 and p.shards > 1
-        self.groups = replica_groups(p)
-        if p.zero:
-            self.groups = tuple(group for groups in sharding_groups(p) for group in groups)
+        sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
+        self.groups = (*sharding, *copies_of)
         self.settings = StageSettings(
             self.problem.dtype,
             self.problem.gradient_dtype,
             tuple(f"replica{number}" for number in range(len(self.groups))),
-            self.is_sharded,
-            stack.overlap == 1,
+            len(sharding),
+            p.zero,
+            stack.regathers,
+            stack.overlap,
+            0.0 if stack.waits_for_gathers else stack.overlap,
+            stack.waits_for_tensor,
         )
         self.units: dict[Piece, Unit] = {}
 
@@ -144,12 +137,12 @@ class _StepWriter:
             seconds = extra_s(problem, p)
         elif piece == "head":
             first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
-            seconds = first, second
+            seconds = first, second, 0.0
         else:
-            seconds = 0.0, 0.0
-        flops = round(seconds[0] * rate), round(seconds[1] * rate)
+            seconds = 0.0, 0.0, 0.0
+        flops = round(seconds[0] * rate), round(seconds[1] * rate), round(seconds[2] * rate)
         name = "layer" if piece == "layers" else piece
-        return Unit(name, self._parts(piece), flops, p.shards if self.is_sharded else 1)
+        return Unit(name, self._parts(piece), flops, p.shards if self.settings.is_sharded else 1)
 
     def _parts(self, piece: Piece) -> BlockParts:
         problem, p = self.problem, self.p
@@ -220,17 +213,20 @@ class _StepWriter:
         problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=rows)
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
+        split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
 
         def stage(
-            number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: int
+            number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
-            return BlockStage(
-                number, mesh, replicas, units, self.settings, boundaries, stashes, last.get(number, 0)
-            )
+            layers = ("layer",) * self.step.stage_layers[number]
+            place = number, mesh, replicas
+            rest = self.settings, boundaries, stashes, last.get(number, 0)
+            return BlockStage(*place, units, layers, *rest, is_split=number in split)
 
-        return pipeline_program(problem, schedule, title="step", writes_stage=stage)
+        transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
+        return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
 
     def _units_of(self, number: int) -> tuple[tuple[Unit, int], ...]:
         count = self.step.stage_layers[number]
@@ -272,8 +268,6 @@ class _StepWriter:
         name = p.schedule_entry.name
         request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
         whole = schedule_by_name(name, request, step.stages.action_times())
-        if any(action.parts for order in whole.actions for action in order):
-            raise UnsupportedError(f"the program of a step has no actions beside each other, as in {name}")
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
 
 
@@ -300,6 +294,6 @@ def _last_micro_batches(schedule: Schedule) -> dict[int, int]:
     """Return for each stage the micro-batch of its last backward part."""
     last: dict[int, int] = {}
     for action in schedule.leaves():
-        if action.kind is ActionKind.BACKWARD and action.micro_batch is not None:
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD) and action.micro_batch is not None:
             last[action.stage] = action.micro_batch
     return last

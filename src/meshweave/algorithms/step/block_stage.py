@@ -2,16 +2,8 @@
 
 A forward action is an include of the forward program of each layer, a loop over layers; a backward action
 likewise, from the last layer to the first. What a layer keeps lies in slots, one for each layer and micro-batch in
-flight.
-
-    unpack        a call that makes the matrices of a layer of its bucket (they are views of it; it costs nothing)
-    accumulate    a call that adds gradients to the bucket (products do that as they write; it costs nothing)
-    software      what the software stack adds to a layer
-    optimizer     the update of a bucket, or of a rank's shard of it
-
-In the last micro-batch each layer's bucket is summed over tensor-parallel ranks where these have terms, and
-reduced over replicas, in a lane of its own. Under ZeRO-1 it is reduced into shards, and weights are gathered at
-the beginning of the step, in the order of the layers.
+flight. Weights and gradients lie in buckets (`algorithms.step.buckets`). Calls named "software" take what the
+software stack adds to a layer.
 """
 
 from __future__ import annotations
@@ -22,37 +14,43 @@ from dataclasses import dataclass
 from meshweave.algorithms.block.problem import MESH
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
-from meshweave.algorithms.pipeline.program import COMPUTE, PARAMETERS
-from meshweave.algorithms.step.compose import ADAM_STEP_BYTES
-from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, RESIDUALS, Unit, local_shape
+from meshweave.algorithms.pipeline.program import COMPUTE
+from meshweave.algorithms.pipeline.slots import Stashes
+from meshweave.algorithms.step.buckets import StageBuckets, StageSettings
+from meshweave.algorithms.step.layer_runs import LAYER, LayerAt, layer_runs
+from meshweave.algorithms.step.units import (
+    CONSTANTS,
+    PER_MICRO_BATCH,
+    RESIDUALS,
+    PartKind,
+    Unit,
+    local_shape,
+)
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import Buffer, Include, Repeat, Statement, Submesh, Tensor, When
-from meshweave.ir.program.expressions import Index, Var, equal
-from meshweave.ir.program.ops import AllGather, AllReduce, Call, Op, ReduceScatter, Zero
-from meshweave.ir.program.views import FULL, Range, View
+from meshweave.ir.program import Buffer, Include, Program, Repeat, Statement, Submesh, Tensor
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import Call, Op
+from meshweave.ir.program.views import FULL, View
 
-LAYER = Var("l")
-"""The number of the layer, in loops over layers."""
+_Layer = tuple[Unit, Index]
+"""A unit, and the number of a layer among those of its kind."""
+_PARTS: dict[ActionKind, PartKind] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input_grad",
+    ActionKind.WEIGHT_GRAD: "weight_grad",
+}
 
 
 @dataclass(frozen=True)
-class StageSettings:
-    """What the stages of a step share.
+class _Action:
+    """A part of a stage, for micro-batch `at`."""
 
-    Attributes:
-        dtype, gradient_dtype: of weights and activations, and of buckets of gradients.
-        groups: the names of the axes of replicas on the mesh of replicas: the one that shards first.
-        is_sharded: whether optimizer states are sharded over the first (ZeRO-1).
-        overlaps: whether reductions and gathers run beside the layers.
-    """
-
-    dtype: str
-    gradient_dtype: str
-    groups: tuple[str, ...]
-    is_sharded: bool
-    overlaps: bool
+    part: PartKind
+    at: Index
+    label: str
 
 
 class BlockStage:
@@ -63,9 +61,11 @@ class BlockStage:
         mesh: its ranks, with the axes of the block programs.
         replicas: the same ranks, with axes for groups of replicas and one for tensor-parallel ranks.
         units: pieces by name, and how many of each there are here.
+        layers: the names of the units of its layers, in order.
         boundaries: those of its edges, by (source, target, "h" or "g").
         stashes: the most micro-batches of which something is kept.
         last: the micro-batch whose backward part is the last here.
+        is_split: whether gradients of weights are computed apart from those of the residual.
     """
 
     def __init__(
@@ -74,18 +74,21 @@ class BlockStage:
         mesh: Mesh,
         replicas: Mesh,
         units: tuple[tuple[Unit, int], ...],
+        layers: tuple[str, ...],
         settings: StageSettings,
         boundaries: Mapping[tuple[int, int, str], Boundary],
-        stashes: int,
+        stashes: Stashes,
         last: int,
+        *,
+        is_split: bool,
     ) -> None:
         self.number, self.mesh, self.replicas, self.settings = number, mesh, replicas, settings
         self.units = {unit.name: (unit, count) for unit, count in units}
-        self.boundaries, self.stashes, self.last = boundaries, stashes, last
-        self.layers = self.units["layer"][1] if "layer" in self.units else 0
+        self.boundaries, self.stashes, self.is_split = boundaries, stashes, is_split
+        self.kinds, self.layers, self.runs = layers, len(layers), layer_runs(layers)
         if not self.units:
             raise UnsupportedError(f"stage {number} has no layer; give fewer stages")
-        self._lane = PARAMETERS if settings.overlaps else COMPUTE
+        self.buckets = StageBuckets(number, mesh, replicas, self.units, settings, last)
 
     # --- declarations -----------------------------------------------------------------------------------
 
@@ -95,47 +98,43 @@ class BlockStage:
         return (self.replicas,)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the buckets of weights, of gradients and of updated weights of all tensor-parallel ranks."""
-        settings, parts = self.settings, self.replicas.size("tensor")
-        parts *= self.replicas.size(settings.groups[0]) if settings.is_sharded else 1
-        for unit, count in self.units.values():
-            shape = (parts * count * unit.elements // unit.shards,)
-            yield Tensor(self._tensor(unit, "W"), shape, settings.dtype)
-            yield Tensor(self._tensor(unit, "DW"), shape, settings.gradient_dtype)
-            yield Tensor(self._tensor(unit, "NEW"), shape, settings.dtype)
+        """Yield the tensors of its buckets."""
+        yield from self.buckets.tensors()
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
         """Yield buckets, matrices, what is kept, and gradients of matrices. `layouts` are not read."""
         del layouts
-        residual = self._residual_shape()
+        residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:
-            dtype, slots = self.settings.dtype, self.stashes * (self.layers + 1)
-            yield self._scratch("x", residual, dtype, slots)
-            yield self._scratch("g", residual, dtype, 2)
+            dtype, each = self.settings.dtype, self.layers + 1
+            yield scratch("x", residual, dtype, self._stashes("x") * each)
+            yield scratch("g", residual, dtype, self.stashes.between * each if self.is_split else 2)
         for unit, count in self.units.values():
-            yield from self._bucket_buffers(unit, count)
+            yield from self.buckets.buffers(unit, count)
+            slots = self.buckets.matrix_slots(unit)
             for weight in unit.weights:
-                yield self._scratch(f"{unit.name}_{weight.name}", weight.shape, weight.dtype, count)
-                yield self._scratch(f"{unit.name}_d{weight.name}", weight.shape, weight.dtype)
+                yield scratch(f"{unit.name}_{weight.name}", weight.shape, weight.dtype, slots)
+                yield scratch(f"{unit.name}_d{weight.name}", weight.shape, weight.dtype)
             for buffer in unit.kept:
-                shape = local_shape(unit.parts.forward, buffer)
-                yield self._scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, self.stashes * count)
-            for names, slots in ((PER_MICRO_BATCH, self.stashes), (CONSTANTS, 1), (("loss",), 1)):
+                shape, slots = (
+                    local_shape(unit.parts.forward, buffer),
+                    self._stashes(buffer.name, unit) * count,
+                )
+                yield scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, slots)
+            for name in unit.split.passed if self.is_split else ():
+                buffer = unit.split.weight_grad.buffer_of[name]
+                shape, slots = local_shape(unit.split.weight_grad, buffer), self.stashes.between * count
+                yield scratch(f"{unit.name}_{name}", shape, buffer.dtype, slots)
+            for names in (PER_MICRO_BATCH, CONSTANTS, ("loss",)):
                 for program, buffer in unit.buffers_of(names):
+                    slots = self._stashes(buffer.name, unit) if names == PER_MICRO_BATCH else 1
                     shape = local_shape(program, buffer)
-                    yield self._scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, slots)
+                    yield scratch(f"{unit.name}_{buffer.name}", shape, buffer.dtype, slots)
 
-    def _bucket_buffers(self, unit: Unit, count: int) -> Iterator[Buffer]:
-        settings, mesh = self.settings, self.replicas
-        split = ("tensor", *(settings.groups[:1] if settings.is_sharded else ()))
-        layout = Layout(mesh, tuple(Shard(0) if axis in split else Replicate() for axis in mesh.axes))
-        for prefix, kind in (("W", "input"), ("DW", "output"), ("NEW", "output")):
-            dtype = settings.gradient_dtype if prefix == "DW" else settings.dtype
-            tensor = self._tensor(unit, prefix)
-            yield Buffer(tensor.lower(), kind, mesh.name, dtype, tensor, layout)  # type: ignore[arg-type]
-        if settings.is_sharded:
-            for name, dtype in (("w_whole", settings.dtype), ("dw_whole", settings.gradient_dtype)):
-                yield self._scratch(f"{unit.name}_{name}", (count * unit.elements,), dtype)
+    def _stashes(self, name: str, unit: Unit | None = None) -> int:
+        """Return of how many micro-batches what the forward part of a unit leaves, or the residual, is kept."""
+        is_late = self.is_split and (unit is None or name in unit.read_for_weights)
+        return self.stashes.until_weight_grad if is_late else self.stashes.until_input_grad
 
     def _residual_shape(self) -> tuple[int, ...] | None:
         for unit, _ in self.units.values():
@@ -143,30 +142,7 @@ class BlockStage:
                 return local_shape(program, buffer)
         return None
 
-    def _name(self, name: str) -> str:
-        return f"s{self.number}_{name}"
-
-    def _tensor(self, unit: Unit, prefix: str) -> str:
-        return f"{prefix}{self.number}_{unit.name}"
-
-    def _scratch(self, name: str, shape: tuple[int, ...], dtype: str, slots: int = 1) -> Buffer:
-        return Buffer(self._name(name), "scratch", self.mesh.name, dtype, shape=shape, slots=slots)
-
     # --- views ------------------------------------------------------------------------------------------
-
-    def _whole(self, name: str, dims: int, slot: Index = 0) -> View:
-        return View(self._name(name), (FULL,) * dims, slot)
-
-    def _bucket(self, unit: Unit, prefix: str, layer: Index, shards: int = 1) -> View:
-        """Return the bucket of a layer: of weights ("w") or gradients ("dw"), or a rank's shard of it."""
-        size = unit.elements // shards
-        part = Range(layer * size, layer * size + size)
-        if self.settings.is_sharded and shards == 1:
-            return View(self._name(f"{unit.name}_{prefix}_whole"), (part,), 0)
-        return View(self._tensor(unit, prefix.upper()).lower(), (part,), 0)
-
-    def _at_layer(self, micro_batch: Index, layer: Index, count: int) -> Index:
-        return (micro_batch % self.stashes) * count + layer
 
     def _stream(self, place: Index, micro_batch: Index) -> View:
         """Return the residual before layer `place`, or after the last."""
@@ -176,7 +152,8 @@ class BlockStage:
         ends = (self.number, self.number + 1, "h")
         if place == self.layers and ends in self.boundaries:
             return self.boundaries[ends].out_view(micro_batch)
-        return self._whole("x", len(shape), self._at_layer(micro_batch, place, self.layers + 1))
+        slot = (micro_batch % self._stashes("x")) * (self.layers + 1) + place
+        return self.buckets.whole("x", len(shape), slot)
 
     def _gradient(self, place: Index, micro_batch: Index) -> View:
         """Return the gradient of the residual before layer `place`, or after the last."""
@@ -186,229 +163,188 @@ class BlockStage:
             return self.boundaries[ends].in_view(micro_batch)
         if place == 0 and self.number:
             return self.boundaries[self.number - 1, self.number, "g"].out_view(micro_batch)
-        return self._whole("g", len(shape), place % 2)
+        slot = (
+            (micro_batch % self.stashes.between) * (self.layers + 1) + place if self.is_split else place % 2
+        )
+        return self.buckets.whole("g", len(shape), slot)
 
     # --- actions ----------------------------------------------------------------------------------------
 
     def begin(self, *, gathers: bool) -> Iterator[Statement]:
         """Yield zeros of gradients, gathers of sharded weights, and the matrices of all layers."""
         del gathers
-        order = [self.units[name] for name in ("embedding", "layer", "head") if name in self.units]
-        if self.settings.is_sharded:
-            for unit, count in order if self.settings.overlaps else reversed(order):
-                layer: Index = LAYER if self.settings.overlaps else count - 1 - LAYER
-                yield Repeat(LAYER.name, count, (self._gather(unit, layer),))
-        for unit, count in order:
-            yield Zero(out=self._all_gradients(unit), lane=COMPUTE, name=f"zero gradients {self.number}")
-            for name in CONSTANTS:
-                for program, buffer in unit.buffers_of((name,)):
-                    out = self._whole(f"{unit.name}_{name}", len(local_shape(program, buffer)))
-                    yield Call(fn=name, outs=(out,), ins=(), lane=COMPUTE, name=name)
-            if not self.settings.is_sharded:
-                yield Repeat(LAYER.name, count, (self._unpack(unit, LAYER),))
-
-    def _all_gradients(self, unit: Unit) -> View:
-        name = self._name(f"{unit.name}_dw_whole") if self.settings.is_sharded else ""
-        return View(name or self._tensor(unit, "DW").lower(), (FULL,), 0)
-
-    def _gather(self, unit: Unit, layer: Index) -> Op:
-        return AllGather(
-            out=self._bucket(unit, "w", layer),
-            src=self._bucket(unit, "w", layer, unit.shards),
-            over=f"{self.replicas.name}.{self.settings.groups[0]}",
-            dim=0,
-            lane=self._lane,
-            name=f"gather weights {self.number}",
-        )
-
-    def _unpack(self, unit: Unit, layer: Index) -> Op:
-        outs = tuple(
-            self._whole(f"{unit.name}_{weight.name}", len(weight.shape), layer) for weight in unit.weights
-        )
-        ins = (self._bucket(unit, "w", layer),)
-        return Call(fn=f"unpack_{unit.name}", outs=outs, ins=ins, lane=COMPUTE, name="unpack weights")
+        yield from self.buckets.begin()
 
     def end(self, *, reduces: bool) -> Iterator[Statement]:
         """Yield reductions that nothing is beside, and the update of the weights."""
         del reduces
-        order = [self.units[name] for name in ("head", "layer", "embedding") if name in self.units]
-        if not self.settings.overlaps:
-            for unit, count in order:
-                layer = count - 1 - LAYER
-                if ops := tuple(self._reductions(unit, layer)):
-                    yield Repeat(LAYER.name, count, ops)
-        for unit, count in order:
-            yield self._update(unit, count)
-
-    def _update(self, unit: Unit, count: int) -> Op:
-        """Return the update of a unit's weights. It reads all gradients, whose norm clips them."""
-        own = count * unit.elements // unit.shards
-        names = {
-            prefix: View(self._tensor(unit, prefix).lower(), (FULL,), 0) for prefix in ("W", "DW", "NEW")
-        }
-        others = [
-            View(self._tensor(other, "DW").lower(), (FULL,), 0)
-            for other, _ in self.units.values()
-            if other is not unit
-        ]
-        return Call(
-            fn="optimizer",
-            outs=(names["NEW"],),
-            ins=(names["W"], names["DW"], *others),
-            flops=own,
-            bytes=ADAM_STEP_BYTES * own,
-            work="elementwise",
-            shape=(own,),
-            dtype="float32",
-            lane=COMPUTE,
-            name=f"update {unit.name}s {self.number}",
-        )
+        yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of a forward or a backward action. Raises UnsupportedError for others."""
-        if kind is ActionKind.FORWARD:
-            yield from self._forward(micro_batch, label)
-        elif kind is ActionKind.BACKWARD:
-            yield from self._backward(micro_batch, label)
-        else:
-            raise UnsupportedError(
-                f"a block program computes both gradients at once; {label} is for one of them; give a schedule "
-                "with whole backward parts, such as 1f1b"
-            )
+        """Yield the statements of an action that computes; others have none."""
+        part = _PARTS.get(kind)
+        if part == "forward":
+            yield from self._forward(_Action(part, micro_batch, label))
+        elif part is not None:
+            yield from self._backward(_Action(part, micro_batch, label))
 
-    def _forward(self, at: Index, label: str) -> Iterator[Statement]:
+    def _forward(self, action: _Action) -> Iterator[Statement]:
+        at = action.at
         for name in ("embedding", "head"):
             if name in self.units:
                 yield from self._batch(self.units[name][0], at)
+        arrived = (self._stream(0, at),) if self.number else ()
+        yield from self.buckets.waits_to_gather(self._first_unit, 0, arrived, is_forward=True)
         if "embedding" in self.units:
-            unit = self.units["embedding"][0]
-            yield from self._include(unit, True, {"x": self._stream(0, at)}, at, 0, label)
+            yield from self._include(self._of_layer("embedding", 0), {"x": self._stream(0, at)}, action)
         elif not self.number:
             yield Call(
                 fn="batch", outs=(self._stream(0, at),), ins=(), args=(at,), lane=COMPUTE, name="batch"
             )
-        yield from self._over_layers(lambda layer: self._layer(layer, at, label))
+        yield from self._over_layers(lambda layer: self._layer(layer, action))
         if "head" in self.units:
-            unit = self.units["head"][0]
-            yield from self._include(unit, True, {"z": self._stream(self.layers, at)}, at, 0, label)
+            yield from self._include(self._of_layer("head", 0), {"z": self._stream(self.layers, at)}, action)
+
+    @property
+    def _first_unit(self) -> Unit:
+        """Return the unit with which the stage begins."""
+        names = ("embedding", *self.kinds[:1], "head")
+        return next(self.units[name][0] for name in names if name in self.units)
 
     def _batch(self, unit: Unit, at: Index) -> Iterator[Statement]:
         """Yield the call that reads the tokens of a micro-batch."""
         for program, buffer in unit.buffers_of(PER_MICRO_BATCH):
             dims = len(local_shape(program, buffer))
-            out = self._whole(f"{unit.name}_{buffer.name}", dims, at % self.stashes)
+            slot = at % self._stashes(buffer.name, unit)
+            out = self.buckets.whole(f"{unit.name}_{buffer.name}", dims, slot)
             yield Call(fn=buffer.name, outs=(out,), ins=(), args=(at,), lane=COMPUTE, name=buffer.name)
 
-    def _layer(self, layer: Index, at: Index, label: str) -> Iterator[Statement]:
-        streams = {"x": self._stream(layer, at), "z": self._stream(layer + 1, at)}
-        yield from self._include(self.units["layer"][0], True, streams, at, layer, label)
+    def _layer(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
+        streams = {"x": self._stream(layer.place, action.at), "z": self._stream(layer.place + 1, action.at)}
+        yield from self._include(self._of_layer(layer.kind, layer.number), streams, action)
 
     def _over_layers(
-        self, write: Callable[[Index], Iterator[Statement]], *, backwards: bool = False
+        self, write: Callable[[LayerAt], Iterator[Statement]], *, backwards: bool = False
     ) -> Iterator[Statement]:
-        """Yield what `write` yields for each layer: the first and the last alone, the others in a loop."""
-        count = self.layers
-        blocks: list[Iterator[Statement]] = []
-        if count:
-            blocks.append(write(0))
-        if count > 2:
-            layer: Index = count - 2 - LAYER if backwards else LAYER + 1
-            blocks.append(iter((Repeat(LAYER.name, count - 2, tuple(write(layer))),)))
-        if count > 1:
-            blocks.append(write(count - 1))
-        for block in reversed(blocks) if backwards else blocks:
-            yield from block
+        """Yield what `write` yields for each layer, in loops where they repeat."""
+        for run in reversed(self.runs) if backwards else self.runs:
+            body = (statement for layer in run.layers(backwards=backwards) for statement in write(layer))
+            if run.turns > 1:
+                yield Repeat(LAYER.name, run.turns, tuple(body))
+            else:
+                yield from body
 
-    def _backward(self, at: Index, label: str) -> Iterator[Statement]:
+    def _backward(self, action: _Action) -> Iterator[Statement]:
+        """Yield a backward action, or the part of it that is for one of both gradients."""
+        at = action.at
+        if action.part != "weight_grad":
+            yield from self._begin_backward(at)
         if "head" in self.units:
             gradients = {"z": self._stream(self.layers, at), "dz": self._gradient(self.layers, at)}
-            yield from self._unit_backward(self.units["head"][0], gradients, at, 0, label)
+            yield from self._unit_backward(self._of_layer("head", 0), gradients, action, None)
+        elif action.part == "weight_grad":
+            pass
         elif (self.number, self.number + 1, "g") not in self.boundaries:
             out = self._gradient(self.layers, at)
             yield Call(fn="gradient", outs=(out,), ins=(), args=(at,), lane=COMPUTE, name="gradient of loss")
         else:  # what is computed again is so once the gradient is there, as by autograd
             ins = (self._gradient(self.layers, at),)
             yield Call(fn="arrived", outs=(), ins=ins, lane=COMPUTE, name="gradient is here")
-        yield from self._over_layers(lambda layer: self._layer_back(layer, at, label), backwards=True)
+        yield from self._over_layers(lambda layer: self._layer_back(layer, action), backwards=True)
+        after = self._of_layer(self.kinds[0], 0) if self.layers else self._head
         if "embedding" in self.units:
-            gradients = {"dx": self._gradient(0, at)}
-            yield from self._unit_backward(self.units["embedding"][0], gradients, at, 0, label)
+            unit = self._of_layer("embedding", 0)
+            yield from self._unit_backward(unit, {"dx": self._gradient(0, at)}, action, after)
+            after = unit
+        if action.part != "input_grad":
+            assert after is not None
+            yield from self.buckets.reductions_beside(*after)
+            yield from self.buckets.waits_for_reductions(after[0])
 
-    def _layer_back(self, layer: Index, at: Index, label: str) -> Iterator[Statement]:
+    def _begin_backward(self, at: Index) -> Iterator[Op]:
+        """Yield what the first gather of a backward action waits for, if it gathers weights."""
+        if self.layers:
+            arrives = (self.number, self.number + 1, "g") in self.boundaries
+            ins = (self._gradient(self.layers, at),) if arrives else ()
+            unit, count = self.units[self.kinds[-1]]
+            yield from self.buckets.waits_to_gather(unit, count - 1, ins, is_forward=False)
+
+    def _of_layer(self, kind: str, number: Index) -> _Layer:
+        return self.units[kind][0], number
+
+    @property
+    def _head(self) -> _Layer | None:
+        return self._of_layer("head", 0) if "head" in self.units else None
+
+    def _layer_back(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
         streams = {
-            "x": self._stream(layer, at),
-            "dz": self._gradient(layer + 1, at),
-            "dx": self._gradient(layer, at),
+            "x": self._stream(layer.place, action.at),
+            "dz": self._gradient(layer.place + 1, action.at),
+            "dx": self._gradient(layer.place, action.at),
         }
-        yield from self._unit_backward(self.units["layer"][0], streams, at, layer, label)
+        after = self._head if layer.after is None else self._of_layer(layer.after.kind, layer.after.number)
+        yield from self._unit_backward(self._of_layer(layer.kind, layer.number), streams, action, after)
 
     def _unit_backward(
-        self, unit: Unit, streams: Mapping[str, View], at: Index, layer: Index, label: str
+        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None
     ) -> Iterator[Statement]:
-        yield from self._include(unit, False, streams, at, layer, label)
-        total = self._bucket(unit, "dw", layer)
-        terms = (self._whole(f"{unit.name}_d{weight.name}", len(weight.shape)) for weight in unit.weights)
-        fn = f"accumulate_{unit.name}"
-        yield Call(fn=fn, outs=(total,), ins=(*terms, total), lane=COMPUTE, name="accumulate gradients")
-        if self.settings.overlaps and (ops := tuple(self._reductions(unit, layer))):
-            yield When(equal(at, self.last), ops)
+        """Yield the backward part of a layer; `after` is what comes after it in the model."""
+        yield from self._include(layer, streams, action, after)
+        if action.part != "input_grad":
+            yield from self.buckets.gradients(*layer, action.at)
 
     def _include(
-        self, unit: Unit, is_forward: bool, streams: Mapping[str, View], at: Index, layer: Index, label: str
+        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None = None
     ) -> Iterator[Statement]:
-        program = unit.parts.forward if is_forward else unit.parts.backward
-        if is_forward and self.settings.is_sharded:
-            yield When(equal(at, 0), (self._unpack(unit, layer),))
-        extra = unit.extra_flops[0 if is_forward else 1]
-        if extra:
-            ins = (streams["x" if "x" in streams else "z"],) if is_forward else ()
+        """Yield the include of a part of a layer after what makes its weights, and what software adds."""
+        (unit, number), part = layer, action.part
+        program = unit.program(part)
+        if part == "weight_grad":
+            yield from () if after is None else self.buckets.reductions_beside(*after)
+        else:
+            is_reducing = after is not None and part == "backward"
+            then = self.buckets.reductions_beside(*after) if after is not None and is_reducing else ()
+            yield from self.buckets.weights(unit, number, action.at, is_forward=part == "forward", then=then)
+        if extra := unit.software_flops(part):
+            ins = (streams["x" if "x" in streams else "z"],) if part == "forward" else ()
             yield Call(fn="software", outs=(), ins=ins, flops=extra, lane=COMPUTE, name="software")
+        if program is None:
+            return
+        yield Include(
+            name=action.label,
+            part=f"{unit.name}_{part}",
+            program=program,
+            meshes=((MESH, Submesh(self.mesh.name, (FULL,) * len(self.mesh.axes))),),
+            buffers=tuple(self._arguments(layer, program, streams, action.at)),
+            lanes=tuple(
+                (lane.name, COMPUTE if self.settings.waits_for_tensor else lane.name)
+                for lane in program.lanes
+            ),
+        )
+
+    def _arguments(
+        self, layer: _Layer, program: Program, streams: Mapping[str, View], at: Index
+    ) -> Iterator[tuple[str, View]]:
+        """Yield what the inputs and outputs of a part of a layer are here."""
+        unit, number = layer
         count = self.units[unit.name][1]
-        views = []
+        weights = {weight.name for weight in unit.weights}
         for buffer in program.buffers:
             if buffer.kind not in ("input", "output"):
                 continue
             assert buffer.tensor is not None
-            dims = len(program.tensor_of[buffer.tensor].shape)
+            name, dims = buffer.name, len(program.tensor_of[buffer.tensor].shape)
             slot: Index = 0
-            if buffer.name in streams:
-                views.append((buffer.name, streams[buffer.name]))
+            if name in streams:
+                yield name, streams[name]
                 continue
-            if buffer.name in unit.parts.kept:
-                slot = self._at_layer(at, layer, count)
-            elif buffer.name in PER_MICRO_BATCH:
-                slot = at % self.stashes
-            elif any(weight.name == buffer.name for weight in unit.weights):
-                slot = layer
-            views.append((buffer.name, self._whole(f"{unit.name}_{buffer.name}", dims, slot)))
-        yield Include(
-            name=label,
-            part=f"{unit.name}_{'forward' if is_forward else 'backward'}",
-            program=program,
-            meshes=((MESH, Submesh(self.mesh.name, (FULL,) * len(self.mesh.axes))),),
-            buffers=tuple(views),
-            lanes=tuple((lane.name, lane.name) for lane in program.lanes),
-        )
-
-    # --- gradients --------------------------------------------------------------------------------------
-
-    def _reductions(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the sums of the gradients of a layer, over tensor-parallel ranks and over replicas."""
-        whole = self._bucket(unit, "dw", layer)
-        (run,) = whole.selectors
-        assert isinstance(run, Range)
-        label = f"reduce gradients {self.number}"
-        for axis, start, stop in unit.summed:
-            if self.mesh.size(axis) > 1:
-                part = View(whole.buffer, (Range(run.start + start, run.start + stop),), 0)
-                over = f"{self.mesh.name}.{axis}"
-                yield AllReduce(out=part, src=part, over=over, lane=self._lane, name=label)
-        groups, result = self.settings.groups, whole
-        if self.settings.is_sharded:
-            result = self._bucket(unit, "dw", layer, unit.shards)
-            over = f"{self.replicas.name}.{groups[0]}"
-            yield ReduceScatter(out=result, src=whole, over=over, dim=0, lane=self._lane, name=label)
-            groups = groups[1:]
-        for group in groups:
-            over = f"{self.replicas.name}.{group}"
-            yield AllReduce(out=result, src=result, over=over, lane=self._lane, name=label)
+            if name in weights:
+                yield name, self.buckets.matrix(unit, name, dims, number)
+                continue
+            if name in unit.parts.kept:
+                slot = (at % self._stashes(name, unit)) * count + number
+            elif self.is_split and name in unit.split.passed:
+                slot = (at % self.stashes.between) * count + number
+            elif name in PER_MICRO_BATCH:
+                slot = at % self._stashes(name, unit)
+            yield name, self.buckets.whole(f"{unit.name}_{name}", dims, slot)

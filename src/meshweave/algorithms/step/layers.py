@@ -106,8 +106,8 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
     return hidden.total_s
 
 
-def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:
-    """Return the seconds that a layer takes, forward and backward, beyond the ops of its program."""
+def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
+    """Return the seconds of a layer beyond the ops of its program: forward, backward, of this for weights."""
     first, whole = forward_and_whole(problem, parallelism, 0, problem.product_dtype)
     forward_s = _added_s(problem, parallelism, first.kernels, "forward")
     backward_s = _added_s(problem, parallelism, whole.kernels - first.kernels, "backward")
@@ -116,7 +116,7 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
         backward_s += max(forward_s - skipped_s, 0.0)
     elif parallelism.recompute == "selective":
         backward_s += _attention_s(problem, parallelism, "forward")[1]
-    return forward_s, backward_s
+    return forward_s, backward_s, _accumulation_s(problem, parallelism)
 
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.split import SplitBackward, split_backward
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Buffer, Program
 
@@ -20,6 +22,7 @@ RESIDUALS = ("x", "z", "dx", "dz")
 """What the residual and its gradient are called in the programs of a piece."""
 PER_MICRO_BATCH = ("tokens", "targets")
 CONSTANTS = ("ids_in", "ids_out", "positions")
+PartKind = Literal["forward", "backward", "input_grad", "weight_grad"]
 _GIVEN = (*RESIDUALS, *PER_MICRO_BATCH, *CONSTANTS, "loss")
 
 
@@ -47,16 +50,29 @@ class Unit:
     """A piece of a model.
 
     Attributes:
-        name: "layer", "embedding" or "head".
+        name: "layer", "embedding" or "head"; of layers of several kinds "layer0", "layer1", ...
         parts: its forward and its backward program.
-        extra_flops: work that the software adds to each part, as FLOPs at the rate of the chip.
+        extra_flops: work that the software adds to its forward part, to its backward part, and of this to the
+            gradients of weights, as FLOPs at the rate of the chip.
         shards: over how many ranks its bucket is sharded.
     """
 
     name: str
     parts: BlockParts
-    extra_flops: tuple[int, int]
+    extra_flops: tuple[int, int, int]
     shards: int
+
+    @property
+    def is_layer(self) -> bool:
+        """Return whether it is a layer, and no end of the model."""
+        return self.name.startswith("layer")
+
+    @property
+    def constants(self) -> Iterator[tuple[str, int]]:
+        """Yield the inputs that no micro-batch changes, with their number of dims."""
+        for name in CONSTANTS:
+            for program, buffer in self.buffers_of((name,)):
+                yield name, len(local_shape(program, buffer))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
@@ -92,6 +108,29 @@ class Unit:
     @staticmethod
     def _own_sums(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if axis in ("row", "col"))
+
+    def program(self, part: PartKind) -> Program | None:
+        """Return the program of a part; None for the gradient of a residual where the piece has none."""
+        if part in ("forward", "backward"):
+            return self.parts.forward if part == "forward" else self.parts.backward
+        return self.split.input_grad if part == "input_grad" else self.split.weight_grad
+
+    def software_flops(self, part: PartKind) -> int:
+        """Return the work that the software adds to a part."""
+        forward, backward, for_weights = self.extra_flops
+        whole = {"forward": forward, "backward": backward, "weight_grad": for_weights}
+        return whole.get(part, backward - for_weights)
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        """Return its backward program as two: gradient of the residual, and of weights."""
+        return split_backward(self.parts)
+
+    @cached_property
+    def read_for_weights(self) -> frozenset[str]:
+        """Return the buffers that the program of the gradients of weights reads."""
+        inputs = (buffer.name for buffer in self.split.weight_grad.buffers if buffer.kind == "input")
+        return frozenset(inputs)
 
     @property
     def kept(self) -> Iterator[Buffer]:

@@ -1,0 +1,131 @@
+"""The backward part of a piece cut in two: what leads to the gradient of the residual, and all that is left.
+
+Schedules that fill bubbles with gradients of weights (Qi et al., Zero Bubble Pipeline Parallelism, ICLR '24) run
+the second part later. What it reads of the first one is an output there and an input of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.block.parts import BlockParts, reaching, read_first
+from meshweave.base.errors import UnsupportedError
+from meshweave.ir.program import Lane, On, Program, Statement
+from meshweave.ir.program.meanings import sources_of
+from meshweave.ir.program.ops import Call
+from meshweave.ir.program.statements import ops_of
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """The backward part of a piece as two programs.
+
+    Attributes:
+        input_grad: makes the gradient of the residual; None where there is no residual before the piece.
+        weight_grad: makes the gradients of weights.
+        passed: the buffers that are outputs of the first and inputs of the second.
+    """
+
+    input_grad: Program | None
+    weight_grad: Program
+    passed: tuple[str, ...]
+
+
+def split_backward(parts: BlockParts) -> SplitBackward:
+    """Return the backward program of a piece as two.
+
+    Raises:
+        UnsupportedError: the second part reads scratch that no call of the first makes, or changes what it reads.
+    """
+    whole = parts.backward
+    (on,) = whole.body
+    assert isinstance(on, On)
+    outputs = {buffer.name for buffer in whole.buffers if buffer.kind == "output"}
+    wanted = outputs - parts.sums.keys()
+    if not wanted:
+        return SplitBackward(None, whole, ())
+    first, second = _cut(on.body, wanted, outputs - wanted)
+    second = (*_scratch_again(whole, first, second), *second)
+    made = {view.buffer for op in ops_of(first) for view in op.writes}
+    passed = tuple(name for name in read_first(second) if name in made)
+    if changed := {view.buffer for op in ops_of(second) for view in op.writes} & set(passed):
+        raise UnsupportedError(f"gradients of weights change {min(changed)}, which the residual's has left")
+    input_grad = _program(whole, "input gradient", first, (), (*passed, *wanted))
+    weight_grad = _program(whole, "weight gradients", second, passed, outputs - wanted)
+    return SplitBackward(input_grad, weight_grad, passed)
+
+
+def _cut(
+    statements: Sequence[Statement], residual: Iterable[str], weights: Iterable[str]
+) -> tuple[tuple[Statement, ...], tuple[Statement, ...]]:
+    """Return the statements that lead to buffers of weights but not to those of the residual last, others first.
+
+    What leads to neither, as the end of a forward part that is computed again, stays in the first part.
+    """
+    of_residual, of_weights = _leading_to(statements, residual), _leading_to(statements, weights)
+    second = of_weights - of_residual
+    numbered = list(enumerate(statements))
+    return (
+        tuple(statement for number, statement in numbered if number not in second),
+        tuple(statement for number, statement in numbered if number in second),
+    )
+
+
+def _leading_to(statements: Sequence[Statement], wanted: Iterable[str]) -> set[int]:
+    """Return the numbers of the statements that some buffers depend on."""
+    needed, numbers = set(wanted), set[int]()
+    for number, statement in reversed(list(enumerate(statements))):
+        ops = list(ops_of((statement,)))
+        if any(view.buffer in needed for op in ops for view in op.writes):
+            needed |= {view.buffer for op in ops for view in op.reads}
+            numbers.add(number)
+    return numbers
+
+
+def _scratch_again(
+    whole: Program, first: Sequence[Statement], second: Sequence[Statement]
+) -> tuple[Statement, ...]:
+    """Return the calls of the first part that make scratch which the second one reads before it writes it."""
+    made = {view.buffer for op in ops_of(first) for view in op.writes}
+    scratch = {name for name in read_first(second) if whole.buffer_of[name].kind == "scratch"} & made
+    calls = tuple(
+        each for each in first if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
+    )
+    if lost := scratch - {view.buffer for call in calls for view in call.writes}:
+        raise UnsupportedError(f"gradients of weights read {min(lost)}, which is no tensor that can be kept")
+    return calls
+
+
+def _program(
+    whole: Program, what: str, statements: tuple[Statement, ...], given: Iterable[str], made: Iterable[str]
+) -> Program:
+    """Return a part with some buffers as inputs besides those of the whole, and some as outputs."""
+    used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
+    given, made = set(given), set(made)
+    buffers = []
+    for buffer in whole.buffers:
+        if buffer.name not in used:
+            continue
+        kind = buffer.kind
+        if buffer.name in given:
+            kind = "input"
+        elif buffer.name in made:
+            kind = "output"
+        elif kind == "output":
+            kind = "temp"
+        buffers.append(replace(buffer, kind=kind))
+    meanings = reaching(list(whole.computes), buffers)
+    needed = {buffer.tensor for buffer in buffers}
+    needed |= {tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))}
+    lanes = {op.lane for op in ops_of(statements)}
+    lanes |= {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
+    return replace(
+        whole,
+        name=f"{whole.name}, {what}",
+        tensors=tuple(tensor for tensor in whole.tensors if tensor.name in needed),
+        buffers=tuple(buffers),
+        lanes=tuple(lane for lane in whole.lanes if lane.name in lanes) or (Lane("compute"),),
+        body=(On(whole.meshes[0].name, statements),),
+        computes=tuple(meanings),
+    )

@@ -1,0 +1,103 @@
+"""The layers of a stage in loops: the first and the last alone, what is between them in runs that repeat.
+
+The first and the last layer stand alone, because the residual comes from and goes to other buffers there. Where
+layers are of several kinds, a run has a pattern of kinds, such as four windows and one layer of all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.ir.program.expressions import Index, Var
+
+LAYER = Var("l")
+"""The number of the turn, in loops over layers."""
+
+
+@dataclass(frozen=True)
+class LayerAt:
+    """A layer of a stage.
+
+    Attributes:
+        kind: the name of its unit.
+        place: its number among the layers of the stage, from the first one.
+        number: its number among those of its kind.
+        after: the layer after it; None for the last one, and for that layer itself.
+    """
+
+    kind: str
+    place: Index
+    number: Index
+    after: LayerAt | None = None
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Layers `start` to `start + turns * len(kinds) - 1`, whose kinds repeat.
+
+    Attributes:
+        before: the kinds of the layers before the run.
+        next: the kind of the layer after the run, "" for none; that of its first layer where it has several turns.
+    """
+
+    start: int
+    turns: int
+    kinds: tuple[str, ...]
+    before: tuple[str, ...]
+    next: str
+
+    def layers(self, *, backwards: bool) -> Iterator[LayerAt]:
+        """Yield the layers of a turn, of the loop over `LAYER` where there are several."""
+        count = len(self.kinds) + bool(self.next)
+        order: list[LayerAt] = []
+        for offset in reversed(range(count)):
+            order.append(replace(self._layer(offset, backwards), after=self._bare(order)))
+        order = order[::-1][: len(self.kinds)]
+        yield from reversed(order) if backwards else order
+
+    @staticmethod
+    def _bare(later: list[LayerAt]) -> LayerAt | None:
+        return replace(later[-1], after=None) if later else None
+
+    def _layer(self, offset: int, backwards: bool) -> LayerAt:
+        """Return the layer so far from the first one of a turn, at most the one after the turn."""
+        kinds = (*self.kinds, self.next)
+        kind = kinds[offset]
+        number = self.before.count(kind) + kinds[:offset].count(kind)
+        place = self._at_turn(self.start + offset, len(self.kinds), backwards)
+        return LayerAt(kind, place, self._at_turn(number, self.kinds.count(kind), backwards))
+
+    def _at_turn(self, first: int, step: int, backwards: bool) -> Index:
+        """Return a number that is `first` in the first turn, and grows by `step` each turn."""
+        if self.turns == 1:
+            return first
+        return first + (self.turns - 1) * step - LAYER * step if backwards else LAYER * step + first
+
+
+def layer_runs(kinds: Sequence[str]) -> tuple[LayerRun, ...]:
+    """Return the layers of a stage, whose kinds are given in order, as runs."""
+    count = len(kinds)
+    runs: list[LayerRun] = []
+    at = 0
+    while at < count:
+        period, turns = (1, 1) if at in (0, count - 1) else _longest(kinds[at : count - 1])
+        if turns > 1 and kinds[at + period * turns] != kinds[at]:
+            turns -= 1
+        stop = at + period * turns
+        following = kinds[stop] if stop < count else ""
+        runs.append(LayerRun(at, turns, tuple(kinds[at : at + period]), tuple(kinds[:at]), following))
+        at = stop
+    return tuple(runs)
+
+
+def _longest(kinds: Sequence[str]) -> tuple[int, int]:
+    """Return the shortest period of the most layers that repeat from the first one on, and its turns."""
+    best = 1, 1
+    for period in range(1, len(kinds) // 2 + 1):
+        turns = 1
+        while list(kinds[turns * period : (turns + 1) * period]) == list(kinds[:period]):
+            turns += 1
+        if turns > 1 and turns * period > best[0] * best[1]:
+            best = period, turns
+    return best
