@@ -20,7 +20,9 @@ def test_a_new_file_is_the_cluster_of_the_words(tmp_path: Path, capsys: pytest.C
     words = load_cluster("16 x H100, 4 a host, 2 x 200Gb")
     assert load_cluster(file) == replace(words, name="mine")
     assert (
-        run_app(["plan", "llama-2-7b", "--cluster", str(file), "--batch", "16", "--seq", "2048", "--json"])
+        run_app(
+            ["plan", "llama-2-7b", "--cluster", str(file), "--batch", "16", "--sequence", "2048", "--json"]
+        )
         == 0
     )
     assert json.loads(capsys.readouterr().out)["description"]["cluster"]["name"] == "mine"

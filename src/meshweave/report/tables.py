@@ -30,8 +30,8 @@ def text_table(
 
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in head:
-        justify = "left" if column in left else "right"
-        table.add_column(column, justify=justify, no_wrap=whole is not None and column in whole)
+        is_whole = whole is not None and column in whole
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=is_whole)
     for row in rows:
         table.add_row(*row)
     return table

@@ -221,9 +221,18 @@ class _StepWriter:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
             layers = ("layer",) * self.step.stage_layers[number]
-            place = number, mesh, replicas
-            rest = self.settings, boundaries, stashes, last.get(number, 0)
-            return BlockStage(*place, units, layers, *rest, is_split=number in split)
+            return BlockStage(
+                number,
+                mesh,
+                replicas,
+                units,
+                layers,
+                self.settings,
+                boundaries,
+                stashes,
+                last.get(number, 0),
+                is_split=number in split,
+            )
 
         transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
         return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
