@@ -128,4 +128,4 @@ def test_a_plan_of_words_stands_alone(tmp_path) -> None:  # type: ignore[no-unty
     made = mw.plan("llama-2-7b", "16 x H800, 8 a host, 8 x 400Gb", batch=16, sequence=2048)
     file = tmp_path / "plan.json"
     made.save(file)
-    assert "16 x H800" in mw.load_plan(file).cluster
+    assert "16 x H800" in mw.tune.load_plan(file).cluster
