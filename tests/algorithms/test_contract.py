@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.contract import Algorithm, Array, Gradient, Within, is_accurate
 from meshweave.algorithms.reshard.problem import ReshardProblem
+from meshweave.algorithms.step import SoftwareStack, StepProblem
 from meshweave.algorithms.table import ALGORITHMS, algorithm, algorithms_for
+from meshweave.algorithms.universal import UniversalProblem
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.work import traffic
@@ -57,6 +59,14 @@ def solution(
     return run_numpy(program, inputs, seed=seed, calls=entry.functions(problem)).outputs
 
 
+def written(entry: Entry, problem: Any, config: Any) -> Program:
+    """The program of a config; a test of one that has closed forms alone is skipped."""
+    try:
+        return entry.program(problem, config)
+    except UnsupportedError as error:
+        pytest.skip(f"no program: {error}")
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_entries_describe_themselves(name: str) -> None:
     entry = ALGORITHMS[name]
@@ -73,17 +83,19 @@ def test_entries_describe_themselves(name: str) -> None:
 def test_program_is_sound_and_computes_the_reference_in_any_order(
     entry: Entry, problem: Any, config: Any
 ) -> None:
-    program = entry.program(problem, config)
+    program = written(entry, problem, config)
     assert program == entry.program(problem, config)
     assert parse(to_text(program)) == program
-    validation = validate(program)
-    assert all(skipped.startswith("deadlocks of ready-first lanes") for skipped in validation.skipped)
-    assert all(agreement.is_certain for agreement in validation.replicas), validation.replicas_text
+    if entry.is_proved:
+        validation = validate(program)
+        assert all(skipped.startswith("deadlocks of ready-first lanes") for skipped in validation.skipped)
+        assert all(agreement.is_certain for agreement in validation.replicas), validation.replicas_text
     inputs = entry.random_inputs(problem)
     expected = entry.reference(problem, inputs)
     assert expected
+    operands, calls = entry.operands(problem, config, inputs), entry.calls(problem, config)
     for seed in (None, 1):
-        outputs = run_numpy(program, inputs, seed=seed, calls=entry.functions(problem)).outputs
+        outputs = entry.results(problem, config, run_numpy(program, operands, seed=seed, calls=calls).outputs)
         assert set(outputs) == set(expected)
         for tensor, value in expected.items():
             np.testing.assert_array_equal(outputs[tensor], value)
@@ -91,10 +103,11 @@ def test_program_is_sound_and_computes_the_reference_in_any_order(
 
 @pytest.mark.parametrize(("entry", "problem", "config"), CASES)
 def test_closed_forms_equal_what_the_program_does(entry: Entry, problem: Any, config: Any) -> None:
-    program = entry.program(problem, config)
+    program = written(entry, problem, config)
     for rank in program.ranks:
         assert entry.traffic(problem, config, rank) == traffic(program, rank)
-    assert is_accurate(entry.memory_accuracy, entry.peak_bytes(problem, config), peak_bytes(program, 0))
+    if entry.memory_accuracy is not None:
+        assert is_accurate(entry.memory_accuracy, entry.peak_bytes(problem, config), peak_bytes(program, 0))
 
 
 @pytest.mark.parametrize(("entry", "problem"), PROBLEMS)
@@ -120,10 +133,10 @@ def pod_for(ranks: tuple[int, ...]) -> Cluster:
 
 
 def require_accurate_time(entry: Entry, problem: Any, config: Any) -> None:
-    program = entry.program(problem, config)
-    machine = Machine.of(pod_for(program.ranks), program)
+    program = written(entry, problem, config)
+    machine = entry.machine(problem, config, pod_for(program.ranks))
     estimated = entry.estimate(problem, config, machine).total_s
-    simulated = simulate(program, machine, contention=False).duration_s
+    simulated = simulate(program, machine, contention=False).duration_s + entry.outside_s(problem, config)
     num_ops = max(len(ops) for ops in program.ops_by_rank.values())
     rounding = 1e-12 * (simulated if entry.estimate_accuracy == "exact" else num_ops)
     assert is_accurate(entry.estimate_accuracy, estimated, simulated, rounding), (estimated, simulated)
@@ -146,22 +159,64 @@ GENERATED = [
 @given(st.data())
 @pytest.mark.parametrize("entry", GENERATED)
 def test_an_estimate_within_a_share_is_so_for_problems_of_any_size(entry: Entry, data: st.DataObject) -> None:
-    """Examples grown by one factor, laid out for the machine on which they are simulated."""
-    problem = grown(
-        data.draw(st.sampled_from(list(entry.examples()))), data.draw(st.sampled_from([1, 7, 64, 512]))
-    )
-    ranks = entry.program(problem, next(entry.candidates(problem))).ranks
-    require_accurate_time(
-        entry, problem, data.draw(st.sampled_from(list(entry.candidates(problem, pod_for(ranks)))))
+    """Laid out for the machine on which they are simulated."""
+    example = data.draw(st.sampled_from(list(entry.examples())))
+    problem = data.draw(_GROWN[entry.problem_type](example))
+    ranks = {rank for placed in entry.placements(problem).values() for rank in placed.mesh.ranks}
+    candidates = list(entry.candidates(problem, pod_for(tuple(ranks))))
+    first = data.draw(st.integers(0, len(candidates) - 1))
+    order = candidates[first:] + candidates[:first]
+    require_accurate_time(entry, problem, next(each for each in order if has_program(entry, problem, each)))
+
+
+def has_program(entry: Entry, problem: Any, config: Any) -> bool:
+    try:
+        entry.program(problem, config)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def grown_products(example: Any) -> st.SearchStrategy[Any]:
+    """A product whose matrices have so many times the rows and columns."""
+    sizes = (example.m, example.n, example.k)
+    return st.sampled_from([1, 7, 64, 512]).map(
+        lambda times: replace(
+            example, **{name: times * size for name, size in zip("mnk", sizes, strict=True)}
+        )
     )
 
 
-def grown(problem: Any, times: int) -> Any:
-    """Return a product or a reshard whose matrices have so many times the rows and columns."""
-    if isinstance(problem, ReshardProblem):
-        moves = (replace(move, shape=tuple(times * size for size in move.shape)) for move in problem.moves)
-        return ReshardProblem(tuple(moves))
-    return replace(problem, m=times * problem.m, n=times * problem.n, k=times * problem.k)
+def grown_reshards(example: Any) -> st.SearchStrategy[Any]:
+    """A reshard of tensors that have so many times the size in every dim."""
+    return st.sampled_from([1, 7, 64, 512]).map(
+        lambda times: ReshardProblem(
+            tuple(replace(move, shape=tuple(times * size for size in move.shape)) for move in example.moves)
+        )
+    )
+
+
+def grown_steps(example: Any) -> st.SearchStrategy[Any]:
+    """A step whose layers take longer than the latency of a link."""
+
+    def grown(hidden: int, gated: bool, vocabulary: int, overlap: int, seq: int) -> Any:
+        model = replace(
+            example.model,
+            hidden=hidden,
+            head_dim=hidden // example.model.num_heads,
+            ffn_hidden=4 * hidden,
+            gated_ffn=gated,
+            vocab_size=vocabulary,
+        )
+        return replace(example, model=model, sequence=seq, stack=SoftwareStack(overlap=overlap))
+
+    sizes = (
+        st.sampled_from(each) for each in ((512, 2048), (True, False), (2048, 32000), (0, 1), (512, 2048))
+    )
+    return st.builds(grown, *sizes)
+
+
+_GROWN = {UniversalProblem: grown_products, ReshardProblem: grown_reshards, StepProblem: grown_steps}
 
 
 @examples(10)

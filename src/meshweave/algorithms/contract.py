@@ -7,14 +7,15 @@ problem leaves open: slice counts, the stationary matrix, an order of messages. 
 The relations between the methods are the contract. `tests/algorithms/test_contract.py` checks each of them for
 every entry of the table, so a new entry needs no test of its own:
 
-    meaning     run(program(p, c), x) == reference(p, x) for every c in candidates(p), in any legal order of ops
-    soundness   validate(program(p, c)) leaves nothing unproved
+    meaning     run(program(p, c), x) == reference(p, x) for every c in candidates(p) that has a program, in any
+                legal order of ops; tensors of the problem lie in the program's as `operands` and `results` say
+    soundness   validate(program(p, c)) leaves nothing unproved, unless `is_proved` says that it cannot
     layouts     placements(p)[t] is the layout of the input or output buffer that holds tensor t
     traffic     traffic(p, c, r) is what rank r moves in program(p, c), in bytes per mesh axis
     memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c): equal, or within a
                 share of it, as `memory_accuracy` says
-    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m: equal, no less, or within a
-                share of it, as `estimate_accuracy` says
+    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m, and `outside_s`: equal, no
+                less, or within a share of it, as `estimate_accuracy` says
     gradients   for g in gradients(p): <dy, f(x + e) - f(x)> == <program of g, e>, where e changes g.wrt alone
 
 Problems and configs are frozen, hashable values. Everything is deterministic: equal arguments give equal programs
@@ -23,6 +24,7 @@ on every rank of every machine.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -104,7 +106,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         problem_type: the type of its problems; algorithms of one type compete with each other.
         estimate_accuracy: how `estimate` compares with the uncontended simulation. An upper bound is within a
             picosecond per op where all shards are equal.
-        memory_accuracy: how `peak_bytes` compares with what the program holds.
+        memory_accuracy: how `peak_bytes` compares with what the program holds; None where that is not known.
+        is_proved: whether `validate` proves programs. It cannot where calls have no equations, and `run` is all.
     """
 
     name: ClassVar[str]
@@ -112,7 +115,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     source: ClassVar[str]
     problem_type: ClassVar[type[Hashable]]
     estimate_accuracy: ClassVar[Accuracy] = "exact"
-    memory_accuracy: ClassVar[Accuracy] = "exact"
+    memory_accuracy: ClassVar[Accuracy | None] = "exact"
+    is_proved: ClassVar[bool] = True
 
     @abstractmethod
     def examples(self) -> Iterator[ProblemT]:
@@ -129,7 +133,12 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
 
     @abstractmethod
     def program(self, problem: ProblemT, config: ConfigT) -> Program:
-        """Write the program. Raises LayoutError where the config does not fit the problem."""
+        """Write the program.
+
+        Raises:
+            LayoutError: the config does not fit the problem.
+            UnsupportedError: the config has closed forms, and no program is written for it.
+        """
 
     @abstractmethod
     def reference(self, problem: ProblemT, inputs: Arrays) -> dict[str, Array]:
@@ -146,6 +155,49 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         closed form.
         """
         return estimate(self.program(problem, config), machine)
+
+    def machine(self, problem: ProblemT, config: ConfigT, cluster: Cluster) -> Machine:
+        """Return the cluster with the meshes of a config's program laid on it, on which `estimate` prices it.
+
+        A mesh that is no part of a torus becomes a logical mesh, whose neighbours may be several hops apart.
+        """
+        return Machine.of(cluster, self.program(problem, config), logical=True)
+
+    def branches(
+        self, problem: ProblemT, part: Any = None, limit_s: float = math.inf
+    ) -> Iterator[Any] | None:
+        """Return what a part of the candidates is divided into: smaller parts, or configs. None for a config.
+
+        An entry with too many candidates to price each offers this, and `lower_bound`, for a search that leaves
+        out what its bounds rule out. This default divides nothing: candidates are priced one by one.
+
+        Args:
+            part: what `branches` gave before; None for all candidates, whose parts are searched one after the
+                other, each to its end.
+            limit_s: seconds from which on nothing changes the result, so that it may be left out.
+        """
+        return None
+
+    def lower_bound(self, problem: ProblemT, part: Any, *, is_tight: bool = False) -> float:
+        """Return seconds that no config of a part goes under; a config is a part of its own.
+
+        Args:
+            is_tight: whether a higher bound is wanted, which may take longer. It is asked of parts that a search
+                begins with, of the one that has the least bound so far.
+        """
+        return 0.0
+
+    def row(self, problem: ProblemT, part: Any) -> Hashable:
+        """Return what the configs of a row of a ranking have in common; each row has its best config alone."""
+        return part
+
+    def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
+        """Return what decides between configs that take as long: the lesser one comes first."""
+        return 0
+
+    def outside_s(self, problem: ProblemT, config: ConfigT) -> float:
+        """Return the seconds of an estimate that are of nothing in the program."""
+        return 0.0
 
     def refusal(self, problem: ProblemT) -> str | None:
         """Return in a few words why the algorithm cannot solve a problem of its type, or None if it can."""
@@ -169,6 +221,18 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
         """Return the functions of the program's `call` ops by name, on arrays; see `execute.calls`."""
         return {}
+
+    def calls(self, problem: ProblemT, config: ConfigT) -> Mapping[str, Callable[..., Any]]:
+        """Return `functions` for one config, where they depend on it."""
+        return self.functions(problem)
+
+    def operands(self, problem: ProblemT, config: ConfigT, inputs: Arrays) -> Arrays:
+        """Return the input tensors of a config's program from those of `reference`, where these are others."""
+        return inputs
+
+    def results(self, problem: ProblemT, config: ConfigT, outputs: Arrays) -> Arrays:
+        """Return the output tensors of `reference` from those of a config's program, where these are others."""
+        return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
         """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).

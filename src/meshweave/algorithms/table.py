@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "meshweave.algorithms"
 """The group of entry points under which an installed package offers algorithms of its own."""
 
-_FAMILIES = ("matmul2d", "universal.algorithm", "fused", "reshard.algorithm", "pipeline", "block")
+_FAMILIES = (
+    "matmul2d",
+    "universal.algorithm",
+    "fused",
+    "reshard.algorithm",
+    "pipeline",
+    "block",
+    "step.algorithm",
+)
 """The modules that list the entries of a family in `ENTRIES`, in the order of the table."""
 
 AnyEntry = TypeVar("AnyEntry")

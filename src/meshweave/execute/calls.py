@@ -3,13 +3,15 @@
 The function bound to a name is called as `fn(*ins, *args)`, where an op declares a stash as
 `fn(stash, *ins, *args)`: `stash` is a dict that the forward part fills and the later parts of the same
 stash, args and rank find and change, until the weight-gradient part has ended. The ins may alias buffers and must
-not be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None.
+not be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None. A
+function that is marked by `of_rank` is given the rank first: `fn(rank, *ins, *args)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from meshweave.base.errors import BindError, did_you_mean
 from meshweave.ir.program import Program
@@ -17,6 +19,16 @@ from meshweave.ir.program.ops import Call
 from meshweave.ir.work import Compute, call_work
 
 Calls = Mapping[str, Callable[..., Any]]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+_TAKES_RANK = "takes_rank"
+
+
+def of_rank(function: FunctionT) -> FunctionT:
+    """Mark a function of a call whose result depends on the rank, such as its tokens of a batch."""
+    setattr(function, _TAKES_RANK, True)
+    return function
+
 
 PaceCall = Callable[[Compute, Callable[[], Any]], Any]
 """Runs a call, given its work and what computes it, in the time that the work would take."""
@@ -31,15 +43,15 @@ def set_call_pace(pace: PaceCall | None) -> None:
 
 
 class CallTable:
-    """The functions of `call` ops, and the stashes of one rank. Only calls of a known `program` can be paced.
+    """The functions of `call` ops, and the stashes of `rank`. Only calls of a known `program` can be paced.
 
     Attributes:
         peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each part
             that is not the last of its stash.
     """
 
-    def __init__(self, functions: Calls, program: Program | None = None) -> None:
-        self._functions, self._program = functions, program
+    def __init__(self, functions: Calls, program: Program | None = None, rank: int = 0) -> None:
+        self._functions, self._program, self._rank = functions, program, rank
         self._stashes: dict[tuple[object, ...], dict[Any, Any]] = {}
         self._stash_sizes: dict[tuple[object, ...], int] = {}
         self._stash_bytes = self.peak_stash_bytes = 0
@@ -61,6 +73,8 @@ class CallTable:
         if op.fn not in self._functions:
             raise BindError(f"no function is bound to call '{op.fn}'{did_you_mean(op.fn, self._functions)}")
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]
+        if getattr(function, _TAKES_RANK, False):
+            function = partial(function, self._rank)
         stashes, key = self._stashes, (op.stash, *op.args)
         work = None if self._program is None else call_work(self._program, op)
 

@@ -138,7 +138,7 @@ class _Numbers:
         return block
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]:
-        table = self.tables.setdefault(rank, CallTable(self.calls))
+        table = self.tables.setdefault(rank, CallTable(self.calls, rank=rank))
         return [np.asarray(out) for out in table.bind(op)(*(block.copy() for block in ins))]
 
 

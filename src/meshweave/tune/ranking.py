@@ -1,15 +1,15 @@
-"""One planner for any problem: every algorithm that solves it, every config, ranked by estimated time.
+"""One planner for any problem: every algorithm that solves it, ranked by estimated time.
 
-The contract of algorithms is enough for this search: it prices every candidate. `simulate_best` then simulates
-the first few with contention. The planner of whole models (`search`) gets the same ranking faster, by lower
-bounds, and `blocks` ranks a block over all meshes.
+The contract of algorithms is enough for this search. It prices every candidate; where an algorithm divides its
+candidates into parts with lower bounds, as a training step does, it goes best first and prices few (`best_first`).
+`simulate_best` then simulates the first few with contention. The planner of the products of a model (`search`)
+gets the same ranking faster, and `blocks` ranks a block over all meshes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
@@ -17,58 +17,9 @@ from meshweave.algorithms.table import algorithm, algorithms_for
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Estimate
-from meshweave.ir.program import Program
 from meshweave.simulate import simulate
-
-
-@dataclass(frozen=True)
-class RankedConfig:
-    """One config of one algorithm for a problem, with its estimated time on a cluster.
-
-    Attributes:
-        simulated: seconds with contention, and those of them in which the first rank runs no product and no call;
-            None where it was not simulated.
-    """
-
-    algorithm: Algorithm[Any, Any]
-    problem: Hashable
-    config: Any
-    estimate: Estimate
-    simulated: tuple[float, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Return the simulated seconds, or else the estimated ones."""
-        return self.simulated[0] if self.simulated else self.estimate.total_s
-
-    @property
-    def exposed_s(self) -> float:
-        """Return the seconds in which neither products nor calls run, simulated or else estimated."""
-        return self.simulated[1] if self.simulated else self.estimate.exposed_s
-
-    @cached_property
-    def program(self) -> Program:
-        """Return the program."""
-        return self.algorithm.program(self.problem, self.config)
-
-    @cached_property
-    def traffic_bytes(self) -> dict[str, int]:
-        """Return the bytes that the first rank moves, by mesh axis."""
-        return self.algorithm.traffic(self.problem, self.config, self.program.ranks[0])
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Return the most bytes that the first rank holds at once."""
-        return self.algorithm.peak_bytes(self.problem, self.config, self.program.ranks[0])
-
-
-def machine_for(entry: Algorithm[Any, Any], problem: Hashable, config: Any, cluster: Cluster) -> Machine:
-    """Return the cluster with the meshes of a config's program laid on it.
-
-    A mesh that is no part of the torus becomes a logical mesh, whose neighbours may be several hops apart.
-    """
-    return Machine.of(cluster, entry.program(problem, config), logical=True)
+from meshweave.tune.best_first import BestFirst
+from meshweave.tune.ranked import RankedConfig
 
 
 def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, Algorithm[Any, Any]]:
@@ -94,28 +45,39 @@ def rank(
     *,
     algorithms: Sequence[str] | None = None,
     max_configs: int = 1000,
+    num_exact: int = 2,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[RankedConfig]:
     """Return the configs of a problem, the fastest by estimate first. Equally fast ones stay in candidate order.
 
+    Of an algorithm that divides its candidates into parts these are the best of each row (`Algorithm.row`) that
+    were priced; no other is faster than the first `num_exact`.
+
     Args:
         problem: a problem of any family.
         algorithms: names to choose among; None takes all that solve the problem.
-        max_configs: the most configs to price of each algorithm, its first candidates.
+        max_configs: the most configs to price of each algorithm whose candidates are priced one by one.
+        num_exact: see above.
         progress: called with the number of configs priced so far.
 
     Raises:
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.
     """
-    entries = solvers(problem, algorithms)
-    ranked = []
-    for entry in entries.values():
+    ranked: list[RankedConfig] = []
+    for entry in solvers(problem, algorithms).values():
+        parts = entry.branches(problem)
+        if parts is not None:
+            bare = Machine(cluster, (), logical=True)  # such an entry says itself where ranks lie
+            search = BestFirst(entry, problem, bare, num_exact)
+            search.run(parts)
+            ranked += search.ranked()
+            continue
         machine = None
         for number, config in enumerate(entry.candidates(problem, cluster)):
             if number == max_configs:
                 break
             if machine is None:
-                machine = machine_for(entry, problem, config, cluster)
+                machine = entry.machine(problem, config, cluster)
             ranked.append(RankedConfig(entry, problem, config, entry.estimate(problem, config, machine)))
             progress(len(ranked))
     if not ranked:
@@ -147,7 +109,7 @@ def simulate_best(
 
 def simulated_config(config: RankedConfig, cluster: Cluster) -> RankedConfig:
     """Return a config with the simulated seconds of its program, contention included."""
-    machine = machine_for(config.algorithm, config.problem, config.config, cluster)
+    machine = config.algorithm.machine(config.problem, config.config, cluster)
     trace = simulate(config.program, machine)
     return replace(config, simulated=(trace.duration_s, trace.exposed_s(config.program.ranks[0])))
 

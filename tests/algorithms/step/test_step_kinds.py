@@ -88,7 +88,7 @@ def test_the_search_of_two_kinds_finds_the_best_of_all() -> None:
     small = replace(model(window=512, windowed_layers=5), num_layers=16)
     mixed = StepProblem(small, CLUSTER, 16, 4096)
     search = StepSearch(StepSpace(mixed), CLUSTER.chip.memory_bytes)
-    best = search.run().rows[0]
+    best = search.ranking().rows[0]
     others = (
         Parallelism(data=d, tensor=8 // d, strategy=s)
         for d in (1, 2, 4, 8)

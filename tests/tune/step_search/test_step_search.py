@@ -14,16 +14,16 @@ import meshweave as mw
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.step import Parallelism, StepProblem, memory_of, step_of
+from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
 from meshweave.algorithms.step.pipeline import least_makespan_ps, num_stashes, time_pipeline
 from meshweave.algorithms.step.problem import DEGREES
+from meshweave.algorithms.step.space import StepLayout
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model.memory import Recompute
 from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
-from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.reasons import defaults_text
-from meshweave.tune.step_search.space import StepLayout
 from sampling import examples
 
 SMALL = mw.Transformer("small", 4, 1024, 8, 8, 128, 4096, 32000, False, "a test")
@@ -42,7 +42,7 @@ def hosts(num_hosts: int, chips_per_host: int) -> Cluster:
 
 
 def searched(problem: StepProblem, options: SpaceOptions, memory_bytes: int) -> StepRanking:
-    return StepSearch(StepSpace(problem, options), memory_bytes).run()
+    return StepSearch(StepSpace(problem, options), memory_bytes).ranking()
 
 
 def enumerated(
@@ -285,7 +285,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
             raise KeyboardInterrupt
 
     search.progress = interrupt
-    ranking = search.run()
+    ranking = search.ranking()
     assert ranking.rows and not ranking.is_complete
 
     def interrupt_at_once(done: int, total: int) -> None:
@@ -293,7 +293,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 
     nothing = StepSearch(StepSpace(problem), 1, progress=interrupt_at_once)
     with pytest.raises(KeyboardInterrupt):
-        nothing.run()
+        nothing.ranking()
 
 
 def test_faster_links_are_never_slower() -> None:

@@ -72,6 +72,16 @@ class RankMemory:
         return self.allocated + self.context + self.communication
 
     @property
+    def in_program(self) -> int:
+        """Return what the tensors of a step's program take."""
+        return self.weights + self.gradients + self.activations + self.buffers
+
+    @property
+    def outside(self) -> int:
+        """Return what a chip holds besides: optimizer states, fragmentation, context and communicators."""
+        return self.total - self.in_program
+
+    @property
     def allocated(self) -> int:
         """Return what a framework's allocator has: all but its context and the buffers of communicators."""
         states = self.weights + self.gradients + self.optimizer

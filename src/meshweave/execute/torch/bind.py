@@ -271,7 +271,7 @@ def _bound(
     communicates = bool(analysis.channels) or remote is not None
     call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
-    table = CallTable(calls or {}, program)
+    table = CallTable(calls or {}, program, rank)
     binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, num_threads)
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call)
 

@@ -7,9 +7,9 @@ planner   the plan of a model on a cluster: the ranking as a `Plan`
 reasons   why the winner wins, and what would make fit what does not
 """
 
+from meshweave.algorithms.step.space import SpaceOptions, StepLayout, StepSpace
 from meshweave.tune.step_search.planner import plan, plan_step
 from meshweave.tune.step_search.search import PricedStep, StepRanking, StepSearch
-from meshweave.tune.step_search.space import SpaceOptions, StepLayout, StepSpace
 
 __all__ = [
     "PricedStep",

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
+from meshweave.algorithms.step.space import divisors_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.levels import link_levels
-from meshweave.tune.step_search.space import divisors_of
 
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """What the number of chips and the batch are multiplied by; nearest to it where that does not divide."""

@@ -10,6 +10,7 @@ from meshweave.algorithms.step import Parallelism, Step, StepProblem, load_stack
 from meshweave.algorithms.step.ceiling import rate_ceiling
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES
+from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
@@ -23,7 +24,6 @@ from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
-from meshweave.tune.step_search.space import SpaceOptions, StepSpace
 
 NOTE = (
     "Estimated without contention between kinds of traffic. Kernels, collectives and links are those of the "
@@ -126,7 +126,7 @@ def plan_step(
     memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
     limit = problem.usable_bytes(memory_bytes)
     space = StepSpace(problem, options or SpaceOptions())
-    ranking = StepSearch(space, limit, num_exact, progress).run()
+    ranking = StepSearch(space, limit, num_exact, progress).ranking()
     if not ranking.rows:
         raise UnsupportedError(refusal_text(ranking))
     model, cluster = problem.model, problem.cluster

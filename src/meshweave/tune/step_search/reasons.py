@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+from meshweave.algorithms.step.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
 
 PART_NAMES = {
     "compute": "computing",

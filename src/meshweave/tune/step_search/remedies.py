@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 from meshweave.algorithms.step import Parallelism, StepProblem, peak_memory
+from meshweave.algorithms.step.space import MIN_CONTEXT_TOKENS, SpaceOptions
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.units import format_bytes
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, SpaceOptions
 
 _MOST_TIMES = 64
 """The most chips that are tried, over those that there are."""

@@ -17,6 +17,7 @@ from meshweave.algorithms.step.block_time import adapted_compute, block_of, comp
 from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
 from meshweave.algorithms.step.pipeline import ranks_of_stages
 from meshweave.algorithms.step.problem import Degree, Parallelism
+from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
 from meshweave.algorithms.step.stages import rank_layers, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
@@ -24,7 +25,6 @@ from meshweave.base.units import to_s
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.ir.work import Compute, matmul_work
-from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
 
 _SLICE_BLOCK = 8
 """Elements of a block of MeshSlice: where each rank has whole blocks, all slices are equal."""

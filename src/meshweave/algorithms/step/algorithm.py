@@ -1,0 +1,189 @@
+"""The entry of the table for a training step: a step is a problem, and its parallelism a config.
+
+The time and the memory of a step are closed forms (`compose`, `memory`). The estimate is that of the program
+without contention, and of what lies outside of it (`program.outside_s`).
+
+Of the relations of the contract two are not held yet. *Soundness*: calls that make matrices of a bucket and add
+gradients to it have no equations, so that `validate` proves nothing; programs are run on integers instead.
+*Memory*: `peak_bytes` counts weights, gradients, activations and buffers as a software stack keeps them, and a
+program keeps logits, gates and temporaries otherwise. What a chip holds besides is `RankMemory.outside`: optimizer
+states, context, communicators and fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+from meshweave.algorithms.contract import Algorithm, Array, Arrays, within
+from meshweave.algorithms.step.compose import least_step_s, memory_of, step_of
+from meshweave.algorithms.step.meaning import LaidWeights, dense_step, random_weights
+from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, LayoutsPart, StepPart, StepTree, row_key
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.program import lay_step, outside_s
+from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.space import StepSpace
+from meshweave.base.errors import MeshweaveError
+from meshweave.cost.machine import Machine
+from meshweave.describe.layout import Layout
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.model.transformer import Transformer
+from meshweave.estimate import Estimate
+from meshweave.ir.program import Program
+
+
+class StepEstimate(Estimate):
+    """The estimate of a step, of which parts are made when they are asked for."""
+
+    step: Step
+
+    def __init__(self, step: Step) -> None:
+        object.__setattr__(self, "step", step)
+        object.__setattr__(self, "total_s", step.time_s)
+
+    @property
+    def compute_s(self) -> float:  # type: ignore[override]
+        """Return the seconds of products, attention and element-wise work."""
+        parts = self.step.parts
+        return parts.compute + parts.recompute + parts.ends
+
+    @property
+    def copy_s(self) -> float:  # type: ignore[override]
+        """Return the seconds of the update of weights."""
+        return self.step.parts.optimizer
+
+    @property
+    def launch_s(self) -> float:  # type: ignore[override]
+        """Return the seconds of what is outside the model."""
+        return self.step.parts.software
+
+    @property
+    def sync_s(self) -> float:  # type: ignore[override]
+        """Return the seconds in which a rank waits for others."""
+        return self.step.parts.bubble
+
+    @property
+    def transfer_s(self) -> float:  # type: ignore[override]
+        """Return the seconds of communication that nothing hides."""
+        return self.step.parts.exposed
+
+
+class TrainingStep(Algorithm[StepProblem, Parallelism]):
+    """A step of training: layers on tensor-parallel ranks, in a pipeline, on replicas."""
+
+    name = "step"
+    title = "Training step"
+    source = "Narayanan et al., Megatron-LM, SC '21; Rajbhandari et al., ZeRO, SC '20"
+    problem_type = StepProblem
+    estimate_accuracy = within(0.05)
+    memory_accuracy = None
+    is_proved = False
+
+    def examples(self) -> Iterator[StepProblem]:
+        """Yield steps of integers of two small models on four chips."""
+        cluster = load_cluster("tpu-v4-pod:4")
+        tiny = Transformer("tiny", 2, 8, 4, 4, 2, 16, 12, False, "made up", tied_embeddings=False)
+        yield StepProblem(tiny, cluster, 4, 4, "float32")
+        grouped = Transformer("grouped", 4, 8, 4, 2, 2, 12, 8, True, "made up", tied_embeddings=False)
+        yield StepProblem(grouped, cluster, 8, 4, "float32")
+
+    def candidates(self, problem: StepProblem, cluster: Cluster | None = None) -> Iterator[Parallelism]:
+        """Yield the configurations that fit, those with few tensor and pipeline ranks first."""
+        for choice in StepSpace(problem).choices():
+            try:
+                if memory_of(problem, choice).total <= problem.usable_bytes():
+                    yield choice
+            except MeshweaveError:
+                continue
+
+    def program(self, problem: StepProblem, config: Parallelism) -> Program:
+        """Return the program on all chips. Raises LayoutError, and UnsupportedError where none is written."""
+        return lay_step(step_of(problem, config), folds=False, calls=False).program
+
+    def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
+        """Return the machine of the program: the cluster is that of the problem."""
+        return lay_step(step_of(problem, config), folds=False, calls=False).machine
+
+    def placements(self, problem: StepProblem) -> dict[str, Layout]:
+        """Return the layouts of the buckets of the first candidate."""
+        buffers = self.program(problem, next(self.candidates(problem))).buffers
+        placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
+        return {name: layout for name, layout in placed if name is not None and layout is not None}
+
+    # --- closed forms -----------------------------------------------------------------------------------
+
+    def estimate(self, problem: StepProblem, config: Parallelism, machine: Machine) -> Estimate:
+        """Return the closed form of `step_of`, on the cluster of the problem; `machine` is not used."""
+        return StepEstimate(step_of(problem, config))
+
+    def outside_s(self, problem: StepProblem, config: Parallelism) -> float:
+        """Return the seconds of software, and of the gradient of a table that both ends have."""
+        step = step_of(problem, config)
+        return outside_s(step, lay_step(step, folds=False, calls=False))
+
+    def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
+        """Return the bytes of weights, gradients, activations and buffers on a chip."""
+        stage = rank // config.stride("pipeline") % config.pipeline
+        return memory_of(problem, config).ranks[stage].in_program
+
+    # --- the search -------------------------------------------------------------------------------------
+
+    def branches(
+        self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
+    ) -> Iterator[StepPart] | None:
+        """Return plain layouts and others, then layouts, choices, or configurations (`step.parts`)."""
+        if isinstance(part, Parallelism):
+            return None
+        if part is None:
+            return iter(StepTree(StepSpace(problem), problem.usable_bytes()).parts)
+        return part.tree.branches(part, limit_s)
+
+    def lower_bound(self, problem: StepProblem, part: StepPart, *, is_tight: bool = False) -> float:
+        """Return a bound by the layers of the busiest rank, or of a configuration `least_step_s`."""
+        if isinstance(part, Parallelism):
+            return least_step_s(problem, part)
+        return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
+
+    def row(self, problem: StepProblem, part: StepPart) -> Hashable:
+        """Return degrees and strategy."""
+        match part:
+            case Parallelism():
+                return row_key(part)
+            case LayoutPart():
+                return row_key(part.layout)
+            case ChoicePart():
+                return row_key(part.choice)
+        return part
+
+    def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
+        """Return the bytes of the fullest chip, then the configuration in words."""
+        assert isinstance(estimate, StepEstimate)
+        return estimate.step.memory.total, str(config)
+
+    # --- meaning ----------------------------------------------------------------------------------------
+
+    def random_inputs(self, problem: StepProblem, seed: int = 0) -> dict[str, Array]:
+        """Return small integers for the weights of the model, by name."""
+        return random_weights(problem, seed)
+
+    def reference(self, problem: StepProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return the gradients of all weights over the whole batch, and the weights that they are updated to."""
+        return dense_step(problem, inputs)
+
+    def operands(self, problem: StepProblem, config: Parallelism, inputs: Arrays) -> dict[str, Array]:
+        """Return the buckets of weights of all ranks."""
+        return LaidWeights(step_of(problem, config)).buckets(inputs)
+
+    def results(self, problem: StepProblem, config: Parallelism, outputs: Arrays) -> dict[str, Array]:
+        """Return gradients and updated weights by name from their buckets."""
+        return LaidWeights(step_of(problem, config)).whole(outputs)
+
+    def calls(self, problem: StepProblem, config: Parallelism) -> Mapping[str, Callable[..., Any]]:
+        """Return what the calls of the program compute, on integers; the optimizer subtracts the gradient."""
+        return LaidWeights(step_of(problem, config)).calls()
+
+
+TRAINING_STEP = TrainingStep()
+
+ENTRIES = (TRAINING_STEP,)

@@ -1,0 +1,250 @@
+"""The configurations of a step as a tree of parts, with lower bounds of their times, within memory.
+
+    plain, others   layouts with the first strategy, no context ranks and the usual order, then all others
+    layout          a layout with a micro-batch; its bound is that of its layers on one chip, then of them as laid
+    choice          a layout with micro-batch, schedule and recomputation, and with the highest ZeRO level for all
+    configuration   one with its ZeRO level, if it fits; its bound is `least_step_s`
+
+Memory is looked at before time: of all choices of a layout the one that keeps least says whether any may fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
+from meshweave.algorithms.step.compose import peak_memory
+from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.pipeline import num_stashes
+from meshweave.algorithms.step.problem import DEGREES, Parallelism
+from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace
+from meshweave.base.errors import MeshweaveError
+from meshweave.describe.model.memory import RECOMPUTES, Recompute
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutsPart:
+    """The layouts of a tree that are plain, or the others."""
+
+    tree: StepTree
+    is_plain: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutPart:
+    """A layout with a micro-batch.
+
+    Attributes:
+        recompute: the least recomputation that may fit.
+        bound_s: the least seconds of a step of it wherever its ranks lie.
+    """
+
+    tree: StepTree
+    degrees: DegreeSizes
+    layout: StepLayout
+    micro_batch: int
+    recompute: Recompute
+    bound_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class ChoicePart:
+    """A configuration with any of its ZeRO levels: `choice` has the highest."""
+
+    tree: StepTree
+    choice: Parallelism
+    bound_s: float
+
+
+StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
+
+
+def row_key(of: Parallelism | StepLayout) -> tuple[object, ...]:
+    """Return what makes a row of a ranking: degrees and strategy."""
+    return of.data, of.pipeline, of.context, of.tensor, of.strategy
+
+
+@dataclass(eq=False)
+class StepTree:
+    """The parts of a space whose configurations fit, and what was seen of those that do not.
+
+    Attributes:
+        memory_bytes: the most bytes that a chip may hold.
+        over_memory: layouts and configurations that do not fit.
+        refused: layouts that the model of a step refuses, with the reason of the first.
+        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+    """
+
+    space: StepSpace
+    memory_bytes: int
+    over_memory: int = 0
+    refused: int = 0
+    reason: str = ""
+    smallest: tuple[Parallelism, int] | None = None
+    _bounds: LayerBounds = field(init=False)
+    _known_steps: dict[tuple[int, int, int], float] = field(init=False, default_factory=dict)
+    _bytes: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._problem, self._bounds = self.space.problem, LayerBounds(self.space)
+
+    @property
+    def parts(self) -> tuple[LayoutsPart, LayoutsPart]:
+        """Return all; the plain ones give an early answer, which rules out most others."""
+        return LayoutsPart(self, True), LayoutsPart(self, False)
+
+    def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
+        """Return what a part is divided into; see `Algorithm.branches`."""
+        match part:
+            case LayoutsPart():
+                return self._layouts(part.is_plain, limit_s)
+            case LayoutPart():
+                return self._choices(part)
+            case ChoicePart():
+                return self._levels(part.choice)
+        raise AssertionError("a configuration has no branches")
+
+    def bound_s(self, part: LayoutPart | ChoicePart, *, is_tight: bool) -> float:
+        """Return the least seconds of the configurations of a part."""
+        if isinstance(part, ChoicePart) or not is_tight:
+            return part.bound_s
+        layer_s = self._bounds.layer_s(part.layout, part.micro_batch, part.recompute)
+        return max(part.bound_s, self._steps_per_layer(part.degrees, part.micro_batch) * layer_s)
+
+    # --- layouts ----------------------------------------------------------------------------------------
+
+    def _is_plain(self, layout: StepLayout) -> bool:
+        return (
+            layout.context == 1
+            and layout.strategy == self.space.options.strategies[0]
+            and layout.order == DEGREES
+        )
+
+    def _layouts(self, is_plain: bool, limit_s: float) -> Iterator[StepPart]:
+        """Yield layouts with each micro-batch that may fit; memory does not depend on the order."""
+        for degrees in self.space.degrees:
+            if is_plain and degrees.context > 1:
+                continue
+            sizes = self.space.micro_batches(degrees.data)
+            ratio = [self._steps_per_layer(degrees, size) for size in sizes]
+            least_s = min((size * each for size, each in zip(sizes, ratio, strict=True)), default=math.inf)
+            if least_s * self._bounds.flops_s(degrees) >= limit_s:
+                continue
+            fitting: dict[tuple[object, ...], list[Recompute]] = {}
+            for layout in self.space.layouts(degrees):
+                if self._is_plain(layout) != is_plain:
+                    continue
+                key = layout.strategy, layout.tensor
+                if key not in fitting:
+                    fitting[key] = self._fitting_recomputes(layout, sizes)
+                for size, recompute, seconds in zip(sizes, fitting[key], ratio, strict=False):
+                    bound_s = seconds * self._bounds.kernels_s(layout, size, recompute)
+                    yield LayoutPart(self, degrees, layout, size, recompute, bound_s)
+
+    def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
+        """Return the least recomputation that may fit, for each micro-batch up to the last that does."""
+        levels = self._least_levels(layout)
+        kinds = sorted(self.space.options.recompute, key=RECOMPUTES.index)
+        least: list[Recompute] = []
+        try:
+            for size in sizes:
+                count = self._problem.batch // layout.data // size
+                pairs = _least_kept(layout.pipeline, count, self.space.schedules(layout.pipeline, count))
+                for kind in tuple(kinds):
+                    choices = (layout.choice(size, *pair, level, kind) for pair in pairs for level in levels)
+                    if any(self._fits(choice) for choice in choices):
+                        least.append(kind)
+                        break
+                    kinds.remove(kind)
+                else:
+                    break
+        except MeshweaveError as error:
+            self.refused += 1
+            self.reason = self.reason or str(error)
+            return []
+        return least
+
+    def _least_levels(self, layout: StepLayout) -> tuple[int, ...]:
+        """Return the ZeRO levels of which one keeps least: the highest, or any where ranks have few layers.
+
+        ZeRO-2 and 3 have a few layers and tables whole besides the shards; they save 1 - 1 / n of each layer.
+        """
+        model, levels = self._problem.model, self.space.zero_levels(layout.data, layout.context)
+        weights = model.layer.num_weights
+        whole = 2 * GATHERED_LAYERS + 4 * (model.vocab_size or 0) * model.hidden / weights
+        saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
+        return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))
+
+    def _steps_per_layer(self, degrees: DegreeSizes, size: int) -> float:
+        """Return a lower bound, over all schedules, of the time of a step over that of a layer's micro-batch."""
+        key = degrees.data, degrees.pipeline, size
+        if key not in self._known_steps:
+            count = self._problem.batch // degrees.data // size
+            layers = self._problem.model.num_layers
+            self._known_steps[key] = min(
+                (
+                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0)
+                    for schedule, virtual in self.space.schedules(degrees.pipeline, count)
+                ),
+                default=math.inf,
+            )
+        return self._known_steps[key]
+
+    # --- choices ----------------------------------------------------------------------------------------
+
+    def _choices(self, part: LayoutPart) -> Iterator[StepPart]:
+        """Yield the schedules and recomputations of a layout, from the least recomputation that may fit on."""
+        layout, micro_batch = part.layout, part.micro_batch
+        count = self._problem.batch // layout.data // micro_batch
+        kinds = sorted(self.space.options.recompute, key=RECOMPUTES.index)
+        num_layers, head_s = self._problem.model.num_layers, self._bounds.head_s(layout, micro_batch)
+        most = max(self.space.zero_levels(layout.data, layout.context))
+        for recompute in kinds[kinds.index(part.recompute) :]:
+            layer_s = self._bounds.recomputed_s(layout, micro_batch, recompute)
+            for schedule, virtual in self.space.schedules(layout.pipeline, count):
+                numbers = num_layers, layout.pipeline, schedule, virtual, count
+                bound_s = step_bound_s(*numbers, layer_s, head_s)
+                choice = layout.choice(micro_batch, schedule, virtual, most, recompute)
+                yield ChoicePart(self, choice, bound_s)
+
+    def _levels(self, choice: Parallelism) -> Iterator[StepPart]:
+        """Yield a configuration with each of its ZeRO levels that fits."""
+        for zero in sorted(self.space.zero_levels(choice.data, choice.context), reverse=True):
+            each = replace(choice, zero=zero)
+            if self._fits(each):
+                yield each
+
+    def _fits(self, choice: Parallelism) -> bool:
+        """Return whether the fullest chip has the memory; the order makes no difference."""
+        p = choice
+        degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch
+        key = degrees, p.schedule, p.virtual_stages, p.zero, p.recompute
+        size = self._bytes.get(key)
+        if size is None:
+            size = self._bytes[key] = peak_memory(self._problem, choice).total
+        if size <= self.memory_bytes:
+            return True
+        self.over_memory += 1
+        if self.smallest is None or size < self.smallest[1]:
+            self.smallest = choice, size
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _least_kept(pipeline: int, count: int, pairs: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """Return the (schedule, stages a rank) that keep least: those of which no other has less on every rank."""
+    if len(pairs) == 1:
+        return pairs
+    kept = {
+        pair: [stashes / pair[1] for stashes in num_stashes(pair[0], pipeline, pair[1], count)]
+        for pair in pairs
+    }
+    least: list[tuple[str, int]] = []
+    for pair in pairs:
+        others = (kept[other] for other in least)
+        if not any(all(a <= b for a, b in zip(other, kept[pair], strict=True)) for other in others):
+            least.append(pair)
+    return tuple(least)

@@ -1,0 +1,167 @@
+"""Rank the configs of an entry that divides them into parts: best first, by lower bounds, anytime.
+
+This is branch and bound over `Algorithm.branches`. A part waits in a queue, by its bound. The bound of a part that
+the search begins with is tightened only when it is the least, and the part is divided only when it still is. A
+config is priced. The search ends when the least bound exceeds the time of the last exact row of the ranking. The
+result is exact if the bounds are.
+
+Until something is priced, what a part from the queue is divided into is looked at at once: an early answer rules
+out most of the rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshweave.algorithms.contract import Algorithm
+from meshweave.base.errors import MeshweaveError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.cost.machine import Machine
+from meshweave.tune.ranked import RankedConfig
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A part, or a config, in the queue: the one with the least bound comes first.
+
+    Attributes:
+        is_tight: whether the bound has been tightened.
+        is_first: whether it is one of those that the search has begun with.
+    """
+
+    bound_s: float
+    number: int
+    part: Any = field(compare=False)
+    is_tight: bool = field(compare=False)
+    is_first: bool = field(compare=False)
+
+
+class BestFirst:
+    """A search, to be run once.
+
+    Args:
+        entry: the algorithm.
+        problem: its problem.
+        machine: what configs are priced on.
+        num_exact: rows of the ranking that must be exact; the others are the best that were priced.
+        progress: called with the numbers of parts done, of those that the search begins with, and of these.
+
+    Attributes:
+        rows: the best config of each row that was priced.
+        priced: all that were priced.
+        num_first: the parts that the search has begun with.
+        num_priced: how often a config was priced.
+        refused: parts and configs that the entry refuses, with the reason of the first.
+        is_complete: whether the search has run to its end.
+    """
+
+    def __init__(
+        self,
+        entry: Algorithm[Any, Any],
+        problem: Hashable,
+        machine: Machine,
+        num_exact: int,
+        progress: Progress = no_progress,
+    ) -> None:
+        self._entry, self._problem, self._machine = entry, problem, machine
+        self.num_exact, self.progress = num_exact, progress
+        self.rows: dict[Hashable, RankedConfig] = {}
+        self.priced: dict[Any, RankedConfig] = {}
+        self.num_first = self.num_priced = self.refused = 0
+        self.reason = ""
+        self.is_complete = False
+        self._limit_s = math.inf
+        self._queue: list[_Waiting] = []
+        self._number = 0
+
+    def run(self, parts: Iterable[Any]) -> None:
+        """Search parts one after the other. Ctrl-C ends the search with the best so far, once there is one."""
+        try:
+            for part in parts:
+                self._search(part)
+        except KeyboardInterrupt:
+            if not self.rows:
+                raise
+            return
+        self.progress(self.num_first, self.num_first)
+        self.is_complete = True
+
+    def ranked(self) -> list[RankedConfig]:
+        """Return the best config of each row, the fastest first."""
+        return sorted(self.rows.values(), key=self._key)
+
+    def _search(self, part: Any) -> None:
+        self._queue = queue = []
+        for child in self._entry.branches(self._problem, part, self._limit_s) or ():
+            bound_s = self._entry.lower_bound(self._problem, child)
+            if bound_s < self._limit_s:
+                queue.append(self._waiting(child, bound_s, is_first=True))
+        heapq.heapify(queue)
+        left, total = len(queue), self.num_first + len(queue)
+        self.num_first = total
+        while queue and queue[0].bound_s < self._limit_s:
+            waiting = heapq.heappop(queue)
+            left -= self._visit(waiting) and waiting.is_first
+            self.progress(total - left, total)
+
+    def _waiting(self, part: Any, bound_s: float, *, is_first: bool) -> _Waiting:
+        self._number += 1
+        return _Waiting(bound_s, self._number, part, not is_first, is_first)
+
+    def _visit(self, waiting: _Waiting) -> bool:
+        """Visit a part; return whether it is done with."""
+        entry, problem, part = self._entry, self._problem, waiting.part
+        try:
+            if waiting.bound_s >= self._limit_for(part):
+                return True
+            if not waiting.is_tight:
+                waiting.is_tight = True
+                least_s = entry.lower_bound(problem, part, is_tight=True)
+                if least_s > waiting.bound_s:
+                    waiting.bound_s = least_s
+                    if least_s >= self._limit_s:
+                        return True
+                    heapq.heappush(self._queue, waiting)
+                    return False
+            self._divide(part, waiting.bound_s)
+        except MeshweaveError as error:
+            self.refused += 1
+            self.reason = self.reason or str(error)
+        return True
+
+    def _divide(self, part: Any, bound_s: float) -> None:
+        """Price a config, or put the branches of a part into the queue that their bounds do not rule out."""
+        children = self._entry.branches(self._problem, part, self._limit_s)
+        if children is None:
+            self._price(part)
+            return
+        for child in children:
+            if not self.rows:
+                self._divide(child, bound_s)
+                continue
+            least_s = self._entry.lower_bound(self._problem, child)
+            if least_s < self._limit_for(child):
+                heapq.heappush(self._queue, self._waiting(child, max(least_s, bound_s), is_first=False))
+
+    def _limit_for(self, part: Any) -> float:
+        """Return the seconds from which on a part changes no row of the ranking."""
+        row = self.rows.get(self._entry.row(self._problem, part))
+        return self._limit_s if row is None else min(self._limit_s, row.seconds)
+
+    def _price(self, config: Any) -> None:
+        estimate = self._entry.estimate(self._problem, config, self._machine)
+        priced = self.priced[config] = RankedConfig(self._entry, self._problem, config, estimate)
+        self.num_priced += 1
+        key = self._entry.row(self._problem, config)
+        if key not in self.rows or self._key(priced) < self._key(self.rows[key]):
+            self.rows[key] = priced
+            if len(self.rows) >= self.num_exact:
+                times = (row.seconds for row in self.rows.values())
+                self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+
+    def _key(self, ranked: RankedConfig) -> tuple[float, Any]:
+        return ranked.seconds, self._entry.preference(self._problem, ranked.config, ranked.estimate)
