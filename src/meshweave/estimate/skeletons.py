@@ -1,7 +1,7 @@
 """The closed-form reading: time of a skeleton as a max-plus recurrence, jumped over once it is periodic.
 
 A software pipeline costs prologue + (n - 1) steady + epilogue (MeshSlice, section 3.2.2). Instead of writing that
-down per algorithm, the recurrence of its tasks (`estimate.recurrence`) is followed for a few turns. Max-plus
+down per algorithm, the recurrence of its tasks (`base.recurrence`) is followed for a few turns. Max-plus
 recurrences are linear: as soon as one turn shifts all that the next one depends on by the same amount, all further
 turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshweave.base.recurrence import follow
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.estimate.chains import chained_ps, has_chains, hop_ps, is_buffered
-from meshweave.estimate.recurrence import follow
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work
 

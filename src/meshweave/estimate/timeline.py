@@ -1,7 +1,7 @@
 """The skeleton as a timeline: the spans that the max-plus recurrence gives to the tasks of every turn.
 
 With chains each time is an array over the ranks of a grid, and a task ends on each rank as its kind says. That is
-the definition of what `csrc/skeleton.cpp` computes; without chains it is the recurrence of `estimate.recurrence`.
+the definition of what `csrc/skeleton.cpp` computes; without chains it is the recurrence of `base.recurrence`.
 """
 
 from __future__ import annotations

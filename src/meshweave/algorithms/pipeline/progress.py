@@ -18,7 +18,7 @@ from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRunt
 from meshweave.algorithms.pipeline.action_table import ABSENT, tabulate
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError
-from meshweave.estimate.recurrence import follow
+from meshweave.base.recurrence import follow
 
 
 @dataclass(frozen=True)

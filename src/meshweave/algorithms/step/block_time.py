@@ -1,7 +1,7 @@
 """Time the program of a block on the ranks of a layer, without the reductions of gradients of weights.
 
 The tasks of most strategies are written once for all micro-batches (`BlockAlgorithm.sized_skeleton`), and their
-recurrence is followed for each size (`estimate.recurrence`): a task begins when its lane is free and those that it
+recurrence is followed for each size (`base.recurrence`): a task begins when its lane is free and those that it
 waits for have ended. Blocks that include 2D products have a skeleton for each size and number of slices.
 
 What a chip computes costs the same wherever its ranks lie, so prices of it are kept for all layouts.
@@ -19,6 +19,7 @@ from meshweave.algorithms.step.placement import block_axes, machine_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.errors import LayoutError
+from meshweave.base.recurrence import follow
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
@@ -26,7 +27,6 @@ from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate_skeleton
-from meshweave.estimate.recurrence import follow
 from meshweave.estimate.timeline import TaskSpan, task_spans
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer
