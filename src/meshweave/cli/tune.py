@@ -29,7 +29,7 @@ from meshweave.report.tables import print_table
 if TYPE_CHECKING:
     from meshweave.algorithms.universal import Operand, UniversalConfig, UniversalProblem
     from meshweave.tune.layouts import TunedLayouts
-    from meshweave.tune.ranking import RankedConfig
+    from meshweave.tune.ranked import RankedConfig
     from meshweave.tune.schedules import SimulatedSchedule
 
 MAX_LAYOUT_RANKS = 64

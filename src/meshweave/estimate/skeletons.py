@@ -90,7 +90,7 @@ class TimedSkeleton:
         return max(lanes, default=0)
 
 
-class _Segment(NamedTuple):
+class _TurnPiece(NamedTuple):
     """Tasks of a turn up to a part, for `follow`, and the part; None after the last one.
 
     Places are the tasks by number, then those of earlier turns, the last turn first, then the lanes.
@@ -105,7 +105,7 @@ class _CompiledPhase(NamedTuple):
 
     turns: int
     steps: list[_Step]
-    segments: list[_Segment]
+    segments: list[_TurnPiece]
     reach: int
 
 
@@ -159,7 +159,7 @@ class _Compiler:
         )
         first_lane = len(numbers) * (reach + 1)
         steps: list[_Step] = []
-        segments = [_Segment([], None)]
+        segments = [_TurnPiece([], None)]
         last: dict[int, int] = {}  # the task of the segment that had each lane last
         seen: set[str] = set()
         for task in phase.tasks:
@@ -173,10 +173,10 @@ class _Compiler:
                     place = first_lane + self._lane(name)
                     tasks.append((place, 0, (place, *(numbers[other] for other in waits))))
                 part = self.skeleton(task.skeleton)
-                segments[-1] = _Segment(tasks, part)
+                segments[-1] = _TurnPiece(tasks, part)
                 last = {}
                 ended = number, 0, [first_lane + lane for lane in part.lanes]
-                segments.append(_Segment([ended], None))
+                segments.append(_TurnPiece([ended], None))
                 continue
             step = self._step(task, number, numbers)
             steps.append(step)

@@ -16,7 +16,8 @@ _HOME = {
     "tune.search": "plan_model",
     "tune.step_search": "SpaceOptions",
     "tune.exports": "Export export_plan",
-    "tune.ranking": "RankedConfig simulate_best",
+    "tune.ranked": "RankedConfig",
+    "tune.ranking": "simulate_best",
     "tune.blocks": "BlockRanking rank_blocks",
     "tune.block_reasons": "block_reason",
     "tune.fused": "FusedChoice tune_fused",
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from meshweave.tune.plan_file import load_plan as load_plan
     from meshweave.tune.product import TunedProduct as TunedProduct
     from meshweave.tune.product import tune_product as tune_product
-    from meshweave.tune.ranking import RankedConfig as RankedConfig
+    from meshweave.tune.ranked import RankedConfig as RankedConfig
     from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
     from meshweave.tune.search import plan_model as plan_model

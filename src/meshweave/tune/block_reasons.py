@@ -14,7 +14,7 @@ from fractions import Fraction
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cost.machine import Machine
 from meshweave.tune.blocks import BlockRanking, mesh_of
-from meshweave.tune.ranking import RankedConfig
+from meshweave.tune.ranked import RankedConfig
 
 _SHARES = {
     Fraction(1, 2): "half",

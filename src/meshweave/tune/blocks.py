@@ -26,7 +26,8 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import Estimate, estimate
 from meshweave.simulate import simulate
-from meshweave.tune.ranking import RankedConfig, simulate_best, simulated_config, solvers
+from meshweave.tune.ranked import RankedConfig
+from meshweave.tune.ranking import simulate_best, simulated_config, solvers
 
 MeshShape = tuple[int, ...]
 """The sizes of a mesh (rows, columns) or (depth, rows, columns)."""

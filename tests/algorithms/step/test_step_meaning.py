@@ -47,7 +47,7 @@ def require_dense(problem: StepProblem, choice: Parallelism) -> None:
         np.testing.assert_array_equal(results[name], value, name)
 
 
-@pytest.mark.parametrize("number", mostly_slow(range(len(CHOICES)), 10))
+@pytest.mark.parametrize("number", mostly_slow(range(len(CHOICES)), 8))
 def test_a_step_is_a_dense_step(number: int) -> None:
     require_dense(*CHOICES[number])
 

@@ -43,33 +43,33 @@ class StepEstimate(Estimate):
         object.__setattr__(self, "total_s", step.time_s)
 
     @property
-    def compute_s(self) -> float:  # type: ignore[override]
+    def compute_s(self) -> float:
         """Return the seconds of products, attention and element-wise work."""
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
 
     @property
-    def copy_s(self) -> float:  # type: ignore[override]
+    def copy_s(self) -> float:
         """Return the seconds of the update of weights."""
         return self.step.parts.optimizer
 
     @property
-    def launch_s(self) -> float:  # type: ignore[override]
+    def launch_s(self) -> float:
         """Return the seconds of what is outside the model."""
         return self.step.parts.software
 
     @property
-    def sync_s(self) -> float:  # type: ignore[override]
+    def sync_s(self) -> float:
         """Return the seconds in which a rank waits for others."""
         return self.step.parts.bubble
 
     @property
-    def transfer_s(self) -> float:  # type: ignore[override]
+    def transfer_s(self) -> float:
         """Return the seconds of communication that nothing hides."""
         return self.step.parts.exposed
 
 
-class TrainingStep(Algorithm[StepProblem, Parallelism]):
+class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     """A step of training: layers on tensor-parallel ranks, in a pipeline, on replicas."""
 
     name = "step"
@@ -184,6 +184,6 @@ class TrainingStep(Algorithm[StepProblem, Parallelism]):
         return LaidWeights(step_of(problem, config)).calls()
 
 
-TRAINING_STEP = TrainingStep()
+TRAINING_STEP = StepAlgorithm()
 
 ENTRIES = (TRAINING_STEP,)

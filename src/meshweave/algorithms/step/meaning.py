@@ -42,7 +42,9 @@ def whole_block(problem: StepProblem) -> BlockProblem:
 def random_weights(problem: StepProblem, seed: int) -> dict[str, Array]:
     """Return small integers for the weights of a model, by name."""
     block, draw = whole_block(problem), np.random.default_rng(seed)
-    shapes = {"E": (block.vocabulary, block.hidden)} if block.vocabulary else {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if block.vocabulary:
+        shapes["E"] = block.vocabulary, block.hidden
     for layer in (*layers_of(block), *([head_of(block)] if block.vocabulary else [])):
         shapes |= {tensor.name: tensor.shape for tensor in layer.parameters()}
     return {name: draw.integers(-4, 5, shape).astype(problem.dtype) for name, shape in shapes.items()}
