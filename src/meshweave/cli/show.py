@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
 from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
@@ -131,6 +131,8 @@ def _verdict(what: str, program: Program, check: bool | None) -> str:
     """Return in words what a check has shown. Raises ProgramError where the program is wrong."""
     if check is False:
         return "not checked"
+    if check is None and not is_file(what) and what in ALGORITHMS and not ALGORITHMS[what].is_proved:
+        return f"not checked: its calls have no equations; `meshweave verify {what}` runs it"
     try:
         if check is None and not program.has_steps_within(CHECKED_STEPS):
             return f"not checked: {CHECKED_STEPS.refusal()}; --check takes longer"

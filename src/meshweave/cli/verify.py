@@ -108,6 +108,9 @@ def _verify_entry(name: str, settings: list[str], json: bool) -> int:
         print_json({"proofs": [asdict(proof) for proof in proofs], "wrong": num_wrong})
         return 1 if num_wrong else 0
     for proof in proofs:
+        if proof.unproved and not proof.num_ops:
+            typer.echo(f"{name}, {proof.config}: {proof.unproved}")
+            continue
         verdict = proof.failed or ", ".join(filter(None, [f"right, {proof.num_ops} ops", proof.replicas]))
         typer.echo(f"{name}, {proof.config}: {verdict}{proof.unproved and '; not proved: ' + proof.unproved}")
     typer.echo(f"{len(proofs) - num_wrong} configs right, {num_wrong} wrong")
