@@ -189,7 +189,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
 
     def row(self, problem: ProblemT, part: Any) -> Hashable:
         """Return what the configs of a row of a ranking have in common; each row has its best config alone."""
-        return part
+        own: Hashable = part
+        return own
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
         """Return what decides between configs that take as long: the lesser one comes first."""
