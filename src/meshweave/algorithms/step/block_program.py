@@ -7,15 +7,12 @@ which axes gradients are still to be summed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
-from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.parts import BlockParts
-from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.problem import AXES
-from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
@@ -25,29 +22,20 @@ from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.buckets import StageSettings
 from meshweave.algorithms.step.laid import LaidStep
-from meshweave.algorithms.step.layers import (
-    best_config,
-    eager_logits_s,
-    extra_s,
-)
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.result import Step
-from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
 from meshweave.algorithms.step.units import Unit, local_shape
+from meshweave.algorithms.step.write_units import layer_names, write_units
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_ps
-from meshweave.cost.calls import flops_per_s
 from meshweave.cost.folded import FoldedMachine
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import HostsNetwork
-from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Call, Op
-from meshweave.ir.program.statements import rewrite
 
 REPLICAS = "r"
 """What the names of meshes of replicas begin with, before the pipeline rank."""
@@ -60,8 +48,7 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, layers of several kinds,
-            layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype, layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -107,8 +94,6 @@ class _StepWriter:
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
-        if len(self.problem.kinds) > 1:
-            raise UnsupportedError("the program of a step has layers of one kind, and not of several")
         if self.problem.overlap == "sites":
             raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
@@ -126,41 +111,8 @@ class _StepWriter:
             0.0 if stack.waits_for_gathers else stack.overlap,
             stack.waits_for_tensor,
         )
-        self.units: dict[Piece, Unit] = {}
-
-    # --- pieces -----------------------------------------------------------------------------------------
-
-    def _unit(self, piece: Piece) -> Unit:
-        problem, p = self.problem, self.p
-        rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
-        if piece == "layers":
-            seconds = extra_s(problem, p)
-        elif piece == "head":
-            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
-            seconds = first, second, 0.0
-        else:
-            seconds = 0.0, 0.0, 0.0
-        flops = round(seconds[0] * rate), round(seconds[1] * rate), round(seconds[2] * rate)
-        name = "layer" if piece == "layers" else piece
-        return Unit(name, self._parts(piece), flops, p.shards if self.settings.is_sharded else 1)
-
-    def _parts(self, piece: Piece) -> BlockParts:
-        problem, p = self.problem, self.p
-        inner = strategy_of(problem, replace(p, context=1))
-        entry = StrategyAround(inner, (BATCH, RING))
-        data = self.here.data
-        shape = data, p.context, *p.tensor_mesh
-        work = Workload(p.micro_batch * data, problem.seq, problem.dtype)
-        block = BlockProblem.of(problem.model, work, shape)
-        if piece != "layers":
-            ranks = p.tensor_size
-            block = replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
-        config = best_config(problem, p)
-        recompute = p.recompute if piece == "layers" else "none"
-        parts = entry.parts(block, config, piece=piece, recompute=recompute)
-        if p.context > 1 and piece == "layers":
-            parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
-        return parts
+        self.layers = layer_names(self.problem)
+        self.units: dict[str, Unit] = {}
 
     # --- meshes -----------------------------------------------------------------------------------------
 
@@ -203,9 +155,8 @@ class _StepWriter:
 
     def program(self) -> Program:
         """Return the program."""
-        self.units = {"layers": self._unit("layers")}
-        if self.problem.model.vocab_size:
-            self.units |= {"embedding": self._unit("embedding"), "head": self._unit("head")}
+        shards = self.p.shards if self.settings.is_sharded else 1
+        self.units = write_units(self.problem, self.p, self.here.data, shards)
         step, p = self.step, self.p
         stages = tuple(self._stage(number) for number in range(p.num_stages))
         edges = tuple(self._edge(number) for number in range(p.num_stages - 1))
@@ -219,18 +170,22 @@ class _StepWriter:
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
-            units = self._units_of(number)
-            layers = ("layer",) * self.step.stage_layers[number]
+            layers = self._layers_of(number)
             place = number, mesh, replicas
             rest = self.settings, boundaries, stashes, last.get(number, 0)
-            return BlockStage(*place, units, layers, *rest, is_split=number in split)
+            return BlockStage(*place, self._units_of(number), layers, *rest, is_split=number in split)
 
         transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
         return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
 
+    def _layers_of(self, number: int) -> tuple[str, ...]:
+        """Return the names of the units of a stage's layers."""
+        begin = sum(self.step.stage_layers[:number])
+        return self.layers[begin : begin + self.step.stage_layers[number]]
+
     def _units_of(self, number: int) -> tuple[tuple[Unit, int], ...]:
-        count = self.step.stage_layers[number]
-        units = [(self.units["layers"], count)] if count else []
+        counts = Counter(self._layers_of(number))
+        units = [(self.units[name], counts[name]) for name in sorted(counts)]
         if "embedding" in self.units and number == 0:
             units.insert(0, (self.units["embedding"], 1))
         if "head" in self.units and number == self.p.num_stages - 1:
@@ -247,7 +202,7 @@ class _StepWriter:
 
     def _residual(self) -> tuple[int, ...]:
         """Return the shape of a rank's part of the residual."""
-        program = self.units["layers"].parts.forward
+        program = self.units[self.layers[0]].parts.forward
         return local_shape(program, program.buffer_of["x"])
 
     def _edge(self, source: int) -> Edge:
@@ -269,17 +224,6 @@ class _StepWriter:
         request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
         whole = schedule_by_name(name, request, step.stages.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
-
-
-def _striped(program: Program) -> Program:
-    """Return a program whose rings attend to half of the keys in every turn, as the estimate has them."""
-
-    def striped(op: Op) -> tuple[Op, ...]:
-        if isinstance(op, Call) and op.work == "attention":
-            op = replace(op, shape=(*op.shape[:3], op.shape[2] // 2 + 1, op.shape[4]))
-        return (op,)
-
-    return replace(program, body=rewrite(program.body, striped))
 
 
 def _strided(
