@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
@@ -48,7 +49,8 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype, layers whose sites run one by one, or sizes that
+            tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -65,6 +67,47 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
     part = cluster.with_chips(cluster.num_chips // copies)
     machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
     return LaidStep(program, machine, copies)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage of a step lies.
+
+    Attributes:
+        mesh, replicas: its ranks, with the axes of blocks and with those of replicas.
+        layers: by the names of its units the numbers of their layers in the model; (0,) for an end.
+    """
+
+    mesh: Mesh
+    replicas: Mesh
+    layers: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class WrittenStep:
+    """The program of a step, and what its buckets are.
+
+    Attributes:
+        units: the pieces of the model by name.
+        stages: where each stage lies.
+        settings: how its buckets are kept.
+        loss_copies: how many ranks of a pipeline rank have the losses of the same tokens.
+    """
+
+    program: Program
+    units: dict[str, Unit]
+    stages: dict[int, StagePlace]
+    settings: StageSettings
+    loss_copies: int
+
+    def mesh_of(self, rank: int) -> Mesh:
+        """Return the mesh of the pipeline rank that a rank belongs to, with the axes of blocks."""
+        return next(place.mesh for place in self.stages.values() if rank in place.mesh)
+
+
+def write_step(step: Step) -> WrittenStep:
+    """Return the program of a step on all chips, for those who run it. Raises as `lay_block_step`."""
+    return _StepWriter(step, 1).written()
 
 
 def replica_copies(step: Step) -> int:
@@ -108,7 +151,7 @@ class _StepWriter:
             p.zero,
             stack.regathers,
             stack.overlap,
-            0.0 if stack.waits_for_gathers else stack.overlap,
+            stack.waits_for_gathers,
             stack.waits_for_tensor,
         )
         self.layers = layer_names(self.problem)
@@ -150,6 +193,21 @@ class _StepWriter:
             rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
         )
         return replace(mesh, ranks=tuple(ranks))
+
+    def written(self) -> WrittenStep:
+        """Return the program with what its buckets are."""
+        program, stages, begin = self.program(), dict[int, StagePlace](), 0
+        for number, rank in enumerate(self.step.stages.stage_ranks):
+            layers: dict[str, tuple[int, ...]] = {}
+            for place, name in enumerate(self._layers_of(number)):
+                layers[name] = (*layers.get(name, ()), begin + place)
+            begin += self.step.stage_layers[number]
+            layers |= {unit.name: (0,) for unit, _ in self._units_of(number) if not unit.is_layer}
+            stages[number] = StagePlace(self._mesh(rank), self._replica_mesh(rank), layers)
+        mesh = stages[0].mesh
+        sums = self.units["head"].parts.sums["loss"] if "head" in self.units else ()
+        copies = mesh.num_ranks // prod(mesh.size(axis) for axis in sums)
+        return WrittenStep(program, self.units, stages, self.settings, copies)
 
     # --- the pipeline -----------------------------------------------------------------------------------
 
