@@ -27,7 +27,6 @@ from meshweave.cli.options import (
 from meshweave.cli.simulate_options import (
     AgainstOption,
     AlgorithmsOption,
-    CallsOption,
     ClusterOption,
     FastOption,
     LimitsOption,
@@ -61,7 +60,6 @@ def simulate(
     algorithms: AlgorithmsOption = "best",
     mesh: MeshOption = None,
     place: PlaceOption = 1,
-    calls: CallsOption = False,
     lower: LowerOption = Lowering.none,
     against: AgainstOption = None,
     fast: FastOption = False,
@@ -94,9 +92,7 @@ def simulate(
     shown = read_ranks(ranks)
     if what.endswith(".json"):
         limits = False  # sizes of a plan agree with each other
-        cases = _plan_cases(
-            what, cluster, logical, lower, layer, passes, algorithms, mesh, place, calls=calls
-        )
+        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh, place)
     else:
         cases = [read_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
         if not fast:
@@ -139,8 +135,6 @@ def _plan_cases(
     algorithms: str,
     mesh: str | None,
     place: int,
-    *,
-    calls: bool,
 ) -> list[SimulationCase]:
     """Return the products of a plan, each on its machine, or the step of a plan."""
     from meshweave.tune.cases import plan_cases
@@ -148,7 +142,7 @@ def _plan_cases(
 
     plan = read_plan(what)
     if plan.kind == "step":
-        return [step_case(plan, cluster, place, calls=calls or None)]
+        return [step_case(plan, cluster, place)]
     best = [plan.best.algorithm]
     return plan_cases(
         plan,

@@ -57,13 +57,6 @@ MeshOption = Annotated[
 PlaceOption = Annotated[
     int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
 ]
-CallsOption = Annotated[
-    bool,
-    typer.Option(
-        "--calls",
-        help="Of a plan of a step: layers are calls of their estimated time, in place of their programs.",
-    ),
-]
 LowerOption = Annotated[
     Lowering,
     typer.Option(

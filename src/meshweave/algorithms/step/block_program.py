@@ -22,7 +22,6 @@ from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.buckets import StageSettings
-from meshweave.algorithms.step.laid import LaidStep
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.result import Step
@@ -42,7 +41,20 @@ REPLICAS = "r"
 """What the names of meshes of replicas begin with, before the pipeline rank."""
 
 
-def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
+@dataclass(frozen=True)
+class LaidStep:
+    """The program of a step and the machine that it is on.
+
+    Attributes:
+        fold: how many chips each simulated rank stands for.
+    """
+
+    program: Program
+    machine: Machine
+    fold: int
+
+
+def lay_step(step: Step, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
@@ -106,7 +118,7 @@ class WrittenStep:
 
 
 def write_step(step: Step) -> WrittenStep:
-    """Return the program of a step on all chips, for those who run it. Raises as `lay_block_step`."""
+    """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
     return _StepWriter(step, 1).written()
 
 
