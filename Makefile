@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml studies/pyproject.toml constraints.t
 
 demo: $(STAMP)
 	mkdir -p demo-out
-	$(BIN)/meshweave plan llama-2-7b --cluster dgx-h100:8 --batch 16 --seq 2048
+	$(BIN)/meshweave plan llama-2-7b --cluster dgx-h100:8 --batch 16 --sequence 2048
 	$(BIN)/meshweave plan gpt3 --products --cluster tpu-v4-pod:256 --out demo-out/plan.json
 	$(BIN)/meshweave run demo-out/plan.json --layer ff1 --pass forward --ranks 4 \
 		--algorithm meshslice,collective \

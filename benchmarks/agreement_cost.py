@@ -41,7 +41,7 @@ CASES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
-def compared(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
+def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
     """Return the ratio of steps with comparison to steps without, and the seconds of both."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

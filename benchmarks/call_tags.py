@@ -70,7 +70,8 @@ def _call(kind: str, size: int, mesh: Any, context: Any) -> Callable[[], Any]:
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    from meshweave import matmul, matmul2d
+    from meshweave import matmul
+    from meshweave.nn import matmul2d
 
     half = size // 2
     a, b = torch.randn(half, half), torch.randn(half, half)

@@ -2,8 +2,9 @@
 
 `code_counts.py` prints and saves them. What is counted by rules that can be argued about:
 
-- Public names are those of the tables of `meshweave/__init__.py`. One is in a snippet where it stands as a word in
-  a fenced block of README.md or the guide, or in an example.
+- Public names are those of the tables of `meshweave/__init__.py`, its namespaces (`mw.errors`) among them. One is
+  in a snippet where it stands as a word in a fenced block of README.md or the guide, or in an example. Names of
+  namespaces are counted apart: those of their tables, or of their `__all__`.
 - Planning quotes a strategy or schedule where a file of `PLANNING` has its name as a text that is no docstring.
 - A file names sizes of a dense layer where it has one of `LAYER_SIZES` as an attribute, a name or an argument.
 - A cycle of imports is a set of files of which each reaches each other by imports, those for the type checker
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from code_counts import DISTRIBUTIONS, WHEEL, Trees, nodes
 
@@ -31,7 +34,7 @@ def structure(root: Path, trees: Trees) -> dict[str, float]:
     wheel = {path: lines for path, lines in code.items() if path.is_relative_to(root / WHEEL)}
     texts = [line for lines in code.values() for line in lines]
     functions = [node for tree in trees.values() for node in nodes(tree) if isinstance(node, FUNCTION)]
-    names = public_names(root)
+    names, inner = public_names(root), names_of_namespaces(root)
     return {
         "lines of code of the wheel": sum(map(len, wheel.values())),
         "lines of the wheel": sum(len(path.read_text().splitlines()) for path in wheel),
@@ -41,6 +44,8 @@ def structure(root: Path, trees: Trees) -> dict[str, float]:
         "characters a line of code": round(sum(map(len, texts)) / max(len(texts), 1), 1),
         "public names": len(names),
         "public names in no snippet": len(in_no_snippet(root, names)),
+        "names of namespaces": len(inner),
+        "names of namespaces in no snippet": len(in_no_snippet(root, inner)),
         "names of strategies and schedules quoted in planning": sum(quoted_names(root, trees).values()),
         "files that name sizes of a dense layer": len(files_with_layer_sizes(trees)),
         f"functions with {MANY_PARAMETERS} or more parameters": len(many_parameters(trees)),
@@ -66,13 +71,30 @@ def lines_of_code(path: Path, tree: ast.Module) -> list[str]:
 
 
 def public_names(root: Path) -> list[str]:
-    """Return the names of the front door."""
-    path = root / WHEEL / "__init__.py"
+    """Return the names of the front door, namespaces among them."""
+    tables = _assigned(root / WHEEL / "__init__.py")
+    groups = tables.get("_GROUPS", {}).values()
+    names = [name for group in groups for line in group.values() for name in line.split()]
+    return [*names, *tables.get("_NAMESPACES", ())]
+
+
+def names_of_namespaces(root: Path) -> list[str]:
+    """Return the names of all namespaces, without those of the front door."""
+    names: list[str] = []
+    for space in _assigned(root / WHEEL / "__init__.py").get("_NAMESPACES", ()):
+        tables = _assigned(root / WHEEL / f"{space}.py") or _assigned(root / WHEEL / space / "__init__.py")
+        names += tables.get("__all__") or " ".join(tables["_HOME"].values()).split()
+    return sorted({*names} - {*public_names(root)})
+
+
+def _assigned(path: Path) -> dict[str, Any]:
+    """Return the literals that a module assigns to names; nothing where there is no such file."""
+    literals = {}
     for node in ast.parse(path.read_text()).body if path.exists() else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_GROUPS":
-            groups = ast.literal_eval(node.value)
-            return [name for group in groups.values() for line in group.values() for name in line.split()]
-    return []
+        if isinstance(node, ast.Assign):
+            with suppress(ValueError):
+                literals[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return literals
 
 
 def in_no_snippet(root: Path, names: list[str]) -> list[str]:

@@ -16,10 +16,12 @@ STATEMENTS = {
     "numpy": "import numpy",
     "numpy + meshweave": "import numpy, meshweave",
     "numpy + pydantic": "import numpy, pydantic",
-    "numpy + meshweave's planner": "import numpy; from meshweave import plan_model, load_cluster, load_model",
+    "numpy + meshweave's planner": (
+        "import numpy; from meshweave import load_cluster, load_model; from meshweave.tune import plan_model"
+    ),
     "numpy + meshweave's command line": "import numpy; import meshweave.cli.app",
     "torch": "import torch",
-    "torch + meshweave.matmul2d": "import torch; from meshweave import matmul2d",
+    "torch + meshweave.matmul2d": "import torch; from meshweave.nn.matmul2d import matmul2d",
 }
 REPETITIONS = 9
 

@@ -49,13 +49,13 @@ KINDS = ("median", "least", "cpu")
 Product = Callable[[Any, Any], Any]
 
 
-def problems(scale: int) -> Iterator[tuple[str, str, mw.Matmul2dProblem]]:
+def problems(scale: int) -> Iterator[tuple[str, str, mw.algorithms.Matmul2dProblem]]:
     """Yield (model, layer, product) of the twelve products."""
     for model, hidden in HIDDEN.items():
         for layer, (k, n) in LAYERS.items():
             for dataflow in METHODS:
                 sizes = (TOKENS // scale, n * hidden // scale, k * hidden // scale)
-                yield model, layer, mw.Matmul2dProblem(*sizes, MESH, dataflow)  # type: ignore[arg-type]
+                yield model, layer, mw.algorithms.Matmul2dProblem(*sizes, MESH, dataflow)  # type: ignore[arg-type]
 
 
 def authors_module(checkout: Path) -> Any:
@@ -81,22 +81,22 @@ def theirs(authors: Any, algorithm: str, dataflow: str, mesh: Any) -> Product:
     return function
 
 
-def wang_axis(problem: mw.Matmul2dProblem) -> str:
+def wang_axis(problem: mw.algorithms.Matmul2dProblem) -> str:
     """Return the axis of the authors' ring: with the weights stationary, that which has more to move."""
     rows, columns = problem.mesh_shape
     moved_by_rows, moved_by_columns = problem.n * rows**2, problem.k * columns**2
     return "row" if problem.dataflow == "rs" and moved_by_columns > moved_by_rows else "col"
 
 
-def ours(algorithm: str, problem: mw.Matmul2dProblem, mesh: Any) -> Product:
+def ours(algorithm: str, problem: mw.algorithms.Matmul2dProblem, mesh: Any) -> Product:
     """Return our jitted function of a product."""
     from meshweave.execute.jax.run import load_source
     from meshweave.execute.jax.source import jax_source
 
     config = {
-        "collective": mw.Matmul2dConfig(),
-        "wang": mw.Matmul2dConfig((1,) * MESH[0], overlap=wang_axis(problem)),  # type: ignore[arg-type]
-        "meshslice": mw.Matmul2dConfig((1,) * SLICES, BLOCK),
+        "collective": mw.algorithms.Matmul2dConfig(),
+        "wang": mw.algorithms.Matmul2dConfig((1,) * MESH[0], overlap=wang_axis(problem)),  # type: ignore[arg-type]
+        "meshslice": mw.algorithms.Matmul2dConfig((1,) * SLICES, BLOCK),
     }[algorithm]
     function: Product = load_source(
         jax_source(mw.algorithm(algorithm).program(problem, config), mesh.axis_names), mesh
@@ -104,7 +104,7 @@ def ours(algorithm: str, problem: mw.Matmul2dProblem, mesh: Any) -> Product:
     return function
 
 
-def operands(problem: mw.Matmul2dProblem, mesh: Any) -> tuple[Any, Any]:
+def operands(problem: mw.algorithms.Matmul2dProblem, mesh: Any) -> tuple[Any, Any]:
     """Return small integers, sharded over the mesh, whose product is exact in single precision."""
     import jax
     import numpy as np
@@ -139,7 +139,7 @@ def in_turn(both: tuple[Product, Product], a: Any, b: Any, repeats: int) -> list
 
 
 def compared(
-    authors: Any, algorithm: str, problem: mw.Matmul2dProblem, mesh: Any, repeats: int
+    authors: Any, algorithm: str, problem: mw.algorithms.Matmul2dProblem, mesh: Any, repeats: int
 ) -> dict[str, Any]:
     """Return whether results are equal, and the times of both."""
     import numpy as np

@@ -55,10 +55,10 @@ def cases() -> Iterator[tuple[str, str, str, str, str]]:
                     yield topology, model, layer, algorithm, emission
 
 
-def problem_of(model: str, layer: str) -> mw.Matmul2dProblem:
+def problem_of(model: str, layer: str) -> mw.algorithms.Matmul2dProblem:
     """Return the forward product of a layer."""
     k, n = (factor * MODELS[model] for factor in LAYERS[layer])
-    return mw.Matmul2dProblem(TOKENS, n, k, (4, 4), dtype="bfloat16")
+    return mw.algorithms.Matmul2dProblem(TOKENS, n, k, (4, 4), dtype="bfloat16")
 
 
 def compile_case(topology: str, model: str, layer: str, algorithm: str, emission: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def compile_case(topology: str, model: str, layer: str, algorithm: str, emission
     count = 1 if algorithm == "collective" else SLICES
     overlap = {"overlap": "col"} if algorithm == "wang" else {}
     problem = problem_of(model, layer)
-    program = mw.algorithm(algorithm).program(problem, mw.Matmul2dConfig((1,) * count, **overlap))
+    program = mw.algorithm(algorithm).program(problem, mw.algorithms.Matmul2dConfig((1,) * count, **overlap))
     said = report(compile_program(program, TOPOLOGIES[topology], emission_named(emission)))
     modes = [one["mode"] for one in said.pop("collectives")]
     return {

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no run after these")
     options = parser.parse_args()
-    plan = mw.load_plan(PLAN)
+    plan = mw.tune.load_plan(PLAN)
     began, rows = time.monotonic(), []
     for number in range(options.runs):
         if time.monotonic() - began > options.seconds:

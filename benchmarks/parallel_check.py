@@ -26,7 +26,7 @@ import meshweave as mw
 LAYERS, HIDDEN, HEADS, WORDS, ROUNDS = 24, 896, 14, 32_000, 3
 
 
-def of_a_model(context: mw.RankContext, payload: Mapping[str, Any]) -> list[list[list[float]]]:
+def of_a_model(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> list[list[list[float]]]:
     """Return the seconds of each round with the proof, and without it: those of a clock, and of the CPU."""
     import transformers
 

@@ -46,7 +46,7 @@ def _cpu_s(step: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def alone(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
+def alone(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step on one rank, and the ratios of parallelised to plain steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def _step_s(step: Callable[[], object], rounds: int, clock: TransportClock) -> t
     return everything, python, transport
 
 
-def of_a_layer(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
+def of_a_layer(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
     """Return the CPU seconds of this rank per layer and step of a tiny model, parallelised and plain."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (payload["ranks"],))
@@ -145,7 +145,7 @@ def of_a_layer(context: mw.RankContext, payload: Mapping[str, Any]) -> dict[str,
         model = PlainLlama(layers=layers)
         made = mw.parallelize(copy.deepcopy(model), payload["strategy"], mesh, check=False)
 
-        def parallel(made: mw.ParallelModel = made) -> None:
+        def parallel(made: mw.nn.ParallelModel = made) -> None:
             made.module.zero_grad()
             made.step(tokens, tokens)
 

@@ -132,14 +132,16 @@ def measure_pipelines(context: RankContext, payload: Mapping[str, Any]) -> dict[
     stage = context.rank // 2
     pipelines, programs = [], []
     for variant in payload["variants"]:
-        config = mw.PipelineConfig(variant["transfers"], strategy=variant["strategy"], network=network)
+        config = mw.schedules.PipelineConfig(
+            variant["transfers"], strategy=variant["strategy"], network=network
+        )
         pipeline = mw.pipeline(
             {stage: stages[stage]}, variant["plan"], micro_batches=payload["micro_batches"],
             loss_fn=functional.mse_loss, meshes=MESHES, skips=skips, config=config, context=shared,
         )  # fmt: skip
         pipeline.prepare(batch, target)
         pipelines.append(pipeline)
-        programs.append(mw.to_text(pipeline.program) if context.rank == 0 else "")
+        programs.append(mw.ir.to_text(pipeline.program) if context.rank == 0 else "")
         if context.rank == 0:
             print(f"{payload['model']}: {variant['name']}: bound", file=sys.stderr, flush=True)
     times: list[list[float]] = [[] for _ in pipelines]

@@ -21,7 +21,8 @@ CASES = {"256 chips, all algorithms": (256, 0.5), "65536 chips, all algorithms":
 
 CODE = """
 import json, sys, time
-from meshweave import load_cluster, load_model, plan_model
+from meshweave import load_cluster, load_model
+from meshweave.tune import plan_model
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.product import SearchCounts
 chips = int(sys.argv[1])

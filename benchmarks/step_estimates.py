@@ -28,7 +28,7 @@ LEAST = {"gpt3": 32, "llama-2-7b": 1, "llama-3-8b": 1, "llama-3-70b": 16}
 """Chips over which the weights of each model are cut at least."""
 
 
-def draw(number: int) -> mw.Step:
+def draw(number: int) -> mw.algorithms.Step:
     """Return the step of a row."""
     chance = random.Random(number)
     while True:
@@ -43,7 +43,7 @@ def draw(number: int) -> mw.Step:
                 model,
                 cluster,
                 batch=dp * micro_batches,
-                seq=2048,
+                sequence=2048,
                 tp=tp,
                 pp=pp,
                 cp=cp,
@@ -63,7 +63,7 @@ def row_of(number: int) -> dict[str, Any]:
     """Return a row: what was laid out, estimate, simulation and error."""
     step = draw(number)
     p, begin = step.parallelism, time.perf_counter()
-    simulated = mw.simulate_step(step)
+    simulated = mw.simulation.simulate_step(step)
     degrees = {"dp": p.data, "pp": p.pipeline, "cp": p.context, "tp": p.tensor_size, "vp": p.virtual_stages}
     return {
         "model": step.problem.model.name,

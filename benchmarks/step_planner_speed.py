@@ -23,7 +23,8 @@ CASES = {
 
 CODE = """
 import json, resource, sys, time
-from meshweave import StepProblem, load_cluster, load_model
+from meshweave import load_cluster, load_model
+from meshweave.algorithms import StepProblem
 from meshweave.tune.step_search import StepSearch, StepSpace
 model, cluster, batch, seq = sys.argv[1:5]
 problem = StepProblem(load_model(model), load_cluster(cluster), int(batch), int(seq))

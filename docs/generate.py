@@ -57,7 +57,10 @@ Files are TOML (or JSON with the same keys). Start one of your own from an entry
 ```
 meshweave catalog tpu-v4-pod --toml > my-cluster.toml
 meshweave catalog llama-3-8b --toml > my-model.toml
+meshweave cluster new --chip h100 --hosts 8 --nic 400Gb --out my-hosts.toml
 ```
+
+A cluster or kernels file with `like = "NAME"` holds what the entry NAME holds, but for what it says itself.
 
 An unknown key is an error. A wrong file is refused with a line for each problem: the path of the key, what is
 wrong with its value, and what would be right. The unit of a number is the end of its key: `_s` is seconds,

@@ -3,18 +3,20 @@
     python docs/site.py          # every warning of the generator is an error
 
 Pages are staged in build/docs-pages with the paths that they have in the repository, so that their relative links
-hold in both places. The API reference lists the front door (`meshweave.__all__`) and what the lab and the studies
-offer, the command-line reference comes from the typer app; both are written into the staged tree only.
+hold in both places. The API reference lists the names of `meshweave`, its namespaces, and what the lab and the
+studies offer, the command-line reference comes from the typer app; both are written into the staged tree only.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 
 import typer
@@ -36,20 +38,16 @@ PAGES = (
 )  # fmt: skip
 GROUPS = {
     "describe": "Clusters, models, meshes, layouts and machines.",
-    "programs": "What a program is written with, its text, its proof and its lowering.",
-    "algorithms": "Problems, configs and algorithms of every family.",
-    "planning": "The search for the best algorithm, mesh, layouts and schedule.",
+    "programs": "Programs, their text and their proof.",
+    "algorithms": "The table of algorithms and their contract.",
+    "planning": "The search for the best degrees, layouts and schedule.",
     "readings": "Estimate, simulation, execution by numpy and torch, and traces of them.",
-    "proofs": "Checks of plans, programs and algorithms.",
-    "torch": "Products and resharding of DTensors and of local shards.",
-    "jax": "Products of sharded jax arrays.",
-    "pictures": "Timelines of traces.",
-    "errors": "What a user can cause and mend.",
+    "torch": "Products and resharding of DTensors, models and pipelines by a plan, checkpoints.",
+    "proofs": "Checks of plans, programs and models.",
+    "errors": "The base of what a user can cause and mend.",
 }
-PACKAGES = {
-    "meshweave_lab": "A cluster in a box, and what DTensor moves.",
-    "meshweave_studies": "Published results beside ours: a function for each paper.",
-}
+NAMESPACES = [f"meshweave.{name}" for name in meshweave._NAMESPACES]
+PACKAGES = ["meshweave_lab", "meshweave_studies"]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -73,8 +71,8 @@ def stage() -> None:
                 shutil.copyfile(linked, copy)
     for group in GROUPS:
         _write(Path("docs/reference/api") / f"{group}.md", api_page(group))
-    for package in PACKAGES:
-        _write(Path("docs/reference/api") / f"{package}.md", package_page(package))
+    for module in (*NAMESPACES, *PACKAGES):
+        _write(Path("docs/reference/api") / f"{module}.md", module_page(module))
     _write(Path("docs/reference/command-line.md"), command_line_page())
     _write(Path("docs/reference/README.md"), reference_page())
 
@@ -87,11 +85,27 @@ def api_page(group: str) -> str:
     return "\n\n".join([head, *(f"::: meshweave.{homes[name]}.{name}" for name in names)]) + "\n"
 
 
-def package_page(package: str) -> str:
-    """Return the page of a package beside the wheel: a directive for each name."""
-    names = sorted(import_module(package).__all__, key=str.lower)
-    head = f"# {package}\n\n{PACKAGES[package]} Every name is one of `{package}`."
-    return "\n\n".join([head, *(f"::: {package}.{name}" for name in names)]) + "\n"
+def module_page(module: str) -> str:
+    """Return the page of a namespace, or of a package beside the wheel: a directive for each name."""
+    head = f"# {module}\n\n{_paragraphs(module)}\n\nEvery name is one of `{module}`."
+    return "\n\n".join([head, *(f"::: {place}" for place in places(module))]) + "\n"
+
+
+def places(module: str) -> list[str]:
+    """Return where the names of a namespace or package are defined, in the order of the names."""
+    itself = import_module(module)
+    homes = vars(itself).get("_homes", {})
+    return [f"{homes.get(name, module)}.{name}" for name in sorted(itself.__all__, key=str.lower)]
+
+
+def _paragraphs(module: str) -> str:
+    """Return the docstring of a module, its indented lines fenced."""
+    lines = (inspect.getdoc(import_module(module)) or "").splitlines()
+    text = ""
+    for is_code, part in groupby(lines, key=lambda line: line.startswith("    ")):
+        joined = "\n".join(line[4:] if is_code else line for line in part)
+        text += f"```python\n{joined}\n```\n" if is_code else f"{joined}\n"
+    return text.strip()
 
 
 def reference_page() -> str:
@@ -102,13 +116,17 @@ def reference_page() -> str:
         "[Description files](descriptions.md): every key of cluster and model files. "
         "[Limits](limits.md): how large what is read may be.",
         "## Python",
-        "`import meshweave as mw` has all of these. What is not listed is private by convention.",
+        "`import meshweave as mw` has these names by group, and the namespaces after them (`mw.errors`). "
+        "What is not listed is private by convention.",
     ]
     for group, meaning in GROUPS.items():
         names = sorted(" ".join(meshweave._GROUPS[group].values()).split(), key=str.lower)
         words = ", ".join(f"`{name}`" for name in names)
         lines.append(f"**[{group.capitalize()}](api/{group}.md)**: {meaning}\n{words}")
-    lines += [f"**[`{package}`](api/{package}.md)**: {meaning}" for package, meaning in PACKAGES.items()]
+    for module in (*NAMESPACES, *PACKAGES):
+        names = ", ".join(f"`{name}`" for name in sorted(import_module(module).__all__, key=str.lower))
+        meaning = _paragraphs(module).splitlines()[0]
+        lines.append(f"**[`{module}`](api/{module}.md)**: {meaning}\n{names}")
     return "\n\n".join(lines) + "\n"
 
 
@@ -134,9 +152,8 @@ def config_path() -> Path:
         {"Description files": "docs/reference/descriptions.md"},
         {"Limits": "docs/reference/limits.md"},
         {
-            "Python": [
-                {group.capitalize(): f"docs/reference/api/{group}.md"} for group in (*GROUPS, *PACKAGES)
-            ]
+            "Python": [{group.capitalize(): f"docs/reference/api/{group}.md"} for group in GROUPS]
+            + [{module: f"docs/reference/api/{module}.md"} for module in (*NAMESPACES, *PACKAGES)]
         },
     ]
     path = STAGE.parent / "mkdocs.yml"

@@ -34,7 +34,7 @@ CASES = [  # mesh and placements of A, of B
 ]
 
 
-def placements(words: str) -> tuple[mw.Placement, ...]:
+def placements(words: str) -> tuple[mw.describe.Placement, ...]:
     return tuple(OURS[word] for word in words.split())
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     products = [PlacedProduct(placements(a), placements(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES
                 if mesh_a == mesh_b]  # fmt: skip
     traffics = iter(dtensor_traffics(SQUARE, products))
-    rates = mw.RankRates.of(mw.load_cluster("local-cpu"))
+    rates = mw.simulation.RankRates.of(mw.load_cluster("local-cpu"))
     rows, cases = [], []
     for mesh_a, a, mesh_b, b in CASES:
         theirs = next(traffics) if mesh_a == mesh_b else None
@@ -51,7 +51,9 @@ def main() -> None:
             mw.Layout(mw.Mesh.of(f"mesh{len(shape)}", shape, ("row", "col")[: len(shape)]), placed)
             for shape, placed in ((mesh_a, placements(a)), (mesh_b, placements(b)), (mesh_a, out))
         ]
-        tuned = mw.tune_universal(mw.UniversalProblem(M, N, K, *layouts), rates, objective="bytes")
+        tuned = mw.tune.tune_universal(
+            mw.algorithms.UniversalProblem(M, N, K, *layouts), rates, objective="bytes"
+        )
         c = " ".join(word for placement in out for word, ours in OURS.items() if ours == placement)
         rows.append((a, b, c, theirs.received_bytes if theirs else "refuses", tuned))
         cases.append((mesh_a, a, mesh_b, b, c))
@@ -64,7 +66,7 @@ def main() -> None:
     print("products and gradients equal the dense ones")
 
 
-def on_a_rank(context: mw.RankContext, payload: dict[str, Any]) -> None:
+def on_a_rank(context: mw.nn.RankContext, payload: dict[str, Any]) -> None:
     """Multiply the operands of every case, and check the product and both gradients."""
     meshes = {shape: init_device_mesh("cpu", shape) for shape in (SQUARE, LINE)}
     generator = torch.Generator().manual_seed(0)

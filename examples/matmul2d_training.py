@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshweave import matmul2d
+from meshweave.nn import matmul2d
 
 TOKENS, INS, OUTS = 96, 64, 128
 

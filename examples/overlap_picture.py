@@ -18,13 +18,13 @@ RANK = 10
 
 
 def main(path: Path) -> None:
-    problem = mw.Matmul2dProblem(
+    problem = mw.algorithms.Matmul2dProblem(
         m=8 * 2048, n=49152, k=12288, mesh_shape=(4, 4), dataflow="os", dtype="bfloat16"
     )
     cluster = mw.load_cluster("tpu-v4-pod:16")
     pictures = []
     for name in ("cannon", "summa", "collective", "wang", "meshslice"):
-        best = mw.rank_configs(problem, cluster, algorithms=[name])[0]
+        best = mw.rank(problem, cluster, algorithms=[name])[0]
         program = best.program
         trace = mw.simulate(program, mw.Machine.of(cluster, program)).trace()
         title = (
@@ -32,7 +32,7 @@ def main(path: Path) -> None:
         )
         pictures.append((title, trace))
         print(f"{title:<24} {1e3 * trace.duration_s:6.2f} ms, exposed {1e3 * trace.exposed_s(RANK):5.2f} ms")
-    path.write_text(mw.timeline_svg(pictures, rank=RANK))
+    path.write_text(mw.simulation.timeline_svg(pictures, rank=RANK))
     print(f"written: {path}")
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     print("gradients are those of the whole model")
 
 
-def on_a_rank(context: mw.RankContext, payload: dict[str, Any]) -> str:
+def on_a_rank(context: mw.nn.RankContext, payload: dict[str, Any]) -> str:
     """Train one step. Return in words what this rank did."""
     torch.manual_seed(0)
     model = [Split(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Joined()]

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
-from meshweave import RankContext, launch, reshard, reshard_state_dict
+from meshweave import launch, reshard
+from meshweave.nn import RankContext, reshard_state_dict
 
 ROWS, COLUMNS = 4, 6
 

@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     what.add_argument("--hidden", type=int, default=128)
     what.add_argument("--heads", type=int, default=4)
     what.add_argument("--kv-heads", type=int, help="default: as many as heads")
-    what.add_argument("--seq", type=int, default=128, help="bytes of a window")
+    what.add_argument("--sequence", type=int, default=128, help="bytes of a window")
     what.add_argument("--batch", type=int, default=16, help="windows of a step, over all ranks")
     what.add_argument("--text", type=Path, default=TEXT, help="a text file, or one that gzip made")
     how = parser.add_argument_group("how")
@@ -83,7 +83,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions, mw.Step | None]:
+def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions, mw.algorithms.Step | None]:
     """Return the options of a training, and what a step of it should take, if that is wanted; collective.
 
     Raises MeshweaveError where they do not fit.
@@ -95,7 +95,7 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
         given.heads,
         given.kv_heads or given.heads,
         4 * given.hidden if given.model == "gpt" else 8 * given.hidden // 3 // 16 * 16,
-        seq=given.seq,
+        sequence=given.sequence,
     )
     problem = None
     if given.predict or given.parallel == "auto":
@@ -108,7 +108,7 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
     else:
         names = {"strategy": given.strategy, "schedule": given.schedule}
         chosen = parallelism_from(given.parallel, num_ranks, batch=given.batch, **names)
-    step = None if problem is None else mw.step_of(problem, chosen)
+    step = None if problem is None else mw.algorithms.step_of(problem, chosen)
     options = TrainOptions(
         size=size,
         parallelism=chosen,
@@ -123,7 +123,7 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
     return options, step
 
 
-def say_prediction(step: mw.Step) -> None:
+def say_prediction(step: mw.algorithms.Step) -> None:
     """Write what was measured of this machine, and what a step should take."""
     chip, link = step.problem.cluster.chip, step.problem.cluster.network.axis(0)
     print(
@@ -145,7 +145,7 @@ def run(given: argparse.Namespace) -> None:
         step = trainer.resume()
         if is_first:
             print(f"goes on from step {step}" if step else "no checkpoint yet", file=sys.stderr)
-    report, line = Report(options.batch * options.size.seq), LiveLine()
+    report, line = Report(options.batch * options.size.sequence), LiveLine()
     watch = watch_of(trainer, expected)
     events = Events(options.folder / "events" if options.folder and is_first else None)
     if is_first:
@@ -182,12 +182,12 @@ def run(given: argparse.Namespace) -> None:
             print(json.dumps({**names, **report.to_json()}))
 
 
-def watch_of(trainer: Trainer, expected: mw.Step | None) -> mw.StepWatch | None:
+def watch_of(trainer: Trainer, expected: mw.algorithms.Step | None) -> mw.StepWatch | None:
     """Return what compares steps with the prediction and warns, on the first rank; for layers that ranks share."""
     if expected is None or expected.parallelism.tensor_size == 1:
         return None
     if trainer.rank:
-        warnings.simplefilter("ignore", mw.FallingBehindWarning)
+        warnings.simplefilter("ignore", mw.nn.FallingBehindWarning)
     return mw.StepWatch(expected.problem.cluster, every=WATCH_EVERY)
 
 
@@ -212,7 +212,7 @@ def main() -> None:
     given = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        mw.join_ranks()
+        mw.nn.join_ranks()
         run(given)
     except mw.MeshweaveError as error:
         rank = os.environ.get("RANK", "0")

@@ -43,11 +43,11 @@ def main() -> None:
     print("equal to numpy's product:", bool((result.outputs["C"] == inputs["A"] @ inputs["B"]).all()))
 
     trace = mw.simulate(program, mw.Machine.of(mw.load_cluster("local-cpu"), program)).trace()
-    print(mw.timeline_text(trace, rank=0, width=60))
+    print(mw.simulation.timeline_text(trace, rank=0, width=60))
 
     try:
         mw.validate(mw.parse(TEXT.replace("a[256 * i:256 * i + 256, :]", "a[0:256, :]")))
-    except mw.ProgramError as error:
+    except mw.errors.ProgramError as error:
         print("a mistake is found before anything runs:", error)
 
 

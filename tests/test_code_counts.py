@@ -62,7 +62,11 @@ def test_the_structure_counts(tmp_path: Path) -> None:
     wheel, lab = tmp_path / "src/meshweave", tmp_path / "lab/src/meshweave_lab"
     for folder in (wheel / "tune", wheel / "algorithms/block", lab, tmp_path / "docs/guide"):
         folder.mkdir(parents=True)
-    (wheel / "__init__.py").write_text('_GROUPS = {"one": {"tune.a": "shown hidden"}}\n')
+    (wheel / "__init__.py").write_text(
+        '_GROUPS = {"one": {"tune.a": "shown hidden"}}\n_NAMESPACES = ("tune", "jax")\n'
+    )
+    (wheel / "tune/__init__.py").write_text('_HOME = {"tune.a": "inner shown", "tune.b": "deep"}\n')
+    (wheel / "jax.py").write_text('__all__ = ["array"]\n')
     (wheel / "algorithms/block/mega.py").write_text('class Mega:\n    """Do."""\n\n    name = "mega"\n')
     (wheel / "tune/a.py").write_text(
         '"""mega"""\nfrom meshweave.tune import b\n\nCHOSEN = ["mega", "mega"]\n'
@@ -70,13 +74,14 @@ def test_the_structure_counts(tmp_path: Path) -> None:
     (wheel / "tune/b.py").write_text("from meshweave.tune.a import CHOSEN  # noqa\n\n# head_dim\n")
     many = ", ".join(f"a{number}" for number in range(10))
     (lab / "c.py").write_text(f"def f(self, {many}, *, b=1):\n    return self.head_dim\n")
-    (tmp_path / "docs/guide/x.md").write_text("hidden\n\n```python\nmw.shown()\n```\n")
+    (tmp_path / "docs/guide/x.md").write_text("hidden\n\n```python\nmw.shown(mw.tune.inner)\n```\n")
     counts = code_counts.counts(tmp_path)
-    assert counts["lines of code of the wheel"] == 1 + 2 + 2 + 1
-    assert counts["lines of code of all distributions"] == 8
-    assert (counts["public names"], counts["public names in no snippet"]) == (2, 1)
+    assert counts["lines of code of the wheel"] == 2 + 1 + 1 + 2 + 2 + 1
+    assert counts["lines of code of all distributions"] == 11
+    assert (counts["public names"], counts["public names in no snippet"]) == (4, 2)
+    assert (counts["names of namespaces"], counts["names of namespaces in no snippet"]) == (3, 2)
     assert counts["names of strategies and schedules quoted in planning"] == 2
     assert counts["files that name sizes of a dense layer"] == 1
     assert counts["functions with 10 or more parameters"] == 1
     assert counts["cycles of imports between files"] == 1
-    assert counts["lines of code a function"] == 8.0
+    assert counts["lines of code a function"] == 11.0

@@ -103,7 +103,7 @@ def test_a_training_of_a_gpt_that_is_resumed_on_fewer_ranks(tmp_path: Path) -> N
             str(EXAMPLES / "train_gpt.py"),
             "--hidden",
             "32",
-            "--seq",
+            "--sequence",
             "16",
             "--folder",
             str(tmp_path),

@@ -289,7 +289,7 @@ def copies() -> list[dict[str, Any]]:
 
 
 def library() -> list[dict[str, Any]]:
-    """Return the seconds of a product by torch, by `mw.matmul` of DTensors and by `mw.matmul2d`, of one rank.
+    """Return the seconds of a product by torch, by `mw.matmul` of DTensors and by `mw.nn.matmul2d`, of one rank.
 
     A difference is what a call costs: time of the host for small products, copies on the device for large ones.
     """
@@ -307,10 +307,10 @@ def library() -> list[dict[str, Any]]:
         ways = {
             "torch.mm": lambda a=a, b=b: torch.mm(a, b),
             "mw.matmul": lambda da=da, db=db: mw.matmul(da, db, [Replicate()]),
-            "mw.matmul2d, 1 slice": lambda a=a, b=b, shape=shape: mw.matmul2d(
+            "mw.nn.matmul2d, 1 slice": lambda a=a, b=b, shape=shape: mw.nn.matmul2d(
                 a, b, mesh=square, shape=shape, slices=1
             ),
-            "mw.matmul2d, 4 slices": lambda a=a, b=b, shape=shape: mw.matmul2d(
+            "mw.nn.matmul2d, 4 slices": lambda a=a, b=b, shape=shape: mw.nn.matmul2d(
                 a, b, mesh=square, shape=shape, slices=4
             ),
         }

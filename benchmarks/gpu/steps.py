@@ -192,7 +192,7 @@ def _memory(training: MeasuredTraining) -> dict[str, int]:
 
 
 def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
-    """Return the step of a run for `mw.step_of`, on one chip of the catalog's H100 cluster."""
+    """Return the step of a run for `mw.algorithms.step_of`, on one chip of the catalog's H100 cluster."""
     model = Transformer(
         run.name,
         run.layers,
@@ -245,7 +245,7 @@ def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, f
     machine = machine_of(problem, block_axes(parallelism))
     model, count = problem.model, problem.batch // parallelism.micro_batch
     assert model.vocab_size is not None
-    head = parallelism.micro_batch * problem.seq, model.vocab_size, model.hidden
+    head = parallelism.micro_batch * problem.sequence, model.vocab_size, model.hidden
     shapes = [head, (head[0], head[2], head[1]), (head[2], head[1], head[0])]
     times = {
         "product": count * sum(layers.call_s(problem, matmul_work(*shape, problem.dtype)) for shape in shapes)

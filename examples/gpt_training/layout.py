@@ -40,7 +40,7 @@ def parallelism_from(
         name, _, value = part.partition("=")
         numbers = value.split("x")
         if name not in _NAMES or not all(number.isdigit() for number in numbers) or len(numbers) > 2:
-            raise mw.DescriptionError(
+            raise mw.errors.DescriptionError(
                 f"--parallel: '{part}'; give {', '.join(_NAMES)}, such as tp=2,pp=2,dp=2"
             )
         sizes = tuple(map(int, numbers))
@@ -68,10 +68,10 @@ def parallelism_of_plan(path: Path, num_ranks: int, *, accepts_sites: bool = Fal
         PlanError: the plan counts on that, and it is not accepted.
         LayoutError, UnsupportedError: as `parallelism_from`.
     """
-    steps = mw.load_plan(path).step
+    steps = mw.tune.load_plan(path).step
     chosen = _checked(mw.Parallelism(**steps.best.degrees.model_dump()), num_ranks)
     if chosen.tensor_size > 1 and steps.overlap != "sites" and not accepts_sites:
-        raise mw.PlanError(
+        raise mw.errors.PlanError(
             f"{path} was planned with the overlap of whole layers, whose products run one by one here; plan with "
             "--overlap sites, or give --accept-sites"
         )
@@ -80,7 +80,9 @@ def parallelism_of_plan(path: Path, num_ranks: int, *, accepts_sites: bool = Fal
 
 def _checked(chosen: mw.Parallelism, num_ranks: int) -> mw.Parallelism:
     if chosen.num_ranks != num_ranks:
-        raise mw.LayoutError(f"these degrees are for {chosen.num_ranks} ranks, and there are {num_ranks}")
+        raise mw.errors.LayoutError(
+            f"these degrees are for {chosen.num_ranks} ranks, and there are {num_ranks}"
+        )
     refused = [
         what
         for what, is_wanted in (
@@ -91,7 +93,7 @@ def _checked(chosen: mw.Parallelism, num_ranks: int) -> mw.Parallelism:
         if is_wanted
     ]
     if refused:
-        raise mw.UnsupportedError(f"this example trains without {' and '.join(refused)}")
+        raise mw.errors.UnsupportedError(f"this example trains without {' and '.join(refused)}")
     return chosen
 
 

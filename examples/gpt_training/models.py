@@ -34,7 +34,7 @@ class ModelSize:
     num_kv_heads: int = 4
     ffn_hidden: int = 512
     vocab_size: int = 256
-    seq: int = 128
+    sequence: int = 128
     dropout: float = 0.0
 
     @property
@@ -64,20 +64,20 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: Tensor, angles: Angles) -> Tensor:
-        """Return what attention adds to x (rows, seq, hidden); `angles` are those of a Llama, else None."""
-        rows, seq, _ = x.shape
+        """Return what attention adds to x (rows, sequence, hidden); `angles` are those of a Llama, else None."""
+        rows, sequence, _ = x.shape
         if hasattr(self, "qkv_proj"):
             parts = self.qkv_proj(x).chunk(3, -1)
         else:
             parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (part.view(rows, seq, -1, self.head_dim).transpose(1, 2) for part in parts)
+        q, k, v = (part.view(rows, sequence, -1, self.head_dim).transpose(1, 2) for part in parts)
         if angles is not None:
             q, k = rotated(q, *angles), rotated(k, *angles)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.dropout(self.o_proj(mixed.transpose(1, 2).reshape(rows, seq, -1)))
+        return self.dropout(self.o_proj(mixed.transpose(1, 2).reshape(rows, sequence, -1)))
 
 
 class Rotary(nn.Module):
@@ -115,7 +115,7 @@ class GptMlp(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what it adds to x (rows, seq, hidden)."""
+        """Return what it adds to x (rows, sequence, hidden)."""
         return self.dropout(self.down_proj(self.act_fn(self.up_proj(x))))
 
 
@@ -131,7 +131,7 @@ class LlamaMlp(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what it adds to x (rows, seq, hidden)."""
+        """Return what it adds to x (rows, sequence, hidden)."""
         return self.dropout(self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -146,7 +146,7 @@ class Block(nn.Module):
         self.mlp = GptMlp(size) if size.style == "gpt" else LlamaMlp(size)
 
     def forward(self, x: Tensor, angles: Angles) -> Tensor:
-        """Return the residual x (rows, seq, hidden) after this layer."""
+        """Return the residual x (rows, sequence, hidden) after this layer."""
         x = x + self.self_attn(self.input_layernorm(x), angles)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -161,14 +161,14 @@ class LanguageModel(nn.Module):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.embed_tokens: nn.Module | None = nn.Embedding(size.vocab_size, size.hidden)
-        self.positions = nn.Embedding(size.seq, size.hidden) if size.style == "gpt" else None
+        self.positions = nn.Embedding(size.sequence, size.hidden) if size.style == "gpt" else None
         self.rotary_emb = Rotary(size.head_dim) if size.style == "llama" else None
         self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
         self.norm: nn.Module | None = _norm(size)
         self.lm_head: nn.Module | None = nn.Linear(size.hidden, size.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (rows, seq, vocabulary) of tokens (rows, seq); a stage takes and returns the residual."""
+        """Return logits (rows, sequence, vocabulary) of tokens (rows, sequence); a stage gives the residual on."""
         if self.embed_tokens is not None:
             at = torch.arange(x.shape[1], device=x.device)
             x = self.embed_tokens(x)
@@ -196,13 +196,13 @@ def build(size: ModelSize, seed: int = 0) -> LanguageModel:
     return model
 
 
-def names_in(size: ModelSize) -> mw.ModelMap:
+def names_in(size: ModelSize) -> mw.nn.ModelMap:
     """Return which modules are which, for `meshweave.parallelize`."""
     is_llama = size.style == "llama"
     attention = {"fused": "self_attn.qkv_proj"}
     if is_llama:
         attention = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
-    layer = mw.LayerMap(
+    layer = mw.nn.LayerMap(
         attention_norm="input_layernorm",
         **attention,
         out="self_attn.o_proj",
@@ -213,7 +213,9 @@ def names_in(size: ModelSize) -> mw.ModelMap:
         activation="mlp.act_fn",
     )
     positions = {"rotary": "rotary_emb"} if is_llama else {"positions": "positions"}
-    return mw.ModelMap("embed_tokens", "layers", layer, "norm", "lm_head", has_causal_loss=False, **positions)
+    return mw.nn.ModelMap(
+        "embed_tokens", "layers", layer, "norm", "lm_head", has_causal_loss=False, **positions
+    )
 
 
 def layers_of(num_layers: int, number: int, num_stages: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 All ranks measure at once, since they will compute at once: a training step of the whole model without
 communication, the optimizer, and messages from rank to rank. The first two give a rate of products and one of
-memory, such that the estimate of a step on one rank is what was measured. From these `meshweave.step_of` says what
+memory, such that the estimate of a step on one rank is what was measured. From these `step_of` says what
 a step takes in any layout, and `meshweave.plan` which is the fastest.
 """
 
@@ -59,7 +59,7 @@ def _median_s(run: Callable[[], object], repeat: int = 5) -> float:
     return float(median)
 
 
-def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.StepProblem:
+def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.StepProblem:
     """Return the problem of a step on a cluster with the constants of this machine; collective.
 
     Args:
@@ -68,7 +68,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.StepProblem:
     """
     model = build(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, size.vocab_size, (rows, size.seq))
+    tokens = torch.randint(0, size.vocab_size, (rows, size.sequence))
 
     def compute() -> None:
         loss_of(model(tokens), tokens).backward()
@@ -89,8 +89,8 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.StepProblem:
 
     def estimated_s(flops_per_s: float) -> float:
         alone = _cluster(flops_per_s, memory_rate, link, 1)
-        problem = mw.StepProblem(transformer_of(size), alone, rows, size.seq, "float32")
-        step = mw.step_of(problem, mw.Parallelism(micro_batch=rows))
+        problem = mw.algorithms.StepProblem(transformer_of(size), alone, rows, size.sequence, "float32")
+        step = mw.algorithms.step_of(problem, mw.Parallelism(micro_batch=rows))
         return step.time_s - step.optimizer_s
 
     low, high = 1e6, 1e15
@@ -98,10 +98,12 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.StepProblem:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if estimated_s(middle) > compute_s else (low, middle)
     cluster = _cluster(high, memory_rate, link, dist.get_world_size())
-    return mw.StepProblem(transformer_of(size), cluster, batch, size.seq, "float32", overlap="sites")
+    return mw.algorithms.StepProblem(
+        transformer_of(size), cluster, batch, size.sequence, "float32", overlap="sites"
+    )
 
 
-def planned(problem: mw.StepProblem) -> mw.Parallelism:
+def planned(problem: mw.algorithms.StepProblem) -> mw.Parallelism:
     """Return the layout of the fastest step, among those that this example trains; the first rank plans."""
     answer: list[object] = [None]
     if dist.get_rank() == 0:
@@ -109,7 +111,7 @@ def planned(problem: mw.StepProblem) -> mw.Parallelism:
             problem.model,
             problem.cluster,
             batch=problem.batch,
-            seq=problem.seq,
+            sequence=problem.sequence,
             dtype=problem.dtype,
             overlap=problem.overlap,
             cp=1,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshweave import DescriptionError
+from meshweave.errors import DescriptionError
 
 TEXT = Path(__file__).parent / "genesis.txt.gz"
 
@@ -24,7 +24,7 @@ class ByteBatches:
 
     Args:
         path: a text file, or one that gzip made.
-        seq: tokens of a window; the targets are the same bytes one later.
+        sequence: tokens of a window; the targets are the same bytes one later.
         batch: windows of a step.
         seed: of the order of windows.
 
@@ -32,20 +32,20 @@ class ByteBatches:
         position: how many windows have been given out.
     """
 
-    def __init__(self, path: Path = TEXT, *, seq: int, batch: int, seed: int = 0) -> None:
+    def __init__(self, path: Path = TEXT, *, sequence: int, batch: int, seed: int = 0) -> None:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
         self._bytes = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        self._seq, self._batch, self._seed, self.position = seq, batch, seed, 0
-        self._windows = (len(self._bytes) - 1) // seq
+        self._sequence, self._batch, self._seed, self.position = sequence, batch, seed, 0
+        self._windows = (len(self._bytes) - 1) // sequence
         if self._windows < 1:
-            raise DescriptionError(f"{path} has {len(self._bytes)} bytes, and a window takes {seq + 1}")
+            raise DescriptionError(f"{path} has {len(self._bytes)} bytes, and a window takes {sequence + 1}")
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of the next batch, each (batch, seq) of int64, and go past it."""
+        """Return tokens and targets of the next batch, each (batch, sequence) of int64, and go past it."""
         starts = [self._start(self.position + each) for each in range(self._batch)]
-        rows = torch.stack([self._bytes[start : start + self._seq + 1] for start in starts]).long()
+        rows = torch.stack([self._bytes[start : start + self._sequence + 1] for start in starts]).long()
         self.position += self._batch
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -57,18 +57,18 @@ class ByteBatches:
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._order = epoch, torch.randperm(self._windows, generator=generator)
-        return int(self._order[1][at]) * self._seq
+        return int(self._order[1][at]) * self._sequence
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and what it belongs to."""
         return {
-            "position": self.position, "seed": self._seed, "seq": self._seq, "windows": self._windows
+            "position": self.position, "seed": self._seed, "sequence": self._sequence, "windows": self._windows
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from the position of `state`. Raises DescriptionError where text or order are others."""
         own = self.state_dict()
-        for name in ("seed", "seq", "windows"):
+        for name in ("seed", "sequence", "windows"):
             if state[name] != own[name]:
                 raise DescriptionError(f"the checkpoint's data have {name} {state[name]}, these {own[name]}")
         self.position = state["position"]

@@ -79,8 +79,8 @@ class Trainer:
         parameters = [each for stage in self.stages.values() for each in stage.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
         size = options.size
-        self.data = ByteBatches(options.text, seq=size.seq, batch=options.batch, seed=options.seed)
-        self.state = mw.TrainingState(
+        self.data = ByteBatches(options.text, sequence=size.sequence, batch=options.batch, seed=options.seed)
+        self.state = mw.nn.TrainingState(
             self.modules, self.optimizer, rank=self.rank, places=_places(chosen), seed=options.seed
         )
         self.checkpoints = mw.Checkpoints(options.folder, context=self._context) if options.folder else None
@@ -89,7 +89,7 @@ class Trainer:
     def modules(self) -> list[nn.Module]:
         """Return the parts of the model that this rank has, with the names that parameters have in the whole."""
         stages = self.stages.values()
-        return [stage.module if isinstance(stage, mw.ParallelStage) else stage for stage in stages]
+        return [stage.module if isinstance(stage, mw.nn.ParallelStage) else stage for stage in stages]
 
     @property
     def num_micro_batches(self) -> int:
@@ -97,7 +97,7 @@ class Trainer:
         chosen, batch = self.options.parallelism, self.options.batch
         rows = chosen.data * chosen.micro_batch
         if batch % rows:
-            raise mw.LayoutError(
+            raise mw.errors.LayoutError(
                 f"a batch of {batch} has no whole number of micro-batches of {chosen.micro_batch} rows on each of "
                 f"{chosen.data} replicas"
             )
@@ -111,21 +111,25 @@ class Trainer:
         size, names = self.options.size, self.mesh.mesh_dim_names[2:]
         own = self.mesh[names if len(names) > 1 else names[0]]
         parallel = mw.parallelize(model, chosen.strategy, own, mapping=names_in(size), context=self._context)
-        return mw.ParallelStage(parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.seq)
+        return mw.nn.ParallelStage(
+            parallel, *layers_of(size.num_layers, number, chosen.num_stages), size.sequence
+        )
 
     def _examples(self, rows: int) -> dict[int, list[Tensor]]:
         """Return what stages pass on, so that they need not run once without memory to find that out."""
         size = self.options.size
-        whole = torch.zeros(rows, size.seq, size.hidden, dtype=self.options.dtype)
+        whole = torch.zeros(rows, size.sequence, size.hidden, dtype=self.options.dtype)
         return {
-            number: [stage.example(rows) if isinstance(stage, mw.ParallelStage) else whole]
+            number: [stage.example(rows) if isinstance(stage, mw.nn.ParallelStage) else whole]
             for number, stage in self.stages.items()
         }
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a micro-batch, on the last stage."""
         last = self.stages[self.options.parallelism.num_stages - 1]
-        return last.loss(output, targets) if isinstance(last, mw.ParallelStage) else loss_of(output, targets)
+        return (
+            last.loss(output, targets) if isinstance(last, mw.nn.ParallelStage) else loss_of(output, targets)
+        )
 
     # --- steps -----------------------------------------------------------------------------------------------
 

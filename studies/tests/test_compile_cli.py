@@ -20,7 +20,7 @@ MODULE = Path(__file__).parent / "modules" / "fused_gathers_v5e.txt"
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     out = tmp_path / "plan.json"
-    made = mw.plan_model(
+    made = mw.tune.plan_model(
         mw.load_model("gpt3"), mw.load_cluster("tpu-v5e:16"), mw.Workload(16, 2048), ["meshslice"]
     )
     made.save(out)

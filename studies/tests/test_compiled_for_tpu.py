@@ -29,8 +29,8 @@ def test_a_product_is_compiled_and_read(target: str, emission: str) -> None:
     """All but the first transfers of each axis run beside products where the emission puts them there."""
     from meshweave_studies.tpu.compiled import compile_program, emission_named
 
-    problem = mw.Matmul2dProblem(4096, 4096, 4096, (4, 4), dtype="bfloat16")
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
+    problem = mw.algorithms.Matmul2dProblem(4096, 4096, 4096, (4, 4), dtype="bfloat16")
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4))
     compiled = compile_program(program, TPU_TARGETS[target], emission_named(emission))
     collectives = compiled.module.collectives
     sent = {

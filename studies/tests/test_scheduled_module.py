@@ -79,8 +79,8 @@ def test_all_permutes_but_the_first_ring_of_each_axis_run_beside_products() -> N
 def test_the_time_follows_cycles_and_links() -> None:
     """A schedule takes at least its fusions; what is exposed are transfers, of all collectives at most."""
     target = TPU_TARGETS["tpu-v5e"]
-    problem = mw.Matmul2dProblem(4096, 4096, 4096, (4, 4), dtype="bfloat16")
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
+    problem = mw.algorithms.Matmul2dProblem(4096, 4096, 4096, (4, 4), dtype="bfloat16")
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4))
     machine = Machine.of(target_cluster(target, 16), program)
     read = module("fused_gathers_v5e")
     time = schedule_time(read, machine, target.cycles_per_s)
@@ -134,10 +134,10 @@ def test_loops_are_written_out() -> None:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_emissions_keep_the_meaning(name: str, dataflow: mw.Dataflow) -> None:
     """Rings, parts and order change no result: each program is proved again."""
-    problem = mw.Matmul2dProblem(22, 13, 18, (2, 3), dataflow)
+    problem = mw.algorithms.Matmul2dProblem(22, 13, 18, (2, 3), dataflow)
     validate(
         emission_named(name).program(
-            mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 3, 2))
+            mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 3, 2))
         )
     )
 

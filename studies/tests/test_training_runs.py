@@ -163,7 +163,7 @@ def test_what_rows_say() -> None:
         ({"config": "MXFP8"}, "products in eight or four bits"),
         ({"chips": "8 Z100"}, "the catalog has no cluster of Z100"),
         ({"chips": "A100"}, "the number of chips is not stated"),
-        ({"chips": "12 A100"}, "12 chips are not whole hosts"),
+        ({"chips": "13 A100"}, "13 chips do not fill hosts of 8 evenly"),
         ({"dp": "3"}, "dp 3 is stated, and the chips are enough for 1"),
         ({"tp": "", "pp": ""}, "the degrees of parallelism are not stated"),
         ({"gbs": ""}, "the batch is not stated"),
@@ -191,7 +191,7 @@ def test_llm_foundrys_formula_gives_its_own_tokens_per_second() -> None:
         case, tokens = case_of(run), re.search(r"(\d+) tok/s/GPU", run.second)
         assert tokens is not None
         seconds = published_seconds(case, unpriced(case))
-        per_chip = case.problem.batch * case.problem.seq / seconds / case.problem.cluster.num_chips
+        per_chip = case.problem.batch * case.problem.sequence / seconds / case.problem.cluster.num_chips
         assert per_chip == pytest.approx(float(tokens[1]), rel=3e-3)
 
 
@@ -200,7 +200,7 @@ def test_nanotrons_formula_gives_its_own_tokens_per_second() -> None:
     for run in rows:
         case = case_of(run)
         seconds = published_seconds(case, unpriced(case))
-        tokens = case.problem.batch * case.problem.seq / seconds / case.problem.cluster.num_chips
+        tokens = case.problem.batch * case.problem.sequence / seconds / case.problem.cluster.num_chips
         assert tokens == pytest.approx(float(run.second.split()[0]), rel=1e-3)
     assert len(rows) == 3
 
@@ -208,8 +208,8 @@ def test_nanotrons_formula_gives_its_own_tokens_per_second() -> None:
 def test_narayanans_formula() -> None:
     case = case_of(run_at(6))
     of, m = case.problem, case.problem.model
-    flops = 96 * of.batch * of.seq * m.num_layers * m.hidden**2
-    flops *= 1 + of.seq / (6 * m.hidden) + (m.vocab_size or 0) / (16 * m.num_layers * m.hidden)
+    flops = 96 * of.batch * of.sequence * m.num_layers * m.hidden**2
+    flops *= 1 + of.sequence / (6 * m.hidden) + (m.vocab_size or 0) / (16 * m.num_layers * m.hidden)
     assert unpriced(case).flops("all", recomputed=True) == pytest.approx(flops, rel=1e-3)
     assert published_seconds(case, unpriced(case)) == pytest.approx(flops / (163e12 * 2520), rel=1e-3)
 

@@ -122,9 +122,9 @@ def test_command_line_knows_them(site: Path) -> None:
 
 PLANS = f"""
 import meshweave as mw
-options = mw.SpaceOptions()
+options = mw.tune.SpaceOptions()
 assert "{SCHEDULE}" in options.schedules and "{STRATEGY}" in options.strategies, options
-on = dict(model="llama-2-7b", cluster="dgx-h100:8", batch=16, seq=1024)
+on = dict(model="llama-2-7b", cluster="dgx-h100:8", batch=16, sequence=1024)
 twin = mw.plan(**on, tp=2, pp=2, strategy="{STRATEGY}", schedule=["1f1b", "{SCHEDULE}"], micro_batch=1)
 plain = mw.plan(**on, tp=2, pp=2, strategy="megatron", schedule="1f1b", micro_batch=1)
 assert twin.step.best.step_s == plain.step.best.step_s, (twin.step.best, plain.step.best)

@@ -21,7 +21,8 @@ from meshweave.describe.model.workload import Workload
 from meshweave.execute.numpy import local_inputs
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
-from meshweave.tune import Plan, plan_model
+from meshweave.tune import plan_model
+from meshweave.tune.plan import Plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

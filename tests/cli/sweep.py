@@ -23,8 +23,8 @@ from typing import Any
 
 from damage import CLUSTER, CONFIG, HOSTS, MODEL, TREE
 from file_mutations import NUMBERS, SIGNS, STRINGS, mutated
-from forked import Outcome, run_forked
-from verb_commands import COMMANDS, odd_options, seconds_of
+from forked import CPU_S, Outcome, run_forked
+from verb_commands import COMMANDS, odd_options, unmutated
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.calibrate import device, tpu_compiler
@@ -149,7 +149,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     for kind in table.values():
         (folder / f"good-{kind.file}").write_text(kind.seeds[0])
     model, cluster = folder / "good-model.toml", folder / "good-cluster.toml"
-    sizes = f"plan {model} --cluster {cluster} --batch 4 --seq 64 --json"
+    sizes = f"plan {model} --cluster {cluster} --batch 4 --sequence 64 --json"
     plans = tuple(
         _said(*sizes.split(), "--products", "--algorithms", names)
         for names in ("all", "collective", "meshslice,summa")
@@ -315,6 +315,18 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+_LONGEST_S = 200.0
+_unmutated_s: dict[str, float] = {}
+
+
+def _allowed_s(folder: Path, table: dict[str, Kind], command: str) -> float:
+    """Return the processor seconds that mutations of a command may take: three times its own, or `CPU_S`."""
+    if command not in _unmutated_s:
+        args = command_line(folder, table, "", command)
+        _unmutated_s[command] = run_forked(_case_action(args, folder, lambda: None), _LONGEST_S).cpu_s
+    return max(CPU_S, 3 * _unmutated_s[command])
+
+
 def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
     """Yield `count` cases, all commands in turn. The same seed and count make the same cases."""
     table = kinds(folder)
@@ -339,7 +351,14 @@ def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
             path = folder / table[spoilt].file
             _clear(path)
             data, put = _spoil(rng, path, table[spoilt])
-        outcome = run_forked(_case_action(args, folder, put), seconds_of(verb))
+        outcome = run_forked(_case_action(args, folder, put))
+        if outcome.is_late:
+            most_s = _allowed_s(folder, table, unmutated(verb, command))
+            _clear(scratch)
+            scratch.mkdir()
+            if spoilt:
+                _clear(path)
+            outcome = run_forked(_case_action(args, folder, put), most_s) if most_s > CPU_S else outcome
         statuses = (0, 1, 2) if args[:1] == ["verify"] else (0, 2)
         fault = outcome.fault(statuses)
         if args[:2] == ["lab", "check"] and outcome.status == 2 and outcome.out:

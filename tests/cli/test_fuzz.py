@@ -92,7 +92,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def plan_args(model: str, cluster: str) -> list[str]:
-    sizes = "--batch", "2", "--seq", "64"
+    sizes = "--batch", "2", "--sequence", "64"
     return ["plan", model, "--products", "--cluster", cluster, "--algorithms", "collective", *sizes]
 
 
@@ -149,7 +149,7 @@ def test_damaged_plans(case: Case, no_processes: None) -> None:
         files[1],
         "--batch",
         "2",
-        "--seq",
+        "--sequence",
         "64",
         "--out",
         str(good),
@@ -190,7 +190,7 @@ def test_damaged_programs(case: Case) -> None:
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "plan": (
-        *("--cluster", "--batch", "--seq", "--dtype", "--algorithms", "--out", "--report", "--json"),
+        *("--cluster", "--batch", "--sequence", "--dtype", "--algorithms", "--out", "--report", "--json"),
         *("--products", "--fix", "--memory", "--price", "--table"),
     ),
     "run": ("--layer", "--pass", "--algorithm", "--ranks", "--max-dim", "--repeat", "--rings", "--machine"),
@@ -299,7 +299,7 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
         (["show", "collective", "--mesh", "100000x100000"], "mesh"),
         (["show", "meshslice", "--slices", "9" * 30], "slices"),
         (["plan", "gpt3", "--cluster", "tpu-v4-pod:4", "--batch", "9" * 30], "batch"),
-        (["plan", "gpt3", "--cluster", "tpu-v4-pod:4", "--seq", "9" * 30], "seq"),
+        (["plan", "gpt3", "--cluster", "tpu-v4-pod:4", "--sequence", "9" * 30], "seq"),
     ],
 )
 def test_huge_numbers_are_refused(case: Case, args: list[str], message: str) -> None:

@@ -330,7 +330,7 @@ def test_a_layer_that_takes_an_age_is_refused(tmp_path: Path) -> None:
     model.write_text(MODEL)
     outcome = outcome_of(
         tmp_path,
-        ["tune", "block", str(model), "--cluster", "FILE", "--batch", "4", "--seq", "64"],
+        ["tune", "block", str(model), "--cluster", "FILE", "--batch", "4", "--sequence", "64"],
         "c.toml",
         slow,
     )

@@ -73,7 +73,7 @@ def test_some_mutated_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(20_000)
 def test_many_mutated_files(tmp_path: Path) -> None:
     seed, _, count = os.environ.get("MESHWEAVE_SWEEP", "").partition(":")
     _sweep(tmp_path, int(seed or random.Random().randrange(10**9)), int(count or 10_000))

@@ -97,7 +97,7 @@ def test_outputs_are_refused_before_anything_is_read(name: str, tmp_path: Path) 
 
 
 READING = {
-    "plan": "plan {model} --cluster {cluster} --batch 4 --seq 64 --products",
+    "plan": "plan {model} --cluster {cluster} --batch 4 --sequence 64 --products",
     "simulate": "simulate {program} --cluster {cluster}",
     "reshard": "reshard {model} --from 2x2 --to 1x4 --cluster {cluster}",
     "pipeline": "pipeline {schedule}",

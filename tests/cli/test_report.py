@@ -16,8 +16,9 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.report.chart import Series, line_chart
-from meshweave.tune import Plan, plan_model
+from meshweave.tune import plan_model
 from meshweave.tune.explain import mesh_curve, same_local_product, slice_curve, timelines
+from meshweave.tune.plan import Plan
 
 POD = load_cluster("tpu-v4-pod:16")
 

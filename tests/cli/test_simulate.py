@@ -98,7 +98,7 @@ def test_another_mesh_has_slices_of_its_own(capsys: pytest.CaptureFixture[str], 
 
 def test_the_step_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "step.json")
-    model = ("llama-2-7b", "--cluster", "dgx-a100:8", "--batch", "16", "--seq", "512")
+    model = ("llama-2-7b", "--cluster", "dgx-a100:8", "--batch", "16", "--sequence", "512")
     fixed = "tp=4,pp=2,zero=1,micro_batch=1,strategy=megatron_sp,recompute=none,schedule=1f1b"
     assert run_app(["plan", *model, "--fix", fixed, "--out", path]) == 0
     code, out, _ = called(capsys, path, "--against", "estimate")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import (
     COMM_KINDS,
     FullMeshNetwork,
@@ -88,8 +89,9 @@ def test_entry_loads_under_its_own_name(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", cluster_names())
 def test_every_table_of_a_cluster_has_a_source(name: str) -> None:
-    table = tomllib.loads(catalog_text("clusters", name))
-    assert table["source"] and table["chip"]["source"]
+    own = tomllib.loads(catalog_text("clusters", name))
+    table = table_like("clusters", own, name)
+    assert own["source"] and table["chip"]["source"]
     assert not numbers_without_source(table["network"])
 
 

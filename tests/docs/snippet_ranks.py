@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshweave import RankContext
+from meshweave.nn import RankContext
 
 
 def run_snippets(context: RankContext, payload: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`import meshweave` has every public name, and documentation and examples use nothing deeper."""
+"""`import meshweave` and its namespaces have every public name; documentation and examples use nothing deeper."""
 
 from __future__ import annotations
 
@@ -7,32 +7,97 @@ import importlib
 import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pages
 import pytest
 
 import meshweave
+from meshweave.base.errors import ProgramError
 
 FRONT_DOOR = pages.ROOT / "src" / "meshweave" / "__init__.py"
 EXAMPLES = sorted((pages.ROOT / "examples").glob("*.py"))
+NAMESPACES = [f"meshweave.{name}" for name in meshweave._NAMESPACES]
 NEEDS_TORCH = {
     "FallingBehindWarning", "Pipeline", "StepComparison", "StepWatch", "StoredTensor", "TorchContext",
-    "UniversalParallel", "bind", "load_weights", "matmul", "matmul2d", "pipeline", "prepare",
-    "record_torch_actions", "reshard", "reshard_state_dict", "save_weights", "torch_pipeline",
-    "universal_linear",
+    "UniversalParallel", "all_gather_linear", "bind", "linear_reduce_scatter", "load_weights", "matmul",
+    "matmul2d", "pipeline", "prepare", "record_torch_actions", "reshard", "reshard_state_dict", "save_weights",
+    "torch_pipeline", "universal_linear",
 }  # fmt: skip
+LAZY = [module for module in ("meshweave", *NAMESPACES) if "_homes" in vars(importlib.import_module(module))]
 
 
-@pytest.mark.parametrize("name", [name for name in meshweave.__all__ if name != "__version__"])
-def test_every_name_resolves(name: str) -> None:
-    if name in NEEDS_TORCH:
-        pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    if name == "jax":
+def names_of(module: str) -> list[str]:
+    if module == "meshweave.jax":
+        return ["matmul2d"]
+    return [name for name in importlib.import_module(module).__all__ if name != "__version__"]
+
+
+def need(module: str, name: str) -> None:
+    """Skip where what a name needs is not installed."""
+    if "jax" in (name, module.rpartition(".")[2]):
         pytest.importorskip("jax", reason="jax is not installed: the jax rung cannot run here")
-    value = getattr(meshweave, name)
-    assert isinstance(value, ModuleType) == (name in ("fused", "jax"))
-    assert value is getattr(importlib.import_module(f"meshweave.{meshweave._HOME[name]}"), name)
+    elif name in NEEDS_TORCH:
+        pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in ("meshweave", *NAMESPACES) for name in names_of(module)]
+)
+def test_every_name_resolves(module: str, name: str) -> None:
+    need(module, name)
+    itself = importlib.import_module(module)
+    value = getattr(itself, name)
+    assert isinstance(value, ModuleType) == (module == "meshweave" and name in meshweave._NAMESPACES)
+    home = vars(itself).get("_homes", {}).get(name)
+    if home is not None:
+        assert value is getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize("module", NAMESPACES)
+def test_a_namespace_says_what_it_is_for(module: str) -> None:
+    need(module, "")
+    itself = importlib.import_module(module)
+    assert itself.__doc__ and itself.__all__
+    assert getattr(meshweave, module.rpartition(".")[2]) is itself
+
+
+def test_no_name_stands_behind_two_doors() -> None:
+    doors: dict[str, list[str]] = {}
+    for module in ("meshweave", *NAMESPACES):
+        for name in names_of(module):
+            doors.setdefault(name, []).append(module)
+    several = {name: modules for name, modules in doors.items() if len(modules) > 1}
+    assert several == {
+        "MeshweaveError": ["meshweave", "meshweave.errors"],
+        "matmul2d": ["meshweave.nn", "meshweave.jax"],  # of tensors, and of jax arrays
+    }
+
+
+@pytest.mark.parametrize("old", sorted(meshweave._MOVED_TO))
+def test_a_name_that_moved_says_where(old: str) -> None:
+    module, new = meshweave._MOVED_TO[old]
+    need(module, new)
+    assert old not in meshweave.__all__
+    with pytest.warns(DeprecationWarning, match=rf"^meshweave\.{old} is {module}\.{new} now$") as told:
+        value = getattr(meshweave, old)
+    assert [warning.filename for warning in told] == [__file__]
+    assert value is getattr(importlib.import_module(module), new)
+
+
+def test_nothing_of_ours_uses_a_name_that_moved() -> None:
+    """The tests' own settings make such a use an error."""
+    with pytest.raises(DeprecationWarning, match=r"meshweave\.Matmul is meshweave\.ir\.Matmul now"):
+        meshweave.Matmul  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_a_name_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "meshweave_lab", None)
+    warnings.simplefilter("ignore")
+    with pytest.raises(AttributeError, match="Lab now: import of meshweave_lab"):
+        meshweave.Lab  # type: ignore[attr-defined] # noqa: B018
 
 
 def test_names_stay_when_submodules_are_imported() -> None:
@@ -42,13 +107,22 @@ def test_names_stay_when_submodules_are_imported() -> None:
         assert callable(getattr(meshweave, module))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        meshweave.nothing  # type: ignore[attr-defined] # noqa: B018
+def test_a_function_of_a_namespace_is_not_hidden_by_its_module() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    importlib.import_module("meshweave.nn.matmul2d")
+    assert callable(meshweave.nn.matmul2d)
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    for node in ast.parse(FRONT_DOOR.read_text()).body:
+@pytest.mark.parametrize("module", ["meshweave", "meshweave.tune"])
+def test_an_unknown_name_is_an_attribute_error(module: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        importlib.import_module(module).nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("module", LAZY)
+def test_type_checkers_see_the_same_names(module: str) -> None:
+    itself = importlib.import_module(module)
+    for node in ast.parse(Path(itself.__file__ or "").read_text()).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             seen = {
                 alias.asname: f"{line.module}"
@@ -57,8 +131,8 @@ def test_type_checkers_see_the_same_names() -> None:
                 for alias in line.names
                 if alias.name == alias.asname
             }
-            assert seen == {name: f"meshweave.{module}" for name, module in meshweave._HOME.items()}
-            assert meshweave.__all__ == ["__version__", *sorted(meshweave._HOME)]
+            namespaces = dict.fromkeys(meshweave._NAMESPACES, "meshweave") if module == "meshweave" else {}
+            assert seen == {**itself._homes, **namespaces}
             return
     pytest.fail("there is no TYPE_CHECKING block")
 
@@ -69,6 +143,18 @@ def test_importing_loads_nothing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_namespace_needs_no_torch() -> None:
+    """Neither torch nor jax is imported by a look at what a namespace has."""
+    spaces = ", ".join(f"mw.{name}" for name in meshweave._NAMESPACES if name != "jax")
+    code = (
+        f"import meshweave as mw, sys; {spaces}; mw.nn.__all__; print({{'torch', 'jax'}} & {{*sys.modules}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"
 
 
 def test_examples_import_nothing_deeper() -> None:
@@ -84,21 +170,61 @@ def test_snippets_import_nothing_deeper() -> None:
 
 
 def test_prose_names_nothing_deeper() -> None:
-    """Calls in prose are of the front door too; modules may be named where their inside is described."""
+    """Calls in prose are of a door too; modules may be named where their inside is described."""
     for page in (pages.ROOT / "README.md", *pages.GUIDE):
-        for name in re.findall(r"`(?:meshweave|mw)\.(\w+)\(", pages.prose(page)):
-            assert name in meshweave.__all__, f"{page}: meshweave.{name}"
+        for space, name in re.findall(r"`(?:meshweave|mw)\.(?:(\w+)\.)?(\w+)\(", pages.prose(page)):
+            assert name in names_of(f"meshweave.{space}" if space else "meshweave"), f"{page}: {space}.{name}"
+
+
+def test_what_is_deeper_is_seen() -> None:
+    source = (
+        "import meshweave.cli\nfrom meshweave import nothing\nfrom meshweave.nn import plans\nmw.ir.secret"
+    )
+    assert deep_imports(source) == ["meshweave.cli", "nothing", "meshweave.nn.plans", "mw.ir.secret"]
+    assert not deep_imports(
+        "from meshweave.ir import Matmul\nmw.ir.Matmul\nmw.plan\nfrom meshweave import ir"
+    )
 
 
 def deep_imports(source: str) -> list[str]:
-    """Return the modules below `meshweave` that Python source imports, and names that it has not."""
+    """Return what Python source imports of `meshweave` and no door has: modules, and names."""
     deep = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            deep += [alias.name for alias in node.names if alias.name.startswith("meshweave.")]
+            deep += [
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("meshweave.") and alias.name not in NAMESPACES
+            ]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshweave":
-            deep += [node.module] if node.module != "meshweave" else []
-            deep += [alias.name for alias in node.names if alias.name not in meshweave.__all__]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mw":
-            deep += [] if node.attr in meshweave.__all__ else [f"mw.{node.attr}"]
+            if node.module not in ("meshweave", *NAMESPACES):
+                deep.append(f"{node.module}")
+                continue
+            prefix = "" if node.module == "meshweave" else f"{node.module}."
+            deep += [
+                f"{prefix}{alias.name}"
+                for alias in node.names
+                if alias.name not in names_of(f"{node.module}")
+            ]
+        elif isinstance(node, ast.Attribute):
+            match ast.unparse(node).split("."):
+                case ["mw", name] if name not in meshweave.__all__:
+                    deep.append(f"mw.{name}")
+                case ["mw", space, name] if space in meshweave._NAMESPACES and name not in names_of(
+                    f"meshweave.{space}"
+                ):
+                    deep.append(f"mw.{space}.{name}")
     return deep
+
+
+def test_errors_are_one_list() -> None:
+    """`meshweave.errors` has every public class of `base.errors`."""
+    defined = {
+        name
+        for name, value in vars(importlib.import_module("meshweave.base.errors")).items()
+        if isinstance(value, type)
+        and issubclass(value, meshweave.MeshweaveError)
+        and not name.startswith("_")
+    }
+    assert set(meshweave.errors.__all__) == defined
+    assert meshweave.errors.ProgramError is ProgramError

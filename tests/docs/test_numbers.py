@@ -385,10 +385,10 @@ def test_shown_plans(page: str) -> None:
 
 
 def test_the_shown_summary_of_a_simulation() -> None:
-    problem = mw.Matmul2dProblem(
+    problem = mw.algorithms.Matmul2dProblem(
         m=262144, n=49152, k=12288, mesh_shape=(16, 16), dataflow="os", dtype="bfloat16"
     )
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 6))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 6))
     machine = mw.Machine.of(mw.load_cluster("tpu-v4-pod:256"), program)
     run = mw.simulate(program, machine)
     path, page = mw.critical_path(run), guide("simulating")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 
 import pages
@@ -10,14 +11,22 @@ import pytest
 import meshweave
 
 
+def words(names: dict[str, str]) -> list[str]:
+    return " ".join(names.values()).split()
+
+
 def test_the_site_covers_everything() -> None:
     for module in ("yaml", "mkdocs"):
         pytest.importorskip(module, reason="the extra docs is not installed")
     site = runpy.run_path(str(pages.ROOT / "docs" / "site.py"))
     assert list(site["GROUPS"]) == list(meshweave._GROUPS)
     assert all(f"    {group:<13} " in (meshweave.__doc__ or "") for group in meshweave._GROUPS)
+    assert all(f"    mw.{name:<10} " in (meshweave.__doc__ or "") for name in meshweave._NAMESPACES)
     text = "".join(site["api_page"](group) for group in site["GROUPS"])
-    assert all(f".{name}\n" in f"{text}\n" for name in meshweave._HOME)
+    assert all(f".{name}\n" in f"{text}\n" for names in meshweave._GROUPS.values() for name in words(names))
+    for module in site["NAMESPACES"]:
+        page = site["module_page"](module)
+        assert all(f".{name}\n" in page for name in importlib.import_module(module).__all__)
     commands = site["command_line_page"]()
     assert all(
         f"## `meshweave {verb}" in commands for verb in ("plan", "simulate", "tune layouts", "bench matmul")

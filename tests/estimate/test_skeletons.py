@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.estimate import TimedSkeleton, skeleton_ps
-from meshweave.estimate.spans import task_spans
+from meshweave.estimate.timeline import task_spans
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
 from sampling import examples

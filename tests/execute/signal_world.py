@@ -84,7 +84,7 @@ def move_state(mesh, context):
     turned = (Shard(1), Shard(0))
     state = {"weight": sharded(mesh, 16, 16, placements=(Shard(0), Shard(1))), "step": torch.tensor(3)}
     while True:
-        mw.reshard_state_dict(state, mesh, lambda name, tensor: turned, context=context)
+        mw.nn.reshard_state_dict(state, mesh, lambda name, tensor: turned, context=context)
 
 
 WORKLOADS = {

@@ -31,7 +31,7 @@ def test_results_equal_those_of_the_authors(
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
     benchmark = runpy.run_path(str(BENCHMARK))
     mesh = jax.make_mesh(benchmark["MESH"], benchmark["AXES"])
-    problem = mw.Matmul2dProblem(256, 512, 768, benchmark["MESH"], dataflow)
+    problem = mw.algorithms.Matmul2dProblem(256, 512, 768, benchmark["MESH"], dataflow)
     a, b = benchmark["operands"](problem, mesh)
     authors = benchmark["authors_module"](Path(CHECKOUT))
     expected = benchmark["theirs"](authors, algorithm, dataflow, mesh)(a, b)

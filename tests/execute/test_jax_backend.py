@@ -22,12 +22,14 @@ MESHES = ((2, 2), (2, 3), (2, 4), (4, 4))
 DTYPES = ("int32", "int64", "float32", "float64", "bfloat16", "float16")
 
 
-def program_of(name: str, problem: mw.Matmul2dProblem, rings: int = 0, slices: int = 3) -> mw.Program:
-    program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1,) * slices, 2))
-    return mw.lower_rings(program, rings) if rings else program  # type: ignore[arg-type]
+def program_of(
+    name: str, problem: mw.algorithms.Matmul2dProblem, rings: int = 0, slices: int = 3
+) -> mw.Program:
+    program = mw.algorithm(name).program(problem, mw.algorithms.Matmul2dConfig((1,) * slices, 2))
+    return mw.lower.lower_rings(program, rings) if rings else program  # type: ignore[arg-type]
 
 
-def cases() -> Iterator[tuple[str, mw.Matmul2dProblem, int]]:
+def cases() -> Iterator[tuple[str, mw.algorithms.Matmul2dProblem, int]]:
     """Yield 2D algorithms on the meshes that they know, dataflows, rings and dtypes in turn; sizes are uneven."""
     number = 0
     for name, entry in sorted(PRODUCTS_2D.items(), key=lambda item: item[0] != "meshslice"):
@@ -35,18 +37,20 @@ def cases() -> Iterator[tuple[str, mw.Matmul2dProblem, int]]:
             for dataflow in ("os", "ls", "rs"):
                 for rings in (0, 1, 2):
                     dtype = DTYPES[number % len(DTYPES)]
-                    problem = mw.Matmul2dProblem(13, 18, 22, shape, dataflow, dtype)  # type: ignore[arg-type]
+                    problem = mw.algorithms.Matmul2dProblem(13, 18, 22, shape, dataflow, dtype)  # type: ignore[arg-type]
                     if entry.refusal(problem) is None:
                         number += 1
                         yield name, problem, rings
 
 
 @pytest.mark.parametrize("case", mostly_slow(cases(), 1))
-def test_every_algorithm_equals_the_dense_product(case: tuple[str, mw.Matmul2dProblem, int]) -> None:
+def test_every_algorithm_equals_the_dense_product(
+    case: tuple[str, mw.algorithms.Matmul2dProblem, int],
+) -> None:
     name, problem, rings = case
     try:
         program = program_of(name, problem, rings)
-    except mw.LayoutError:
+    except mw.errors.LayoutError:
         pytest.skip("it has no such mesh")
     draw = np.random.default_rng(5)
     inputs = {  # sums of 22 products stay exact in halves
@@ -70,8 +74,8 @@ def test_rolled_loops_give_what_unrolled_ones_do(case: tuple[str, Any]) -> None:
 
     entry = mw.algorithm(case[0])
     for dtype in ("int32", "bfloat16"):
-        problem = mw.Matmul2dProblem(32, 48, 64, (2, 4), case[1], dtype)
-        program = entry.program(problem, mw.Matmul2dConfig((1,) * 4, 2))
+        problem = mw.algorithms.Matmul2dProblem(32, 48, 64, (2, 4), case[1], dtype)
+        program = entry.program(problem, mw.algorithms.Matmul2dConfig((1,) * 4, 2))
         assert "lax.fori_loop(1, " in jax_source(program, loops="rolled")
         inputs = {
             tensor: np.random.default_rng(6)
@@ -136,15 +140,15 @@ def test_the_module_has_the_collectives_of_the_program(case: tuple[str, Any, int
     from meshweave.execute.jax.lowered import lowered_collectives, program_collectives
 
     for sizes in ((64, 32, 96), (33, 14, 21)):
-        program = program_of(name, mw.Matmul2dProblem(*sizes, (4, 4), dataflow), rings)
+        program = program_of(name, mw.algorithms.Matmul2dProblem(*sizes, (4, 4), dataflow), rings)
         assert lowered_collectives(lowered(program)) == program_collectives(program)
 
 
 def test_equal_shards_move_what_the_program_says() -> None:
     from meshweave.execute.jax.lowered import lowered_collectives
 
-    problem = mw.Matmul2dProblem(32, 48, 64, (2, 4))
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4, 2))
+    problem = mw.algorithms.Matmul2dProblem(32, 48, 64, (2, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4, 2))
     shard_bytes = {"A": 32 * 64 // 8 * 4, "B": 64 * 48 // 8 * 4}
     assert lowered_collectives(lowered(program)) == {
         ("all_gather", shard_bytes["A"] // 4): 4,
@@ -156,6 +160,6 @@ def test_too_few_devices_are_named() -> None:
     prepare_jax()
     from meshweave.execute.jax.run import run_jax
 
-    program = program_of("collective", mw.Matmul2dProblem(8, 8, 8, (4, 8)))
-    with pytest.raises(mw.BindError, match="runs on 32 devices, and jax has 16"):
+    program = program_of("collective", mw.algorithms.Matmul2dProblem(8, 8, 8, (4, 8)))
+    with pytest.raises(mw.errors.BindError, match="runs on 32 devices, and jax has 16"):
         run_jax(program, {})

@@ -33,7 +33,7 @@ def test_every_example_equals_the_dense_product(case: tuple[str, int]) -> None:
 def universal_problem(mesh_shape: tuple[int, int], placements: Any, dtype: str) -> Any:
     mesh = mw.Mesh.of("tp", mesh_shape, ("row", "col"))
     a, b, c = (mw.Layout(mesh, each) for each in placements)
-    return mw.UniversalProblem(11, 13, 9, a, b, c, dtype)
+    return mw.algorithms.UniversalProblem(11, 13, 9, a, b, c, dtype)
 
 
 ROWS, COLUMNS, EVERYWHERE, TERMS = mw.Shard(0), mw.Shard(1), mw.Replicate(), mw.Partial()
@@ -63,8 +63,8 @@ def test_the_universal_product_of_layouts(mesh_shape: tuple[int, int], dtype: st
 def test_chains_of_messages(mesh_shape: tuple[int, int]) -> None:
     entry = mw.algorithm("summa")
     for dataflow in ("os", "ls", "rs"):
-        problem = mw.Matmul2dProblem(13, 18, 22, mesh_shape, dataflow, "int32")
-        program = mw.lower_chains(entry.program(problem, mw.Matmul2dConfig((1,) * 3, 2)))
+        problem = mw.algorithms.Matmul2dProblem(13, 18, 22, mesh_shape, dataflow, "int32")
+        program = mw.lower.lower_chains(entry.program(problem, mw.algorithms.Matmul2dConfig((1,) * 3, 2)))
         assert any(op.kind == "send" for op in program.ops())
         assert_equals_reference(entry, problem, program, entry.random_inputs(problem, seed=4))
 

@@ -21,19 +21,23 @@ MORE = [
 
 def ring(
     name: str, dataflow: str, shape: tuple[int, int], size: int = 32
-) -> tuple[mw.Program, mw.Matmul2dProblem]:
-    problem = mw.Matmul2dProblem(size, size, size, shape, dataflow, "float32")  # type: ignore[arg-type]
+) -> tuple[mw.Program, mw.algorithms.Matmul2dProblem]:
+    problem = mw.algorithms.Matmul2dProblem(size, size, size, shape, dataflow, "float32")  # type: ignore[arg-type]
     if name == "wang":
-        return mw.algorithm(name).program(problem, mw.Matmul2dConfig((1,) * 8, overlap="col")), problem
-    return mw.lower_rings(mw.algorithm(name).program(problem, mw.Matmul2dConfig((1, 1), 4)), 2), problem
+        return mw.algorithm(name).program(
+            problem, mw.algorithms.Matmul2dConfig((1,) * 8, overlap="col")
+        ), problem
+    return mw.lower.lower_rings(
+        mw.algorithm(name).program(problem, mw.algorithms.Matmul2dConfig((1, 1), 4)), 2
+    ), problem
 
 
-def operands(problem: mw.Matmul2dProblem) -> dict[str, np.ndarray]:
+def operands(problem: mw.algorithms.Matmul2dProblem) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(3)
     return {x: draw.integers(-4, 5, problem.stored_shape(x.lower())).astype(np.float32) for x in "AB"}
 
 
-def reference(problem: mw.Matmul2dProblem, inputs: dict[str, np.ndarray]) -> np.ndarray:
+def reference(problem: mw.algorithms.Matmul2dProblem, inputs: dict[str, np.ndarray]) -> np.ndarray:
     a = inputs["A"].T if problem.dataflow == "rs" else inputs["A"]
     return a @ (inputs["B"].T if problem.dataflow == "ls" else inputs["B"])
 
@@ -107,9 +111,13 @@ def test_the_kernel_waits_where_edges_say() -> None:
 
 
 def test_what_a_kernel_has_no_form_for() -> None:
-    uneven = mw.Matmul2dProblem(33, 47, 61, (1, 4))
+    uneven = mw.algorithms.Matmul2dProblem(33, 47, 61, (1, 4))
     with pytest.raises(UnsupportedError, match="uneven"):
-        pallas_source(mw.algorithm("wang").program(uneven, mw.Matmul2dConfig((1,) * 4, overlap="col")))
-    gathers = mw.algorithm("collective").program(mw.Matmul2dProblem(32, 32, 32, (1, 4)), mw.Matmul2dConfig())
+        pallas_source(
+            mw.algorithm("wang").program(uneven, mw.algorithms.Matmul2dConfig((1,) * 4, overlap="col"))
+        )
+    gathers = mw.algorithm("collective").program(
+        mw.algorithms.Matmul2dProblem(32, 32, 32, (1, 4)), mw.algorithms.Matmul2dConfig()
+    )
     with pytest.raises(UnsupportedError, match="no form for gather_a"):
         pallas_source(gathers)

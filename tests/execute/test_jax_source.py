@@ -19,9 +19,9 @@ def product_source(
     name: str = "meshslice", mesh: tuple[int, ...] = (2, 4), sizes=(64, 64, 64), **options
 ) -> str:
     rings = options.pop("rings", 0)
-    problem = mw.Matmul2dProblem(*sizes, mesh, dtype=options.pop("dtype", "float32"))
-    program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1,) * 4, 4))
-    return jax_source(mw.lower_rings(program, rings) if rings else program, **options)
+    problem = mw.algorithms.Matmul2dProblem(*sizes, mesh, dtype=options.pop("dtype", "float32"))
+    program = mw.algorithm(name).program(problem, mw.algorithms.Matmul2dConfig((1,) * 4, 4))
+    return jax_source(mw.lower.lower_rings(program, rings) if rings else program, **options)
 
 
 def body_of(source: str) -> list[str]:
@@ -89,12 +89,12 @@ def test_in_order_transfers_wait_for_the_last_product_and_their_lane() -> None:
 
 def test_a_product_waits_before_its_operand_is_sliced() -> None:
     """So that the slice can be part of it; a piece that is read as it came waits too."""
-    problem = mw.Matmul2dProblem(64, 64, 64, (1, 4))
+    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (1, 4))
     for rings, operand in ((0, "after(a_g[0], *arrived, last)[:32]"), (1, "after(a_g_1, *arrived, last)")):
         program = mw.algorithm("wang" if rings else "meshslice").program(
-            problem, mw.Matmul2dConfig((1,) * 2, 4)
+            problem, mw.algorithms.Matmul2dConfig((1,) * 2, 4)
         )
-        lowered = mw.lower_rings(program, 1) if rings else program
+        lowered = mw.lower.lower_rings(program, 1) if rings else program
         lines = body_of(jax_source(interleave(split_products(lowered, 1 + (not rings))), in_order=True))
         assert any(operand in line for line in lines if "product(" in line), lines
 
@@ -105,15 +105,17 @@ def test_slots_that_start_as_arrays_share_none() -> None:
 
 
 def test_parts_are_cast_before_they_are_joined() -> None:
-    problem = mw.Matmul2dProblem(64, 64, 64, (2, 2), dtype="bfloat16")
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 2))
+    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (2, 2), dtype="bfloat16")
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 2))
     lines = body_of(jax_source(split_products(program, 2)))
     assert lines[-1] == 'return (jnp.concatenate([part.astype("bfloat16") for part in c], axis=0),)'
 
 
 def test_names_of_the_program_do_not_hide_names_of_the_source() -> None:
-    text = mw.to_text(
-        mw.algorithm("collective").program(mw.Matmul2dProblem(4, 4, 4, (2, 2)), mw.Matmul2dConfig())
+    text = mw.ir.to_text(
+        mw.algorithm("collective").program(
+            mw.algorithms.Matmul2dProblem(4, 4, 4, (2, 2)), mw.algorithms.Matmul2dConfig()
+        )
     )
     source = jax_source(mw.parse(text.replace("a = input", "lax = input").replace("col, a,", "col, lax,")
                                  .replace("], a, over", "], lax, over")))  # fmt: skip
@@ -121,8 +123,10 @@ def test_names_of_the_program_do_not_hide_names_of_the_source() -> None:
 
 
 def test_strings_of_a_program_stay_strings() -> None:
-    text = mw.to_text(
-        mw.algorithm("cannon").program(mw.Matmul2dProblem(4, 4, 4, (2, 2)), mw.Matmul2dConfig())
+    text = mw.ir.to_text(
+        mw.algorithm("cannon").program(
+            mw.algorithms.Matmul2dProblem(4, 4, 4, (2, 2)), mw.algorithms.Matmul2dConfig()
+        )
     )
     name = 'x\\"\\"\\"\\nimport os\\n'
     source = jax_source(mw.parse(text.replace('program("cannon")', f'program("{name}")')), ("a b", 'c")('))
@@ -152,7 +156,7 @@ def test_the_source_uses_only_names_that_it_defines(name: str) -> None:
 def test_what_jax_has_no_form_for_is_named(name: str, reason: str) -> None:
     entry = mw.algorithm(name)
     problem = next(iter(entry.examples()))
-    with pytest.raises(mw.UnsupportedError, match=reason):
+    with pytest.raises(mw.errors.UnsupportedError, match=reason):
         jax_source(entry.program(problem, next(iter(entry.candidates(problem)))))
 
 

@@ -21,9 +21,9 @@ NAMES = ("collective", "meshslice", "wang", "summa", "cannon")
 @pytest.mark.parametrize("along_sum", [False, True])
 def test_the_meaning_stays(name: str, dataflow: mw.Dataflow, along_sum: bool) -> None:
     """Uneven products in parts, rings and one queue: proved as the program is."""
-    problem = mw.Matmul2dProblem(17, 23, 19, (2, 2), dataflow)
-    program = mw.algorithm(name).program(problem, mw.Matmul2dConfig((1, 1), 2))
-    parts = split_products(mw.lower_rings(program, 2), 3, along_sum=along_sum)
+    problem = mw.algorithms.Matmul2dProblem(17, 23, 19, (2, 2), dataflow)
+    program = mw.algorithm(name).program(problem, mw.algorithms.Matmul2dConfig((1, 1), 2))
+    parts = split_products(mw.lower.lower_rings(program, 2), 3, along_sum=along_sum)
     flops = [
         sum(work_of(each, bound.op).flops for bound in each.ops_on_rank(0) if isinstance(bound.op, Matmul))
         for each in (program, parts)
@@ -33,9 +33,9 @@ def test_the_meaning_stays(name: str, dataflow: mw.Dataflow, along_sum: bool) ->
 
 
 def meshslice(num_parts: int, rings: int = 1) -> mw.Program:
-    problem = mw.Matmul2dProblem(1024, 1024, 1024, (4, 4))
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
-    return interleave(split_products(mw.lower_rings(program, rings) if rings else program, num_parts))
+    problem = mw.algorithms.Matmul2dProblem(1024, 1024, 1024, (4, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4))
+    return interleave(split_products(mw.lower.lower_rings(program, rings) if rings else program, num_parts))
 
 
 def test_each_step_of_later_slices_has_a_product_beside_it() -> None:
@@ -60,8 +60,8 @@ def test_parts_begin_at_whole_tiles() -> None:
 
 def test_terms_of_a_sum_accumulate() -> None:
     """Each slice is summed in two terms of half its width; the first one of all does not accumulate."""
-    problem = mw.Matmul2dProblem(1024, 1024, 2048, (4, 4))
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
+    problem = mw.algorithms.Matmul2dProblem(1024, 1024, 2048, (4, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4))
     products = [op for op in split_products(program, 2, along_sum=True).ops() if isinstance(op, Matmul)]
     assert [str(op.a.selectors[1]) for op in products] == [":256", "256:512"]
     assert [str(op.b.selectors[0]) for op in products] == [":256", "256:512"]
@@ -73,9 +73,9 @@ def test_terms_of_a_sum_accumulate() -> None:
 
 def test_transfers_are_issued_in_the_order_of_the_program() -> None:
     """One at a time, the first gathers of both axes come first: a product could start after them."""
-    problem = mw.Matmul2dProblem(1024, 1024, 1024, (4, 4))
-    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 4))
-    ops = list(interleave(mw.lower_rings(split_products(program, 6), 1), most_beside=1).ops())
+    problem = mw.algorithms.Matmul2dProblem(1024, 1024, 1024, (4, 4))
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4))
+    ops = list(interleave(mw.lower.lower_rings(split_products(program, 6), 1), most_beside=1).ops())
     first = next(at for at, op in enumerate(ops) if isinstance(op, Matmul))
     lanes = [op.lane for op in ops[:first] if isinstance(op, Permute)]
     assert lanes == ["col"] * 3 + ["row"] * 3 + ["col"]
@@ -84,7 +84,9 @@ def test_transfers_are_issued_in_the_order_of_the_program() -> None:
 
 
 def test_a_product_has_at_least_one_part() -> None:
-    program = mw.algorithm("collective").program(mw.Matmul2dProblem(8, 8, 8, (2, 2)), mw.Matmul2dConfig())
+    program = mw.algorithm("collective").program(
+        mw.algorithms.Matmul2dProblem(8, 8, 8, (2, 2)), mw.algorithms.Matmul2dConfig()
+    )
     assert split_products(program, 1) is program
     with pytest.raises(ProgramError, match="not 0"):
         split_products(program, 0)

@@ -69,7 +69,7 @@ class Calls:
     def linear(self, size: int = 8) -> Tensor:
         x = self._laid((size, size), 1, may_be_wrong=True)
         weight = self._laid((size, size), 2)
-        with meshweave.universal_linear((S0, S1), transport=self.transport, context=self.context):
+        with meshweave.nn.universal_linear((S0, S1), transport=self.transport, context=self.context):
             local: Tensor = linear(x, weight).to_local()
         return local
 
@@ -78,7 +78,7 @@ class Calls:
         a, b = integers((half, half), seed + self.rank), integers((half, half), 9)
         if self.rank == self.wrong_rank:
             a = torch.cat([a, a[:1]])
-        return meshweave.matmul2d(
+        return meshweave.nn.matmul2d(
             a, b, mesh=self.mesh, shape=(size, size, size), ring_ways=ring_ways, context=self.context
         )
 
@@ -88,7 +88,7 @@ class Calls:
 
     def state(self, rows: int = 8) -> Tensor:
         x = self._laid((rows, 6), 3, may_be_wrong=True)
-        moved = meshweave.reshard_state_dict({"w": x}, self.mesh, {"w": (R, R)}, context=self.context)
+        moved = meshweave.nn.reshard_state_dict({"w": x}, self.mesh, {"w": (R, R)}, context=self.context)
         local: Tensor = moved["w"].to_local()
         return local
 
@@ -280,9 +280,9 @@ def dims(context: Any) -> dict[str, Any]:
             answers[f"matmul {name}"] = attempt(lambda o=out: meshweave.matmul(a, b, o, **options))
             answers[f"reshard {name}"] = attempt(lambda o=out: meshweave.reshard(a, mesh, o, **options))
             answers[f"state {name}"] = attempt(
-                lambda o=out: meshweave.reshard_state_dict(state, mesh, {"w": o}, **options)
+                lambda o=out: meshweave.nn.reshard_state_dict(state, mesh, {"w": o}, **options)
             )
-            with meshweave.universal_linear(out, **options):
+            with meshweave.nn.universal_linear(out, **options):
                 answers[f"linear {name}"] = attempt(lambda: linear(a, b))
         results = [
             meshweave.matmul(a, b, (Shard(-2), Shard(-1)), context=calls.context),
@@ -323,7 +323,7 @@ def _train(calls: Calls, wrong: list[str]) -> None:
     if not torch.equal(weight.grad.full_tensor(), expected):
         wrong.append("gradient of matmul and reshard")
     local = torch.ones(4, 4, requires_grad=True)
-    meshweave.matmul2d(local, local.detach(), mesh=mesh, shape=(8, 8, 8), **options).sum().backward()
+    meshweave.nn.matmul2d(local, local.detach(), mesh=mesh, shape=(8, 8, 8), **options).sum().backward()
     if not bool((local.grad == 8).all()):
         wrong.append("gradient of matmul2d")
 

@@ -175,7 +175,7 @@ def _layer_faults(mesh, dense):
             for given, where in ((dense.x, of_x), (dense.weight, of_w), (bias, (R, R)))
         )
         ours.recorder.names.clear()
-        with mw.universal_linear(of_out, context=ours, overlap="fused"):
+        with mw.nn.universal_linear(of_out, context=ours, overlap="fused"):
             result = torch.nn.functional.linear(x, weight, one)
         if any(name.startswith("T3") for name in ours.recorder.names) != is_fused:
             yield "programs of a layer", ours.recorder.names

@@ -81,7 +81,7 @@ def gradients(check: Check) -> None:
 
 
 def under(check: Check, **options: Any) -> Any:
-    return meshweave.universal_linear(context=check.context, **options)
+    return meshweave.nn.universal_linear(context=check.context, **options)
 
 
 def biases(check: Check) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
-from meshweave import StageLimits
+from meshweave.algorithms import StageLimits
 from meshweave.describe.layout import layouts as ours
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import layout_of
@@ -131,6 +132,57 @@ def sections(context: Any, payload: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def square() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "col"))
+
+
+def two_d(check: Check) -> None:
+    """A 2D algorithm by `matmul`: the dataflow is which operand is given as its `.t()`."""
+    mesh = square()
+    for (m, n, k), (algorithm, slices) in zip(
+        ((24, 16, 32), (13, 11, 17), (5, 40, 9)),
+        (("meshslice", 3), ("wang", 1), ("meshslice", (1, 2, 1))),
+        strict=True,
+    ):
+        whole_a, whole_b, weight = integers((m, k), 1), integers((k, n), 2), integers((m, n), 3)
+        for dataflow in ("os", "ls", "rs"):
+            case = f"{algorithm} {dataflow} of {m}, {n}, {k}"
+            stored_a = whole_a.t() if dataflow == "rs" else whole_a
+            stored_b = whole_b.t() if dataflow == "ls" else whole_b
+            a, b = (placed(one, mesh, (S0, S1)).requires_grad_() for one in (stored_a, stored_b))
+            left, right = a.t() if dataflow == "rs" else a, b.t() if dataflow == "ls" else b
+            c = meshweave.matmul(left, right, algorithm=algorithm, slices=slices, context=check.context)
+            check.that(case, torch.equal(c.full_tensor(), whole_a @ whole_b) and c.placements == (S0, S1))
+            (c * placed(weight, mesh, (S0, S1))).sum().backward()
+            grad_a, grad_b = weight @ whole_b.t(), whole_a.t() @ weight
+            expected = (
+                (grad_a.t() if dataflow == "rs" else grad_a),
+                (grad_b.t() if dataflow == "ls" else grad_b),
+            )
+            for name, one, dense in zip("ab", (a, b), expected, strict=True):
+                same = one.grad.placements == (S0, S1) and torch.equal(one.grad.full_tensor(), dense)
+                check.that(f"{case}: gradient of {name}", same)
+
+
+def two_d_refused(check: Check) -> None:
+    """What a 2D algorithm does not take is refused, and not passed over."""
+    mesh = square()
+    a, b = placed(integers((8, 6), 1), mesh, (S0, S1)), placed(integers((6, 4), 2), mesh, (S0, S1))
+    apart = placed(integers((6, 4), 2), mesh, (S0, R))
+    other = placed(integers((6, 4), 2), init_device_mesh("cpu", (4,)), (S0,))
+    wrong: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "does not take transport, overlap": (a, b, {"transport": "messages", "overlap": "fused"}),
+        "at most one of them as its": (a, apart, {}),
+        r"and gives such a result.*to \[Shard\(dim=1\)": (a, b, {"out": (S1, S0)}),
+        "on one mesh of two dims": (a, other, {}),
+        "did you mean 'meshslice'": (a, b, {"algorithm": "meshslise"}),
+        "takes two DTensors": (a.to_local(), b, {}),
+    }
+    for told, (left, right, options) in wrong.items():
+        try:
+            meshweave.matmul(left, right, **{"algorithm": "meshslice", "context": check.context, **options})
+        except meshweave.MeshweaveError as error:
+            check.that(f"{told}: {error}", re.search(told, str(error)) is not None)
+        else:
+            check.that(f"{told}: not refused", False)
 
 
 # --- products -----------------------------------------------------------------------------------------------

@@ -160,9 +160,9 @@ def torch_schedules(check: Check) -> None:
     for name in ("eager-1f1b", "zb-1p"):
         own = case.own(range(4), rank)
         schedule = mw.algorithm(name).schedule(_chain(4, 6), PipelineConfig())
-        runtime = mw.torch_pipeline([torch_stage(own[rank], rank, 4)], schedule, case.loss_fn)
+        runtime = mw.nn.torch_pipeline([torch_stage(own[rank], rank, 4)], schedule, case.loss_fn)
         losses: list[Tensor] = []
-        with mw.record_torch_actions() as recorder:
+        with mw.nn.record_torch_actions() as recorder:
             runtime.step(
                 *([case.batch] if rank == 0 else []), target=case.target if rank == 3 else None, losses=losses
             )

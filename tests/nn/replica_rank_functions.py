@@ -155,7 +155,7 @@ class Replicas:
         row, _, _ = self.operand((1, n), mesh, tuple(Replicate() for _ in case.a), case.dtype, case.seed + 3)
         bias = DTensor.from_local(row.to_local()[0].contiguous(), mesh, row.placements, run_check=False)
         leaves = [one.detach().requires_grad_() for one in (x, weight, bias)]
-        with meshweave.universal_linear(out=case.out, transport=case.transport, context=self.context):
+        with meshweave.nn.universal_linear(out=case.out, transport=case.transport, context=self.context):
             y = torch.nn.functional.linear(*leaves)
             placements = tuple(Replicate() if isinstance(p, Partial) else p for p in y.placements)
             grad, _, _ = self.operand(tuple(y.shape), mesh, placements, case.dtype, case.seed + 2)

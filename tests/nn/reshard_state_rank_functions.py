@@ -129,9 +129,11 @@ def states(check: Check) -> None:
             check.lies(f"{case}: {name}", found[name], whole, target, counted[name])
 
     for _ in range(2):
-        right("state", meshweave.reshard_state_dict(state, target, wanted, context=check.context))
+        right("state", meshweave.nn.reshard_state_dict(state, target, wanted, context=check.context))
     turned = dict(reversed(state.items())) if dist.get_rank() == 1 else state  # each has its own order
-    found = meshweave.reshard_state_dict(turned, target, lambda name, _: wanted[name], context=check.context)
+    found = meshweave.nn.reshard_state_dict(
+        turned, target, lambda name, _: wanted[name], context=check.context
+    )
     check.that("its own order", list(found) == list(turned))
     right("a function", {name: found[name] for name in state})
     into = {
@@ -141,7 +143,7 @@ def states(check: Check) -> None:
     lie = {name: one._local_tensor.data_ptr() for name, one in into.items()}
     parameter = torch.nn.Parameter(into["up.weight"])
     into["up.weight"] = parameter
-    found = meshweave.reshard_state_dict(state, target, wanted, into=into, context=check.context)
+    found = meshweave.nn.reshard_state_dict(state, target, wanted, into=into, context=check.context)
     right("into", found)
     check.that("the same tensors", all(found[name] is one for name, one in into.items()))
     check.that(
@@ -151,18 +153,20 @@ def states(check: Check) -> None:
     if across._local_tensor.numel():
         across = DTensor(across._local_tensor.t().contiguous().t(), across._spec, requires_grad=False)
     some = {"up.weight": state["up.weight"]}
-    meshweave.reshard_state_dict(some, target, wanted, into={"up.weight": across}, context=check.context)
+    meshweave.nn.reshard_state_dict(some, target, wanted, into={"up.weight": across}, context=check.context)
     same = torch.equal(across._local_tensor, as_torch_lays(dense["up.weight"], target, [S0]))
     check.that("into what lies the other way round", same)
-    check.that("nothing", meshweave.reshard_state_dict({}, target, {}, context=check.context) == {})
+    check.that("nothing", meshweave.nn.reshard_state_dict({}, target, {}, context=check.context) == {})
     for extra in (4096, 10**6):
-        found = meshweave.reshard_state_dict(state, target, wanted, extra_bytes=extra, context=check.context)
+        found = meshweave.nn.reshard_state_dict(
+            state, target, wanted, extra_bytes=extra, context=check.context
+        )
         right(f"{extra} bytes", found)
     # Many small messages instead of a few large ones.
     whole, side = integers((64, 640)), over(2, 3)
     big = {"big": laid(whole, over(0, 1), [S0])}
     for extra in (10_000, 60_000):
-        found = meshweave.reshard_state_dict(
+        found = meshweave.nn.reshard_state_dict(
             big, side, {"big": [S1]}, extra_bytes=extra, context=check.context
         )
         check.lies(f"{extra} bytes for all", found["big"], whole, side, [S1])
@@ -170,7 +174,7 @@ def states(check: Check) -> None:
         "too little",
         "LayoutError",
         "extra_bytes is 100, and rank",
-        lambda: meshweave.reshard_state_dict(
+        lambda: meshweave.nn.reshard_state_dict(
             big, side, {"big": [S1]}, extra_bytes=100, context=check.context
         ),
     )
@@ -182,7 +186,9 @@ def state_refusals(check: Check) -> None:
     one = {"up.weight": state["up.weight"]}
 
     def call(given: Mapping[str, Any], placements: Any = wanted, **how: Any) -> Any:
-        return lambda: meshweave.reshard_state_dict(given, target, placements, context=check.context, **how)
+        return lambda: meshweave.nn.reshard_state_dict(
+            given, target, placements, context=check.context, **how
+        )
 
     short = laid(torch.zeros(6, 4), target, [S0])
     for case, words, attempt in (
@@ -212,7 +218,7 @@ def state_refusals(check: Check) -> None:
     source = {"w": laid(integers((4, 3), 1), first, [S0])}
 
     def in_place() -> Any:
-        return meshweave.reshard_state_dict(source, first, {"w": [S1]}, into=source, context=check.context)
+        return meshweave.nn.reshard_state_dict(source, first, {"w": [S1]}, into=source, context=check.context)
 
     check.refused("placed otherwise", "LayoutError", "into has w of torch.float64 and shape (4, 3)", in_place)
     view = DTensor(
@@ -223,7 +229,7 @@ def state_refusals(check: Check) -> None:
 
     def on_itself() -> Any:
         into = {"w": view}
-        return meshweave.reshard_state_dict(source, first, {"w": [S0]}, into=into, context=check.context)
+        return meshweave.nn.reshard_state_dict(source, first, {"w": [S0]}, into=into, context=check.context)
 
     if dist.get_rank() in (0, 1):
         words = "w of into lies in the memory of w, which is read"
@@ -248,7 +254,7 @@ def plain(check: Check) -> None:
         mine = steps if rank in (0, 1) else {name: torch.zeros_like(one) for name, one in steps.items()}
         for _ in range(2):
             state = {"w": laid(whole, here, [S0])} | mine
-            arrived = meshweave.reshard_state_dict(state, there, {"w": [S1]}, context=check.context)
+            arrived = meshweave.nn.reshard_state_dict(state, there, {"w": [S1]}, context=check.context)
             check.that(f"{case}: order", list(arrived) == list(state))
             check.lies(f"{case}: w", arrived["w"], whole, there, [S1])
             for name, expected in steps.items():
@@ -262,7 +268,7 @@ def plain(check: Check) -> None:
                 )
     stages = {"a": laid(whole, first, [S0]), "b": laid(whole, over(1, 2), [S0]), "step": torch.tensor(5)}
     into = {"step": torch.tensor(0)}
-    arrived = meshweave.reshard_state_dict(
+    arrived = meshweave.nn.reshard_state_dict(
         stages, over(3), lambda name, _: [R], into=into, context=check.context
     )
     check.lies("of two stages", arrived["b"], whole, over(3), [R])
@@ -271,7 +277,7 @@ def plain(check: Check) -> None:
     words = "must be the same on all source ranks, and differs between rank 0 and rank 1"
 
     def different() -> Any:
-        return meshweave.reshard_state_dict(state, last, {"w": [S1]}, context=check.context)
+        return meshweave.nn.reshard_state_dict(state, last, {"w": [S1]}, context=check.context)
 
     for _ in range(2):
         check.refused("different values", "BindError", words, different)
@@ -292,7 +298,7 @@ def plain(check: Check) -> None:
     ):
 
         def refused(given: Any = given, placements: Any = placements) -> Any:
-            return meshweave.reshard_state_dict(given, last, placements, context=check.context)
+            return meshweave.nn.reshard_state_dict(given, last, placements, context=check.context)
 
         check.refused(case, "LayoutError", words, refused)
 
@@ -318,7 +324,7 @@ def optimizer(check: Check) -> None:
             name: {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in each.items()}
             for name, each in state["state"].items()
         }
-        arrived = meshweave.reshard_state_dict(state, target, lambda name, _: [S0], context=check.context)
+        arrived = meshweave.nn.reshard_state_dict(state, target, lambda name, _: [S0], context=check.context)
         check.that(f"{case}: groups", arrived["param_groups"] == state["param_groups"])
         for name, each in whole.items():
             for key, expected in each.items():
@@ -423,7 +429,9 @@ def disagreements(context: Any, payload: Mapping[str, Any]) -> list[str]:
     _, state, wanted = state_of()
     fewer = {name: one for name, one in state.items() if name != "step"}
     attempt(
-        lambda: meshweave.reshard_state_dict(fewer if other else state, over(1, 2, 3), wanted, context=ours)
+        lambda: meshweave.nn.reshard_state_dict(
+            fewer if other else state, over(1, 2, 3), wanted, context=ours
+        )
     )
     y = meshweave.reshard(x, last, [S1], context=ours)
     said.append(

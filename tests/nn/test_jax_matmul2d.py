@@ -101,11 +101,11 @@ def test_under_a_mesh_of_explicit_axes() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     jax = prepare_jax()
     x, mesh = integers(jax, 1, 4, 6), mesh_of(jax, 2, 2)
-    with pytest.raises(mw.LayoutError, match="have K = 6 and 4 for dataflow os"):
+    with pytest.raises(mw.errors.LayoutError, match="have K = 6 and 4 for dataflow os"):
         mw.jax.matmul2d(x, x, mesh=mesh)
-    with pytest.raises(mw.LayoutError, match="shapes"):
+    with pytest.raises(mw.errors.LayoutError, match="shapes"):
         mw.jax.matmul2d(x[0], x, mesh=mesh)
-    with pytest.raises(mw.BindError, match="one of"):
+    with pytest.raises(mw.errors.BindError, match="one of"):
         mw.jax.matmul2d(x > 0, x.T > 0, mesh=mesh)
-    with pytest.raises(mw.LayoutError, match="2 axes"):
+    with pytest.raises(mw.errors.LayoutError, match="2 axes"):
         mw.jax.matmul2d(x, x.T, mesh=jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))

@@ -1,4 +1,4 @@
-"""`meshweave.matmul` and `meshweave.universal_linear` on real processes against dense autograd."""
+"""`meshweave.matmul` and `meshweave.nn.universal_linear` on real processes against dense autograd."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ SECTIONS = {
     "dtypes": "dtypes",
     "empty shards": "empty",
     "what stays and where the result goes": "chosen",
+    "2D algorithms": "two_d",
+    "what 2D algorithms do not take": "two_d_refused",
     "gradients": "linear_rank_functions:gradients",
     "biases": "linear_rank_functions:biases",
     "training": "linear_rank_functions:training",

@@ -90,11 +90,11 @@ def test_torch_refuses_skip_connections() -> None:
             return models.run_whole(list(self.stages), models.U_SKIPS, x)
 
     batch, target = models.waves(6)
-    schedule = mw.algorithm("1f1b").schedule(chain_of_ranks(range(4), 3), mw.PipelineConfig())
+    schedule = mw.algorithm("1f1b").schedule(chain_of_ranks(range(4), 3), mw.schedules.PipelineConfig())
     with compat.fake_default_group(0, 4):
         cuts = {f"stages.{number}": SplitPoint.BEGINNING for number in (1, 2, 3)}
         pipe = traced_pipeline(Whole(), (batch[:2],), split_spec=cuts)
         stage = pipe.build_stage(0, torch.device("cpu"))
-        runtime = mw.torch_pipeline([stage], schedule, torch.nn.functional.mse_loss)
+        runtime = mw.nn.torch_pipeline([stage], schedule, torch.nn.functional.mse_loss)
         with pytest.raises(RuntimeError, match=r"skip connections, which are unsupported"):
             runtime.step(batch, target=target)

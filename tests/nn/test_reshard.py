@@ -1,4 +1,4 @@
-"""`meshweave.reshard` and `meshweave.reshard_state_dict` on real processes, there and back."""
+"""`meshweave.reshard` and `meshweave.nn.reshard_state_dict` on real processes, there and back."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def autocast(check: Check) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = torch.ones(2, 2, dtype=dtype) @ torch.ones(2, 2, dtype=dtype)
             c = meshweave.matmul(a, b, (S0, S1), context=check.context)
-            with meshweave.universal_linear(context=check.context):
+            with meshweave.nn.universal_linear(context=check.context):
                 y = torch.nn.functional.linear(a, b.t())
-            local = meshweave.matmul2d(
+            local = meshweave.nn.matmul2d(
                 torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype), mesh=mesh, shape=(4, 4, 4),
                 context=check.context,
             )  # fmt: skip
@@ -52,7 +52,7 @@ def inference(check: Check) -> None:
     ones = torch.ones(2, 2, dtype=torch.int32)
     for number in range(2):
         with torch.inference_mode(number == 0):
-            local = meshweave.matmul2d(ones, ones, mesh=mesh, shape=(4, 4, 4), context=check.context)
+            local = meshweave.nn.matmul2d(ones, ones, mesh=mesh, shape=(4, 4, 4), context=check.context)
         check.that(f"matmul2d {number}", bool((local == 4).all()))
 
 
@@ -72,13 +72,15 @@ def compare_with_eager(check: Check, backends: tuple[str, ...]) -> None:
     x, w = placed(integers((8, 6), 1), mesh, (S0, R)), placed(integers((6, 8), 2), mesh, (R, S1))
     layer, bias = placed(integers((7, 8), 3), mesh, (S0, S1)), placed(integers((7,), 4), mesh, (R, S0))
     local_a, local_b = integers((4, 3), 5 + mesh.get_rank()), integers((3, 5), 9 + mesh.get_rank())
+    u = placed(integers((6, 4), 7), mesh, (S0, S1))
     tensors = [one.requires_grad_() for one in (x, w, layer, bias, local_a, local_b)]
 
     def function(x: Any, w: Any, layer: Any, bias: Any, a: Any, b: Any) -> tuple[DTensor, torch.Tensor]:
         y = meshweave.matmul(x.sin(), w, context=check.context)
-        with meshweave.universal_linear((S0, P), context=check.context):
+        with meshweave.nn.universal_linear((S0, P), context=check.context):
             z = torch.nn.functional.linear(y, layer, bias)
-        c = meshweave.matmul2d(a * 2, b, mesh=mesh, shape=(8, 10, 6), slices=2, context=check.context)
+        c = meshweave.nn.matmul2d(a * 2, b, mesh=mesh, shape=(8, 10, 6), slices=2, context=check.context)
+        c = c + meshweave.matmul(u, u.t(), algorithm="meshslice", context=check.context).to_local().sum()
         return z * 2, c
 
     def run(function: Any) -> list[torch.Tensor]:

@@ -38,7 +38,17 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def step_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pages") / "step.html"
-    args = ["--cluster", "dgx-h100:16", "--batch", "32", "--seq", "2048", "--fix", FIXED, "--sensitivity"]
+    args = [
+        "--cluster",
+        "dgx-h100:16",
+        "--batch",
+        "32",
+        "--sequence",
+        "2048",
+        "--fix",
+        FIXED,
+        "--sensitivity",
+    ]
     assert run_app(["plan", "llama-2-7b", *args, "--report", str(path)]) == 0
     return path
 

@@ -19,7 +19,17 @@ FIXED = "strategy=megatron_sp,cp=1,micro_batch=1,vp=1,schedule=1f1b,zero=1"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     files = ["--report", str(folder / "page.html"), "--out", str(folder / "plan.json")]
-    args = ["--cluster", "dgx-h100:16", "--batch", "32", "--seq", "2048", "--fix", FIXED, "--sensitivity"]
+    args = [
+        "--cluster",
+        "dgx-h100:16",
+        "--batch",
+        "32",
+        "--sequence",
+        "2048",
+        "--fix",
+        FIXED,
+        "--sensitivity",
+    ]
     assert run_app(["plan", "llama-2-7b", *args, *files]) == 0
     return folder
 

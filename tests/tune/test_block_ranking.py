@@ -22,7 +22,7 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.block_reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
 from meshweave.tune.blocks import block_machine, block_meshes, mesh_of, rank_blocks
-from meshweave.tune.ranking import rank_configs
+from meshweave.tune.ranking import rank
 from sampling import examples
 
 GPT = Transformer("small", 1, 512, 8, 8, 64, 2048, None, False, "made up")
@@ -41,7 +41,7 @@ def test_the_best_config_of_every_strategy_on_every_mesh(
     ranking = rank_blocks(GPT, LOAD, cluster, algorithms=SOME)
     best: dict[tuple[str, tuple[int, int]], float] = {}
     for mesh in block_meshes(cluster):
-        for entry in rank_configs(BlockProblem.of(GPT, LOAD, mesh), cluster):
+        for entry in rank(BlockProblem.of(GPT, LOAD, mesh), cluster):
             if entry.algorithm.name in SOME:
                 key = (entry.algorithm.name, mesh)
                 best[key] = min(best.get(key, 1e9), entry.estimate.total_s)
@@ -114,7 +114,7 @@ def test_what_cannot_be_ranked() -> None:
 
 def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     picture = tmp_path / "block.svg"
-    options = ["--cluster", "atp-ic1", "--batch", "1", "--seq", "256", "--algorithm", "atp,megatron"]
+    options = ["--cluster", "atp-ic1", "--batch", "1", "--sequence", "256", "--algorithm", "atp,megatron"]
     assert (
         run_app(["tune", "block", "gpt3", *options, "--count", "2", "--simulate", "1", "--svg", str(picture)])
         == 0

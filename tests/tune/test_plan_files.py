@@ -185,7 +185,7 @@ def test_the_catalog_survives_its_tables() -> None:
 
 def step_plan(**options: Any) -> Plan:
     model, cluster = transformer_from_config(CONFIG, "mine/config.json"), load_cluster("dgx-h100:8")
-    return plan_steps(model, cluster, batch=16, seq=512, tp=2, strategy="megatron_sp", **options)
+    return plan_steps(model, cluster, batch=16, sequence=512, tp=2, strategy="megatron_sp", **options)
 
 
 def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_plan_of_own_files_runs_where_they_are_not(
         text = text.replace('kernels = "h100-sxm5-80gb"', 'kernels = "own-kernels.toml"')
     (here / "box.toml").write_text(text)
     monkeypatch.chdir(here)
-    common = ["--cluster", "box.toml:8", "--batch", "16", "--seq", "512"]
+    common = ["--cluster", "box.toml:8", "--batch", "16", "--sequence", "512"]
     fix = "tp=2,zero=1,strategy=megatron_sp"
     step = ["plan", "mine", *common, "--fix", fix, "--out", str(there / "step.json")]
     products = ["plan", "mine", *common, "--products", "--out", str(there / "products.json")]

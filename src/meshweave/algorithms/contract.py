@@ -11,9 +11,10 @@ every entry of the table, so a new entry needs no test of its own:
     soundness   validate(program(p, c)) leaves nothing unproved
     layouts     placements(p)[t] is the layout of the input or output buffer that holds tensor t
     traffic     traffic(p, c, r) is what rank r moves in program(p, c), in bytes per mesh axis
-    memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c)
-    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m: equal, or no less,
-                as `estimate_accuracy` says
+    memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c): equal, or within a
+                share of it, as `memory_accuracy` says
+    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m: equal, no less, or within a
+                share of it, as `estimate_accuracy` says
     gradients   for g in gradients(p): <dy, f(x + e) - f(x)> == <program of g, e>, where e changes g.wrt alone
 
 Problems and configs are frozen, hashable values. Everything is deterministic: equal arguments give equal programs
@@ -47,6 +48,33 @@ ConfigT = TypeVar("ConfigT", bound=Hashable)
 
 
 @dataclass(frozen=True)
+class Within:
+    """An accuracy: at most so much above or below what is true.
+
+    Attributes:
+        share: of what is true.
+    """
+
+    share: float
+
+
+def within(share: float) -> Within:
+    """Return the accuracy of a number that is off by at most this share of what is true."""
+    return Within(share)
+
+
+Accuracy = Literal["exact", "upper_bound"] | Within
+"""How a closed form compares with the program. "exact": equal, to the picosecond; "upper_bound": never less."""
+
+
+def is_accurate(accuracy: Accuracy, claimed: float, true: float, rounding: float = 0.0) -> bool:
+    """Return whether what a closed form says is as accurate as it claims, but for what is rounded off."""
+    share = accuracy.share if isinstance(accuracy, Within) else 0.0
+    too_much = 0.0 if accuracy == "upper_bound" else claimed - (1 + share) * true
+    return max(too_much, (1 - share) * true - claimed) <= rounding
+
+
+@dataclass(frozen=True)
 class Gradient(Generic[ProblemT]):
     """The problem whose solution is the gradient with respect to one input of a forward problem.
 
@@ -74,16 +102,17 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         title: the name in tables and pictures.
         source: where the algorithm is published.
         problem_type: the type of its problems; algorithms of one type compete with each other.
-        estimate_accuracy: how `estimate` compares with the uncontended simulation. "exact": equal to the
-            picosecond. "upper_bound": never less, and within a picosecond per op where all shards are equal.
-            "rough": a model without a guarantee.
+        estimate_accuracy: how `estimate` compares with the uncontended simulation. An upper bound is within a
+            picosecond per op where all shards are equal.
+        memory_accuracy: how `peak_bytes` compares with what the program holds.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     source: ClassVar[str]
     problem_type: ClassVar[type[Hashable]]
-    estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "exact"
+    estimate_accuracy: ClassVar[Accuracy] = "exact"
+    memory_accuracy: ClassVar[Accuracy] = "exact"
 
     @abstractmethod
     def examples(self) -> Iterator[ProblemT]:

@@ -54,7 +54,7 @@ def random_weights(problem: StepProblem, seed: int = 0) -> Arrays:
 def random_batches(problem: StepProblem, count: int, seed: int = 0) -> list[tuple[Array, Array]]:
     """Return tokens and targets (batch, sequence) of some steps."""
     draw = np.random.default_rng(seed)
-    sizes = 2, problem.batch, problem.seq
+    sizes = 2, problem.batch, problem.sequence
     batches = (draw.integers(0, problem.model.vocab_size or 1, sizes) for _ in range(count))
     return [(tokens, targets) for tokens, targets in batches]
 

@@ -13,6 +13,7 @@ from meshweave.base.errors import MeshweaveError, shortened, without_control_cha
 from meshweave.base.outputs import CommandOutputs, outputs_of_command, taken_notes
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
+from meshweave.cli.cluster import cluster
 from meshweave.cli.commands import Verbs
 from meshweave.cli.export import export
 from meshweave.cli.pipeline import pipeline
@@ -47,6 +48,7 @@ app.command()(run)
 app.command()(verify)
 app.command()(show)
 app.command()(catalog)
+app.add_typer(cluster, name="cluster")
 app.command()(calibrate)
 app.add_typer(tune, name="tune")
 

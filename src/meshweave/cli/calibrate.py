@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -21,6 +21,7 @@ from meshweave.calibrate.target import (
     local_target,
     torchrun_target,
 )
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 
 CALIBRATION = "meshweave.calibration"
@@ -69,25 +70,30 @@ Products = Annotated[int, typer.Option(help="With --device: the number of produc
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
-def calibrate(
-    out: Out,
-    lab: LabFile = None,
-    ranks: NumRanks = 0,
-    device: Device = "",
-    dtype: Dtype = "",
-    products: Products = 150,
-    mesh: MeshShape = "",
-    flops_per_s: Pace = 0.0,
-    sizes: Sizes = "",
-    repeat: Repeat = 3,
-    seed: Seed = 0,
-    timeout: Timeout = 600.0,
-    median_error: MedianError = 0.10,
-    worst_error: WorstError = 0.30,
-    accept_misfit: AcceptMisfit = False,
-    force: Force = False,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What is calibrated, how long it is measured, and how well constants must fit."""
+
+    lab: LabFile = None
+    ranks: NumRanks = 0
+    device: Device = ""
+    dtype: Dtype = ""
+    products: Products = 150
+    mesh: MeshShape = ""
+    flops_per_s: Pace = 0.0
+    sizes: Sizes = ""
+    repeat: Repeat = 3
+    seed: Seed = 0
+    timeout: Timeout = 600.0
+    median_error: MedianError = 0.10
+    worst_error: WorstError = 0.30
+    accept_misfit: AcceptMisfit = False
+    force: Force = False
+    json: Json = False
+
+
+@with_options
+def calibrate(out: Out, options: CalibrateOptions) -> None:
     """Measure the constants of the cost model and write a cluster description.
 
     All-gathers, reduce-scatters, ring steps, and broadcasts and reduces in packets run along each axis of a
@@ -103,30 +109,30 @@ def calibrate(
     Example: meshweave calibrate --lab examples/labs/torus-4x4-50mbit.toml --out torus.toml
     """
     if os.environ.get("RANK", "0") == "0":  # under torchrun the others have nothing to write
-        _check_out(out, force)
-    limits = _read_limits(repeat, timeout, median_error, worst_error)
-    if device:
-        if lab is not None or ranks:
+        _check_out(out, options.force)
+    limits = _read_limits(options.repeat, options.timeout, options.median_error, options.worst_error)
+    if options.device:
+        if options.lab is not None or options.ranks:
             raise DescriptionError("--device calibrates one device; leave out --lab and --ranks")
-        _calibrate_device(out, device, dtype, products, repeat, seed, json)
+        _calibrate_device(out, options)
         return
-    part_sizes = _read_sizes(sizes)
+    part_sizes = _read_sizes(options.sizes)
     remarks: list[str] = []
-    target = _target(lab, ranks, flops_per_s, remarks)
+    target = _target(options.lab, options.ranks, options.flops_per_s, remarks)
     calibration = run_calibration(
         target,
-        read_mesh(mesh) if mesh else None,
+        read_mesh(options.mesh) if options.mesh else None,
         part_sizes,
         limits=limits,
-        repeat=repeat,
-        seed=seed,
-        timeout_s=timeout,
-        on_plan=lambda sweep: _announce(sweep, repeat) if target.rank == 0 else None,
+        repeat=options.repeat,
+        seed=options.seed,
+        timeout_s=options.timeout,
+        on_plan=lambda sweep: _announce(sweep, options.repeat) if target.rank == 0 else None,
     )
     if calibration is None:
         return
-    is_refused = bool(calibration.problems) and not accept_misfit
-    if json:
+    is_refused = bool(calibration.problems) and not options.accept_misfit
+    if options.json:
         print_json({**calibration.to_json(), "written": None if is_refused else str(out)})
     else:
         _print(calibration)
@@ -134,19 +140,18 @@ def calibrate(
         _refuse(calibration.problems)
     comments = summary_lines(calibration, "; ".join(remarks))
     write_file(out, to_toml(calibration.cluster, comments))
-    if not json:
+    if not options.json:
         typer.echo(f"written: {out}")
 
 
-def _calibrate_device(
-    out: Path, device: str, dtype: str, products: int, repeat: int, seed: int, json: bool
-) -> None:
+def _calibrate_device(out: Path, options: CalibrateOptions) -> None:
     from meshweave.calibrate.cluster_toml import kernels_toml
     from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
     from meshweave.calibrate.tpu_compiler import calibrate_tpu
 
+    device, products, seed = options.device, options.products, options.seed
     is_tpu = device.startswith("tpu")
-    dtype = dtype or ("bfloat16" if is_tpu or device.startswith("cuda") else "float32")
+    dtype = options.dtype or ("bfloat16" if is_tpu or device.startswith("cuda") else "float32")
     if dtype not in DEVICE_DTYPES:
         raise DescriptionError(f"dtype '{printable(dtype)}': give one of {', '.join(DEVICE_DTYPES)}")
     if not 20 <= products <= 10_000:
@@ -160,9 +165,9 @@ def _calibrate_device(
     if is_tpu:
         made = calibrate_tpu(device, products, seed, say)
     else:
-        made = calibrate_device(device, dtype, products, repeat, seed, say)
+        made = calibrate_device(device, dtype, products, options.repeat, seed, say)
     write_file(out, kernels_toml(made.kernels, [made.quality]))
-    if json:
+    if options.json:
         errors = {"mean": made.mean_error, "worst": made.worst_error}
         print_json({"kernels": asdict(made.kernels), "errors": errors, "written": str(out)})
     else:

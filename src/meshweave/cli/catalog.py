@@ -11,6 +11,7 @@ from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.describe.catalog import catalog_text, cluster_names, gpu_names, kernels_names, model_names
+from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.describe.machine.kernels import ChipKernels
@@ -18,6 +19,7 @@ from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
 from meshweave.describe.model.workload import Workload
+from meshweave.report.tables import text_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,8 +85,8 @@ def _names(kind: str) -> tuple[str, ...]:
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
-    """Return the content of an entry's file under "file", and what follows from it under "derived"."""
-    data = tomllib.loads(catalog_text(kind, name))
+    """Return an entry, laid over those that it is like, under "file", and what follows from it under "derived"."""
+    data = table_like(kind, tomllib.loads(catalog_text(kind, name)), f"{name}.toml")
     if kind == "models":
         derived = _model_figures(load_model(name))
     elif kind == "kernels":
@@ -188,17 +190,13 @@ def _format_number(key: str, value: Any) -> str:
 
 
 def _print_models(console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="models", title_justify="left")
-    for column in ("name", "parameters", "layers", "hidden", "heads", "FFN", "vocabulary", "source"):
-        table.add_column(column, justify="left" if column in ("name", "source") else "right")
+    rows = []
     for name in model_names():
         model = load_model(name)
         heads = str(model.num_heads)
         if model.num_kv_heads != model.num_heads:
             heads += f" ({model.num_kv_heads} kv)"
-        table.add_row(
+        row = (
             name,
             f"{model.num_parameters / 1e9:.3g} B",
             str(model.num_layers),
@@ -208,49 +206,40 @@ def _print_models(console: Console) -> None:
             str(model.vocab_size or "not stated"),
             model.source,
         )
-    console.print(table)
+        rows.append(row)
+    head = ("name", "parameters", "layers", "hidden", "heads", "FFN", "vocabulary", "source")
+    console.print(text_table(head, rows, ("name", "source"), title="models"))
 
 
 def _print_kernels(console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="kernels", title_justify="left")
-    for column in ("name", "products", "attention", "collectives", "source"):
-        table.add_column(column)
+    rows = []
     for name in kernels_names():
         kernels = load_kernels(name)
         lists = (", ".join(key for key, _ in of) for of in (kernels.products, kernels.attention))
-        table.add_row(name, *lists, ", ".join(kind for kind, _ in kernels.collectives), kernels.source)
-    console.print(table)
+        rows.append((name, *lists, ", ".join(kind for kind, _ in kernels.collectives), kernels.source))
+    head = ("name", "products", "attention", "collectives", "source")
+    console.print(text_table(head, rows, head, title="kernels"))
 
 
 def _print_gpus(console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="GPUs in detail", title_justify="left")
-    for column in ("name", "compute units", "peak", "cache", "memory", "source"):
-        table.add_column(column, justify="left" if column in ("name", "source") else "right")
+    rows = []
     for name in gpu_names():
         gpu = load_gpu(name)
         memory = f"{format_bytes(gpu.memory.bytes_per_s)}/s"
         peak, cache = f"{gpu.flops_per_s / 1e12:g} TFLOP/s", format_bytes(gpu.cache.num_bytes)
-        table.add_row(name, str(gpu.compute_units), peak, cache, memory, gpu.source)
-    console.print(table)
+        rows.append((name, str(gpu.compute_units), peak, cache, memory, gpu.source))
+    head = ("name", "compute units", "peak", "cache", "memory", "source")
+    console.print(text_table(head, rows, ("name", "source"), title="GPUs in detail"))
 
 
 def _print_clusters(console: Console) -> None:
-    from rich.table import Table
-
-    table = Table(title="clusters", title_justify="left")
-    for column in ("name", "chips", "chip", "peak", "memory", "links", "source"):
-        is_text = column in ("name", "chip", "links", "source")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "name")
+    rows = []
     for name in cluster_names():
         cluster = load_cluster(name)
         chip, network = cluster.chip, cluster.network
         dtype, peak = max(chip.peak_flops_per_s, key=lambda pair: pair[1])
         axes = {axis.name: axis for axis in (network.axis(i, 2) for i in range(2))}
-        table.add_row(
+        row = (
             name,
             str(cluster.num_chips),
             chip.name,
@@ -259,4 +248,7 @@ def _print_clusters(console: Console) -> None:
             "\n".join(f"{a.name}: {format_bytes(a.link_bytes_per_s)}/s" for a in axes.values()),
             cluster.source,
         )
-    console.print(table)
+        rows.append(row)
+    head = ("name", "chips", "chip", "peak", "memory", "links", "source")
+    left = ("name", "chip", "links", "source")
+    console.print(text_table(head, rows, left, title="clusters", whole=("name",)))

@@ -7,11 +7,11 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -33,7 +33,8 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
-from meshweave.tune import Plan, load_plan
+from meshweave.tune import load_plan
+from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.unrolled import planned_names
 
@@ -179,6 +180,18 @@ OutputOption = partial(typer.Option, callback=_claimed)
 """Of a file that a verb writes: refused at once where it cannot be written, or is an input or another output."""
 
 
+OldSequenceOption = Annotated[int | None, typer.Option("--seq", hidden=True)]
+"""The name that `--sequence` had, for one version."""
+
+
+def read_sequence(sequence: int, old: int | None) -> int:
+    """Return the tokens of a sequence, given as `--sequence` or as `--seq`, of which a note says the new name."""
+    if old is None:
+        return sequence
+    note("--seq is --sequence now")
+    return old
+
+
 def print_json(data: Any) -> None:
     """Print JSON values on stdout."""
     typer.echo(json.dumps(data, indent=1))
@@ -233,17 +246,3 @@ def _in_lines(title: str) -> Progress:
             typer.echo(line, err=True)
 
     return advance
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> None:
-    """Print a table, its first `num_left` columns aligned to the left, the others to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(head):
-        table.add_column(column, justify="left" if number < num_left else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 130, highlight=False).print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -24,6 +25,7 @@ from meshweave.base.limits import (
     Limit,
 )
 from meshweave.base.outputs import write_file
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.cli.pipeline_options import (
     Activation,
@@ -63,28 +65,33 @@ from meshweave.describe.files import read_stdin, read_text
 _SEARCHED = tuple(entry.name for entry in ENTRIES if isinstance(entry, ZeroBubbleAuto))
 
 
-def pipeline(
-    what: What,
-    stages: NumStages = 4,
-    micro_batches: NumMicroBatches = 8,
-    per_rank: PerRank = 0,
-    delay: Delay = 1,
-    stash_rest: StashRest = 1.0,
-    forward: ForwardTime = "1ms",
-    input_grad: InputGradTime = "",
-    weight_grad: WeightGradTime = "",
-    transfer: TransferTime = "0",
-    cluster: ClusterName = None,
-    activation: Activation = "16MiB",
-    chips_per_rank: ChipsPerRank = 1,
-    runtime: RuntimeName = "strict",
-    beside: Beside = None,
-    out: OutPath = None,
-    with_transfers: ListTransfers = False,
-    svg: PicturePath = None,
-    report: PagePath = None,
-    json: PrintJson = False,
-) -> None:
+@dataclass(frozen=True)
+class ScheduleTextOptions:
+    """A schedule given by name, the times of its actions, and what is written."""
+
+    stages: NumStages = 4
+    micro_batches: NumMicroBatches = 8
+    per_rank: PerRank = 0
+    delay: Delay = 1
+    stash_rest: StashRest = 1.0
+    forward: ForwardTime = "1ms"
+    input_grad: InputGradTime = ""
+    weight_grad: WeightGradTime = ""
+    transfer: TransferTime = "0"
+    cluster: ClusterName = None
+    activation: Activation = "16MiB"
+    chips_per_rank: ChipsPerRank = 1
+    runtime: RuntimeName = "strict"
+    beside: Beside = None
+    out: OutPath = None
+    with_transfers: ListTransfers = False
+    svg: PicturePath = None
+    report: PagePath = None
+    json: PrintJson = False
+
+
+@with_options
+def pipeline(what: What, options: ScheduleTextOptions) -> None:
     """Prove that a pipeline schedule ends, time it, and draw it; or write one as torch's CSV.
 
     Of a file, or with --beside, --out or --json, a table is printed: the step, the bubble of each rank, the
@@ -101,30 +108,29 @@ def pipeline(
              meshweave pipeline zb-2p --stages 8 --micro-batches 24 --forward 18.5ms --input-grad 18.1ms \
 --weight-grad 9.3ms --transfer 0.6ms --stash-rest 0.37 --out zb.csv
     """
-    chosen = read_runtime(runtime)
-    request = _read_request(stages, micro_batches, per_rank, delay, stash_rest)
-    costs = _Costs((forward, input_grad, weight_grad), transfer, cluster, activation, chips_per_rank)
-    names = [what] if beside is None else [what, beside]
+    chosen = read_runtime(options.runtime)
+    request, costs = _read_request(options), _Costs(options)
+    names = [what] if options.beside is None else [what, options.beside]
     shown = [_prepare(name, request, costs, chosen) for name in names]
-    written = _csv_of(shown[0], with_transfers) if _is_named(what) else None
-    if out is not None and written is None:
+    written = _csv_of(shown[0], options.with_transfers) if _is_named(what) else None
+    if options.out is not None and written is None:
         raise UnsupportedError(
             f"--out writes a schedule given by name, and {printable(what)} is a file already"
         )
-    if svg is not None:
-        write_file(svg, schedules_picture(shown, chosen))
-    if report is not None:
-        write_file(report, schedules_page(shown, chosen))
-    if out is not None and written is not None:
-        write_file(out, written)
-    if json:
+    if options.svg is not None:
+        write_file(options.svg, schedules_picture(shown, chosen))
+    if options.report is not None:
+        write_file(options.report, schedules_page(shown, chosen))
+    if options.out is not None and written is not None:
+        write_file(options.out, written)
+    if options.json:
         print_json(to_json(shown, chosen))
-    elif written is not None and out is None and beside is None:
+    elif written is not None and options.out is None and options.beside is None:
         typer.echo(written, nl=False)
         typer.echo(f"# {headline(shown[0], chosen)}", err=True)
     else:
         print_schedules(shown, chosen)
-        for path in (out, svg, report):
+        for path in (options.out, options.svg, options.report):
             if path is not None:
                 typer.echo(f"written: {path}")
 
@@ -132,33 +138,32 @@ def pipeline(
 class _Costs:
     """The options that say how long actions take."""
 
-    def __init__(
-        self, compute: tuple[str, str, str], transfer: str, cluster: str | None, activation: str, chips: int
-    ) -> None:
-        self.compute, self.transfer, self.cluster = compute, transfer, cluster
-        self.activation, self.chips = activation, chips
+    def __init__(self, options: ScheduleTextOptions) -> None:
+        self.options = options
 
     def times(self, stage_ranks: tuple[int, ...]) -> ActionTimes:
         """Return the times of stages on these ranks. Raises LayoutError, DescriptionError."""
-        compute = read_compute_times(len(stage_ranks), self.compute)
-        transfer = transfer_times(stage_ranks, self.transfer, self.cluster, self.activation, self.chips)
+        given = self.options
+        texts = given.forward, given.input_grad, given.weight_grad
+        compute = read_compute_times(len(stage_ranks), texts)
+        transfer = transfer_times(
+            stage_ranks, given.transfer, given.cluster, given.activation, given.chips_per_rank
+        )
         return ActionTimes(compute.forward, compute.input_grad, compute.weight_grad, transfer)
 
 
-def _read_request(
-    stages: int, micro_batches: int, per_rank: int, delay: int, stash_rest: float
-) -> ScheduleRequest:
+def _read_request(given: ScheduleTextOptions) -> ScheduleRequest:
     for option, value, least, most in (
-        ("--stages", stages, 1, SCHEDULE_STAGES.most),
-        ("--micro-batches", micro_batches, 1, SCHEDULE_FORWARDS.most),
-        ("--per-rank", per_rank, 0, SCHEDULE_STAGES.most),
-        ("--delay", delay, 0, SCHEDULE_FORWARDS.most),
+        ("--stages", given.stages, 1, SCHEDULE_STAGES.most),
+        ("--micro-batches", given.micro_batches, 1, SCHEDULE_FORWARDS.most),
+        ("--per-rank", given.per_rank, 0, SCHEDULE_STAGES.most),
+        ("--delay", given.delay, 0, SCHEDULE_FORWARDS.most),
     ):
         if not least <= value <= most:
             raise LayoutError(f"{option} is {value}; give {least} to {most}")
-    if not 0 <= stash_rest <= 1:
-        raise LayoutError(f"--stash-rest is {stash_rest}; give 0 to 1")
-    return ScheduleRequest(stages, micro_batches, per_rank, delay, stash_rest)
+    if not 0 <= given.stash_rest <= 1:
+        raise LayoutError(f"--stash-rest is {given.stash_rest}; give 0 to 1")
+    return ScheduleRequest(given.stages, given.micro_batches, given.per_rank, given.delay, given.stash_rest)
 
 
 def _refuse_over(limit: Limit, count: int, what: str) -> None:

@@ -12,10 +12,10 @@ import typer
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ExposedTransfer, TimedSchedule, peak_stashes
 from meshweave.base.units import format_s, to_s
-from meshweave.cli.options import print_table
 from meshweave.cli.pipeline_options import placement_of
 from meshweave.report.page import page, table
 from meshweave.report.pipeline_picture import draw_pipelines
+from meshweave.report.tables import print_table
 
 _NAMED = 5
 """Exposed transfers that the table names; JSON has `_LISTED`."""

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
 import typer
 
 from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.outputs import write_file
-from meshweave.cli.options import JSON_HELP, OutputOption, print_json, progress_bar, read_bytes
+from meshweave.cli.option_fields import with_options
+from meshweave.cli.options import (
+    JSON_HELP,
+    OldSequenceOption,
+    OutputOption,
+    print_json,
+    progress_bar,
+    read_bytes,
+    read_sequence,
+)
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
@@ -71,111 +81,109 @@ ReportOption = Annotated[
 ]
 
 
-def plan(
-    model: ModelArgument,
-    cluster: ClusterOption,
-    batch: BatchOption = None,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
-    fix: FixOption = "",
-    memory: MemoryOption = None,
-    reserve: ReserveOption = _RESERVE,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the ranking, and time against memory.")
-    ] = False,
+@dataclass(frozen=True)
+class PlanVerbOptions:
+    """The step that is planned, what is fixed of it, and what is shown and written."""
+
+    batch: BatchOption = None
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048
+    seq: OldSequenceOption = None
+    dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16"
+    fix: FixOption = ""
+    memory: MemoryOption = None
+    reserve: ReserveOption = _RESERVE
+    table: Annotated[bool, typer.Option("--table", help="Print the ranking, and time against memory.")] = (
+        False
+    )
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
-    ] = False,
-    stack: StackOption = "none",
-    overlap: OverlapOption = "layers",
+    ] = False
+    stack: StackOption = "none"
+    overlap: OverlapOption = "layers"
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
-    ] = None,
+    ] = None
     products: Annotated[
         bool,
         typer.Option("--products", help="Plan the products of one block on all chips, and nothing else."),
-    ] = False,
-    algorithms: Annotated[
-        str, typer.Option(help="With --products: names separated by commas, or 'all'.")
-    ] = "all",
-    out: OutOption = None,
-    report: ReportOption = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-) -> None:
+    ] = False
+    algorithms: Annotated[str, typer.Option(help="With --products: names separated by commas, or 'all'.")] = (
+        "all"
+    )
+    out: OutOption = None
+    report: ReportOption = None
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+
+@with_options
+def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions) -> None:
     """Choose the degrees of parallelism of a training step, within the memory of a chip.
 
     The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches,
     schedules, ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the
     best, the runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
-    Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
+    Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --sequence 2048 --fix tp=8
     """
     target, architecture = load_cluster(cluster), load_model(model)
-    workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
-    if products:
+    sequence = read_sequence(options.sequence, options.seq)
+    batch = max(target.num_chips // 2, 1) if options.batch is None else options.batch
+    workload = Workload(batch, sequence, options.dtype)
+    if options.products:
         from meshweave.cli.plan_products import plan_products
 
-        _refuse_with_products(
-            ("fix", fix), ("memory", memory), ("table", table), ("sensitivity", sensitivity), ("price", price),
-            ("stack", stack != "none"), ("overlap", overlap != "layers"), ("reserve", reserve != _RESERVE),
-        )  # fmt: skip
-        plan_products(architecture, target, workload, algorithms, (out, report, json))
+        _refuse_with_products(options)
+        outputs = options.out, options.report, options.json
+        plan_products(architecture, target, workload, options.algorithms, outputs)
         return
-    if algorithms != "all":
+    if options.algorithms != "all":
         raise DescriptionError("--algorithms is for products; add --products, or give --fix strategy=...")
-    if batch is None:
+    if options.batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
     from meshweave.algorithms.step import StepProblem, load_stack
 
-    problem = StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack))
-    _plan_step(
-        replace(problem, overlap=overlap, reserve=read_reserve(reserve)),  # type: ignore[arg-type]
-        fix,
-        None if memory is None else read_bytes("--memory", memory),
-        (table, sensitivity, price),
-        (out, report, json),
+    problem = StepProblem(
+        architecture, target, batch, sequence, options.dtype, stack=load_stack(options.stack)
     )
+    reserve = read_reserve(options.reserve)
+    _plan_step(replace(problem, overlap=options.overlap, reserve=reserve), options)  # type: ignore[arg-type]
 
 
-def _refuse_with_products(*options: tuple[str, object]) -> None:
-    for name, value in options:
-        if value:
+_OF_A_STEP = ("fix", "memory", "table", "sensitivity", "price", "stack", "overlap", "reserve")
+"""The options that a plan of products does not have."""
+
+
+def _refuse_with_products(options: PlanVerbOptions) -> None:
+    for name in _OF_A_STEP:
+        if getattr(options, name) != getattr(PlanVerbOptions, name):
             raise DescriptionError(f"--{name} is for the plan of a step; leave out --products")
 
 
-def _plan_step(
-    problem: StepProblem,
-    fix: str,
-    memory_bytes: int | None,
-    shown: tuple[bool, bool, float | None],
-    written: tuple[Path | None, Path | None, bool],
-) -> None:
+def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
     from meshweave.cli.plan_tables import print_plan
     from meshweave.describe.machine.left_out import costs_left_out
     from meshweave.tune.step_search.planner import plan_step, space_options
 
-    table, sensitivity, price = shown
-    out, report, json = written
-    options = space_options(read_fixed(fix))
+    options = space_options(read_fixed(given.fix))
+    memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory)
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(
             problem,
             options,
             memory_bytes=memory_bytes,
-            sensitivity=sensitivity,
+            sensitivity=given.sensitivity,
             progress=progress,
         )
-    if report is not None:
-        _write_page(report, problem, chosen)
-    if out is not None:
-        chosen.save(out)
-    if json:
+    if given.report is not None:
+        _write_page(given.report, problem, chosen)
+    if given.out is not None:
+        chosen.save(given.out)
+    if given.json:
         print_json(chosen.model_dump(mode="json"))
     else:
-        print_plan(
-            chosen, problem.cluster.chip.name, costs_left_out(problem.cluster), table=table, price=price
-        )
-        for path in (out, report):
+        left_out = costs_left_out(problem.cluster)
+        print_plan(chosen, problem.cluster.chip.name, left_out, table=given.table, price=given.price)
+        for path in (given.out, given.report):
             if path is not None:
                 typer.echo(f"written to {path}")
     if not chosen.step.is_complete:
@@ -222,17 +230,31 @@ def read_reserve(text: str) -> float:
 
 def read_fixed(text: str) -> dict[str, list[object]]:
     """Return what "tp=8,pp=16,zero=0:1" fixes: lists of values by name. Raises DescriptionError."""
+    readers = _readers()
     fixed: dict[str, list[object]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, values = part.partition("=")
-        if not equals or not values or name not in _READERS:
+        if not equals or not values or name not in readers:
             raise DescriptionError(
-                f"--fix '{part}' is not a name and a value, such as tp=8; names are {', '.join(_READERS)}"
+                f"--fix '{part}' is not a name and a value, such as tp=8; names are {', '.join(readers)}"
             )
         if name in fixed:
             raise DescriptionError(f"--fix gives {name} twice; give alternatives with colons: {name}=1:2")
-        fixed[name] = [_READERS[name](name, value) for value in values.split(":")]
+        fixed[name] = [readers[name](name, value) for value in values.split(":")]
     return fixed
+
+
+def _readers() -> dict[str, Callable[[str, str], object]]:
+    """Return what reads each keyword that `mw.plan` fixes, by its type."""
+    from meshweave.algorithms.step.options import PlanOptions, ProblemOptions, StepOptions, Tensor
+
+    hints = get_type_hints(StepOptions)
+    names = (name for name in get_type_hints(PlanOptions) if name not in get_type_hints(ProblemOptions))
+    by_type: dict[object, Callable[[str, str], object]] = {int: _number, Tensor: _tensor}
+    return {
+        name: _order if get_origin(hints[name]) is tuple else by_type.get(hints[name], _word)
+        for name in names
+    }
 
 
 def _number(name: str, value: str) -> int:
@@ -254,11 +276,3 @@ def _word(name: str, value: str) -> str:
 
 def _order(name: str, value: str) -> tuple[str, ...]:
     return tuple(value.split("-"))
-
-
-_READERS = {
-    **dict.fromkeys(("dp", "pp", "cp", "vp", "zero", "micro_batch"), _number),
-    "tp": _tensor,
-    **dict.fromkeys(("strategy", "schedule", "recompute"), _word),
-    "order": _order,
-}

@@ -15,7 +15,9 @@ from meshweave.describe.machine.left_out import costs_left_out
 from meshweave.describe.model import Transformer
 from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
-from meshweave.tune import Plan, plan_model
+from meshweave.report.tables import text_console, text_table
+from meshweave.tune import plan_model
+from meshweave.tune.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,11 +63,7 @@ def plan_products(
 
 
 def _print(plan: Plan, memory: str, left_out: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
+    console = text_console()
     console.print(
         f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
         f"tokens, {plan.dtype}"
@@ -74,18 +72,14 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
         console.print(f"note: {text}", markup=False)
     if plan.unmeasured:
         console.print(plan.unmeasured)
-    table = Table(
-        title="one block, all products", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
     axes = [a for a in ("row", "col", "depth") if any(f"tp.{a}" in c.traffic_bytes for c in plan.candidates)]
     columns = ["algorithm", "mesh", "time", "of peak", "exposed", "launch", "transfer", "sync"]
-    for column in (*columns, *(f"by {axis}" for axis in axes), "memory"):
-        # Under some 110 columns numbers break; names and numbers must not.
-        table.add_column(column, justify="left" if column == "algorithm" else "right", no_wrap=True)
+    head = (*columns, *(f"by {axis}" for axis in axes), "memory")
+    rows = []
     for candidate in plan.candidates:
         passes = [item for layer in candidate.layers for item in layer.passes]
         exposed = sum(item.exposed_s for item in passes)
-        table.add_row(
+        row = (
             candidate.algorithm,
             "x".join(map(str, candidate.mesh_shape)),
             format_s(candidate.block_s),
@@ -97,7 +91,9 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
             *(format_bytes(candidate.traffic_bytes.get(f"tp.{axis}", 0)) for axis in axes),
             format_bytes(max(item.peak_bytes for item in passes)),
         )
-    console.print(table)
+        rows.append(row)
+    # Under some 110 columns numbers break; names and numbers must not.
+    console.print(text_table(head, rows, ("algorithm",), title="one block, all products", whole=head))
     console.print(
         "launch, transfer and sync: of all communication, hidden or not; 'by' an axis: bytes that a chip moves "
         "along it; memory: peak of a product."
@@ -118,25 +114,24 @@ def _print(plan: Plan, memory: str, left_out: str) -> None:
 
 
 def _print_layers(console: Console, plan: Plan) -> None:
-    from rich.table import Table
-
     best = plan.best
-    table = Table(title=f"layers with {best.algorithm}", title_justify="left")
-    for column in ("layer", "pass", "dataflow", "M x N x K", "slices", "time", "exposed", "peak memory"):
-        table.add_column(column, justify="left" if column in ("layer", "pass", "dataflow") else "right")
-    for layer in best.layers:
-        for number, item in enumerate(layer.passes):
-            table.add_row(
-                layer.name if number == 0 else "",
-                item.name.replace("_", " "),
-                item.dataflow,
-                f"{item.m} x {item.n} x {item.k}",
-                str(item.config).removeprefix("S="),
-                format_s(item.total_s),
-                format_s(item.exposed_s),
-                format_bytes(item.peak_bytes),
-            )
-    console.print(table)
+    left = ("layer", "pass", "dataflow")
+    head = (*left, "M x N x K", "slices", "time", "exposed", "peak memory")
+    rows = [
+        (
+            layer.name if number == 0 else "",
+            item.name.replace("_", " "),
+            item.dataflow,
+            f"{item.m} x {item.n} x {item.k}",
+            str(item.config).removeprefix("S="),
+            format_s(item.total_s),
+            format_s(item.exposed_s),
+            format_bytes(item.peak_bytes),
+        )
+        for layer in best.layers
+        for number, item in enumerate(layer.passes)
+    ]
+    console.print(text_table(head, rows, left, title=f"layers with {best.algorithm}"))
     for layer in best.layers:
         console.print(
             f"{layer.name}: {layer.stationary.upper()} stays put, {layer.reason}{_stored(layer.transposed)}."

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import typer
 
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import print_table
 from meshweave.describe.scores import error_of_runs_like
+from meshweave.report.tables import print_table
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
 from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text

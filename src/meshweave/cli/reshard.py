@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 
 import typer
 
@@ -12,6 +12,7 @@ from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.algorithms.reshard.strategies import check_known
 from meshweave.base.errors import LayoutError, UnsupportedError, printable
 from meshweave.base.outputs import write_file
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_options import (
     ClusterName,
@@ -39,24 +40,32 @@ from meshweave.report.timeline import write_chrome
 from meshweave.tune.reshard import ReshardCandidate, ReshardComparison, compare_reshards
 
 
+@dataclass(frozen=True)
+class ReshardOptions:
+    """What is moved, where its meshes lie, which plans are compared, and what is written."""
+
+    model: ModelName = None
+    shape: TensorShape = None
+    dtype: ElementType = "bfloat16"
+    at: SourceFirst = 0
+    to_at: DestinationFirst = None
+    row_per_host: RowPerHost = False
+    strategies: StrategyNames = "all"
+    orders: OrderNames = "best,naive"
+    simulate: SimulateAll = False
+    ranks: ShownRanks = ""
+    svg: PicturePath = None
+    trace: TracePath = None
+    out: ProgramPath = None
+    json: PrintJson = False
+
+
+@with_options
 def reshard(
     from_: SourceMesh,
     to: DestinationMesh,
     cluster: ClusterName,
-    model: ModelName = None,
-    shape: TensorShape = None,
-    dtype: ElementType = "bfloat16",
-    at: SourceFirst = 0,
-    to_at: DestinationFirst = None,
-    row_per_host: RowPerHost = False,
-    strategies: StrategyNames = "all",
-    orders: OrderNames = "best,naive",
-    simulate: SimulateAll = False,
-    ranks: ShownRanks = "",
-    svg: PicturePath = None,
-    trace: TracePath = None,
-    out: ProgramPath = None,
-    json: PrintJson = False,
+    options: ReshardOptions,
 ) -> None:
     """Plan how a tensor, or a model's state dict, gets from one mesh to another, and say how long that takes.
 
@@ -68,20 +77,32 @@ def reshard(
 
     Example: meshweave reshard llama-2-7b --from 8x8 --to 4x2 --cluster dgx-h100
     """
-    paths = (svg, trace, out)
-    names = _listed(strategies, STRATEGIES, "strategy", has_all=True), _listed(orders, ORDERS, "order")
-    shown_ranks = read_ranks(ranks)
-    request = read_request(model, from_, to, cluster, shape, dtype, MeshPositions(at, to_at, row_per_host))
+    names = (
+        _listed(options.strategies, STRATEGIES, "strategy", has_all=True),
+        _listed(options.orders, ORDERS, "order"),
+    )
+    shown_ranks = read_ranks(options.ranks)
+    request = read_request(
+        options.model,
+        from_,
+        to,
+        cluster,
+        options.shape,
+        options.dtype,
+        MeshPositions(options.at, options.to_at, options.row_per_host),
+    )
     for rank in shown_ranks:
         if rank not in request.problem.ranks:
             raise LayoutError(f"rank {rank} is in neither mesh")
-    comparison = _compare(request, *names, simulate, draws=svg is not None or trace is not None)
-    _write(comparison.chosen, request, shown_ranks, *paths)
-    if json:
+    comparison = _compare(
+        request, *names, options.simulate, draws=options.svg is not None or options.trace is not None
+    )
+    _write(comparison.chosen, request, shown_ranks, options)
+    if options.json:
         print_json(to_json(request, comparison))
         return
     print_comparison(request, comparison)
-    for path in paths:
+    for path in (options.svg, options.trace, options.out):
         if path is not None:
             typer.echo(f"written: {path}")
 
@@ -123,16 +144,11 @@ def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -
 
 
 def _write(
-    chosen: ReshardCandidate,
-    request: ReshardRequest,
-    ranks: tuple[int, ...],
-    svg: Path | None,
-    trace: Path | None,
-    out: Path | None,
+    chosen: ReshardCandidate, request: ReshardRequest, ranks: tuple[int, ...], options: ReshardOptions
 ) -> None:
     shown = ranks or chosen.busiest_ranks()
     if chosen.simulation is not None:
-        if svg is not None:
+        if options.svg is not None:
             from meshweave.report.simulation_picture import draw_rank_timelines
             from meshweave.simulate.rank_timeline import rank_timeline
 
@@ -140,8 +156,8 @@ def _write(
                 rank_timeline(chosen.simulation, r, f"rank {r}", f"host {chosen.plan.network.host_of[r]}")
                 for r in shown
             ]
-            write_file(svg, draw_rank_timelines(chosen.title, timelines, subtitle=request.what))
-        if trace is not None:
-            write_chrome(trace, [chosen.simulation.trace(shown)])
-    if out is not None:
-        write_file(out, to_text(chosen.program))
+            write_file(options.svg, draw_rank_timelines(chosen.title, timelines, subtitle=request.what))
+        if options.trace is not None:
+            write_chrome(options.trace, [chosen.simulation.trace(shown)])
+    if options.out is not None:
+        write_file(options.out, to_text(chosen.program))

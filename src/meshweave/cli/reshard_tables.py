@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshweave.algorithms.reshard.plan import ReshardPlan, ScheduledMulticast
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.reshard_problem import ReshardRequest
+from meshweave.report.tables import text_console, text_table
 from meshweave.tune.reshard import ReshardCandidate, ReshardComparison
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FIRST, LAST = 12, 3
 """Multicasts shown of a long schedule, from its beginning and its end."""
@@ -89,11 +93,9 @@ def _num_pieces(plan: ReshardPlan) -> int:
 
 def print_comparison(request: ReshardRequest, comparison: ReshardComparison) -> None:
     """Print the table of candidates, and the peak memory and the schedule of the chosen one."""
-    from rich.console import Console
-
     chosen = comparison.chosen
     plan = chosen.plan
-    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
+    console = text_console()
     console.print(request.what, markup=False)
     tasks, pieces = _count(len(plan.tasks), "unit task"), _count(_num_pieces(plan), "piece")
     console.print(
@@ -126,21 +128,11 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _plans_table(candidates: Sequence[ReshardCandidate]) -> object:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _plans_table(candidates: Sequence[ReshardCandidate]) -> Table:
     is_simulated = any(candidate.simulation is not None or candidate.note for candidate in candidates)
-    columns = [
-        "strategy",
-        "order",
-        "predicted",
-        "x bound",
-        *(["simulated", "x bound"] if is_simulated else []),
-    ]
-    for column in (*columns, "between hosts", "x least", "messages"):
-        table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
+    simulated = ("simulated", "x bound") if is_simulated else ()
+    head = ("strategy", "order", "predicted", "x bound", *simulated, "between hosts", "x least", "messages")
+    rows = []
     for candidate in candidates:
         plan, simulated_s = candidate.plan, candidate.simulated_s
         cells = [format_s(plan.predicted_s), _ratio(plan.predicted_s, plan.bound_s)]
@@ -151,40 +143,35 @@ def _plans_table(candidates: Sequence[ReshardCandidate]) -> object:
                 cells += [format_s(simulated_s), _ratio(simulated_s, plan.bound_s)]
         moved, least = plan.bytes_across_hosts, plan.least_bytes_across_hosts
         cells += [format_bytes(moved), _ratio(moved, least), f"{plan.num_messages:,}"]
-        table.add_row(plan.strategy.name, plan.order, *cells)
-    return table
+        rows.append((plan.strategy.name, plan.order, *cells))
+    return text_table(head, rows, ("strategy", "order"), whole=head)
 
 
 def _ratio(value: float, least: float) -> str:
     return f"{value / least:.2f}" if least else "-"
 
 
-def _schedule_table(plan: ReshardPlan) -> object:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="schedule", title_justify="left")
-    for column in ("start", "end", "from", "to, the first rank of each host first", "bytes", "chunks"):
-        left = column.startswith(("from", "to"))
-        table.add_column(column, justify="left" if left else "right", no_wrap=not left)
+def _schedule_table(plan: ReshardPlan) -> Table:
+    left = ("from", "to, the first rank of each host first")
+    rows = []
     for scheduled in _shortened(plan.multicasts):
         if scheduled is None:
-            table.add_row(
-                "...", "", "", f"{len(plan.multicasts) - FIRST - LAST:,} more (--json has all)", "", ""
-            )
+            more = f"{len(plan.multicasts) - FIRST - LAST:,} more (--json has all)"
+            rows.append(("...", "", "", more, "", ""))
             continue
-        senders = scheduled.multicast.senders
-        table.add_row(
+        senders, is_local = scheduled.multicast.senders, scheduled.multicast.is_local
+        row = (
             format_s(scheduled.start_s),
             format_s(scheduled.end_s),
-            _ranks(senders) + ("" if scheduled.multicast.is_local else f" (host {_hosts(plan, senders)})"),
-            "inside host " + _where(plan, scheduled)
-            if scheduled.multicast.is_local
-            else _where(plan, scheduled),
+            _ranks(senders) + ("" if is_local else f" (host {_hosts(plan, senders)})"),
+            ("inside host " if is_local else "") + _where(plan, scheduled),
             format_bytes(scheduled.multicast.num_bytes),
             str(scheduled.chunks),
         )
-    return table
+        rows.append(row)
+    whole = ("start", "end", "bytes", "chunks")
+    head = ("start", "end", *left, "bytes", "chunks")
+    return text_table(head, rows, left, title="schedule", whole=whole)
 
 
 def _shortened(multicasts: Sequence[ScheduledMulticast]) -> Iterator[ScheduledMulticast | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from meshweave.base.errors import ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome
@@ -40,21 +42,29 @@ TraceOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Which products of a plan run, at which size, and what is written."""
+
+    layer: Annotated[str, typer.Option(help="Layer of the plan (qkv, out, ff1, ff2).")] = "ff1"
+    passes: PassesOption = "all"
+    algorithms: AlgorithmsOption = "best"
+    ranks: Annotated[int, typer.Option(help="Local processes.")] = 4
+    max_dim: MaxDimOption = 2048
+    repeat: Annotated[int, typer.Option(help="Measured runs of each program, after one to warm up.")] = 25
+    rings: RingsOption = 1
+    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0
+    machine: MachineOption = ""
+    trace: TraceOption = None
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline of rank 0 as a picture.")] = None
+    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 120.0
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+
+@with_options
 def run(
     plan: Annotated[Path, typer.Argument(help="A plan written by `meshweave plan --out`.")],
-    layer: Annotated[str, typer.Option(help="Layer of the plan (qkv, out, ff1, ff2).")] = "ff1",
-    passes: PassesOption = "all",
-    algorithms: AlgorithmsOption = "best",
-    ranks: Annotated[int, typer.Option(help="Local processes.")] = 4,
-    max_dim: MaxDimOption = 2048,
-    repeat: Annotated[int, typer.Option(help="Measured runs of each program, after one to warm up.")] = 25,
-    rings: RingsOption = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
-    machine: MachineOption = "",
-    trace: TraceOption = None,
-    svg: Annotated[Path | None, OutputOption(help="Write the timeline of rank 0 as a picture.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 120.0,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    options: RunOptions,
 ) -> None:
     """Execute a planned layer at reduced size on local processes and check it.
 
@@ -71,25 +81,27 @@ def run(
     loaded = read_plan(plan)
     report = check.run(
         loaded,
-        load_cluster(machine) if machine else None,
-        layer=layer,
-        passes=read_names(passes),
-        algorithms=algorithms if algorithms == "best" else read_names(algorithms) or "all",
-        num_ranks=ranks,
-        max_dim=max_dim,
-        repeat=repeat,
-        num_ring_directions=rings,  # type: ignore[arg-type]
-        seed=seed,
-        timeout_s=timeout,
+        load_cluster(options.machine) if options.machine else None,
+        layer=options.layer,
+        passes=read_names(options.passes),
+        algorithms=options.algorithms
+        if options.algorithms == "best"
+        else read_names(options.algorithms) or "all",
+        num_ranks=options.ranks,
+        max_dim=options.max_dim,
+        repeat=options.repeat,
+        num_ring_directions=options.rings,  # type: ignore[arg-type]
+        seed=options.seed,
+        timeout_s=options.timeout,
     )
     for name in report.skipped:
-        typer.echo(f"skipped: {name} has no mesh of {ranks} ranks", err=True)
-    if json:
+        typer.echo(f"skipped: {name} has no mesh of {options.ranks} ranks", err=True)
+    if options.json:
         print_json([product.to_json() for product in report.products])
     else:
         for product in report.products:
             _print(product)
-    _write(report, trace, svg, quiet=json)
+    _write(report, options.trace, options.svg, quiet=options.json)
     for product in report.products:
         if product.error != 0:
             raise ProgramError(

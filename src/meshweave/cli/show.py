@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
 from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
 from meshweave.describe.files import format_value
 from meshweave.execute.jax.source import jax_source
@@ -26,37 +28,45 @@ MAX_SIZE = 2**40
 """More elements along a dim than anything has; a slip of the keyboard."""
 
 
-def show(
-    what: Annotated[
-        str, typer.Argument(help="An algorithm (meshslice, collective), or a program text file, or '-'.")
-    ],
-    dataflow: Annotated[str, typer.Option(help="os, ls or rs: which matrix stays put.")] = "os",
-    m: Annotated[int, typer.Option("--m", help="Rows of C.")] = 512,
-    n: Annotated[int, typer.Option("--n", help="Columns of C.")] = 512,
-    k: Annotated[int, typer.Option("--k", help="Summed dim.")] = 512,
-    mesh: Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS.")] = "2x2",
-    slices: Annotated[str, typer.Option(help="Slice count (4) or relative widths (1:2:1).")] = "4",
-    block: Annotated[int, typer.Option(help="Neighbouring elements that stay together in a slice.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
+@dataclass(frozen=True)
+class ShowOptions:
+    """The problem and config of a program, and the form in which it is shown."""
+
+    dataflow: Annotated[str, typer.Option(help="os, ls or rs: which matrix stays put.")] = "os"
+    m: Annotated[int, typer.Option("--m", help="Rows of C.")] = 512
+    n: Annotated[int, typer.Option("--n", help="Columns of C.")] = 512
+    k: Annotated[int, typer.Option("--k", help="Summed dim.")] = 512
+    mesh: Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS.")] = "2x2"
+    slices: Annotated[str, typer.Option(help="Slice count (4) or relative widths (1:2:1).")] = "4"
+    block: Annotated[int, typer.Option(help="Neighbouring elements that stay together in a slice.")] = 8
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "float32"
     rings: Annotated[
         int, typer.Option(help="Lower collectives to rings in 1 or 2 directions, or 0: none.")
-    ] = 0,
+    ] = 0
     rank: Annotated[
         int | None, typer.Option(help="Print only what this rank executes, with plain numbers.")
-    ] = None,
-    expand: Annotated[bool, typer.Option("--expand", help="Write every op out per rank.")] = False,
+    ] = None
+    expand: Annotated[bool, typer.Option("--expand", help="Write every op out per rank.")] = False
     check: Annotated[
         bool | None,
         typer.Option(
             "--check/--no-check", help="Validate before printing. Default: where that takes seconds at most."
         ),
-    ] = None,
-    settings: SettingsOption = [],  # noqa: B006, typer copies it
-    config: ConfigOption = 0,
+    ] = None
+    settings: SettingsOption = field(default_factory=list)
+    config: ConfigOption = 0
     form: Annotated[
         str, typer.Option("--as", help="text, or jax: the source of a function for jax.shard_map.")
-    ] = "text",
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    ] = "text"
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+
+@with_options
+def show(
+    what: Annotated[
+        str, typer.Argument(help="An algorithm (meshslice, collective), or a program text file, or '-'.")
+    ],
+    options: ShowOptions,
 ) -> None:
     """Print a program: its text form parses back to the same program.
 
@@ -70,28 +80,36 @@ def show(
              meshweave show 1f1b --set micro_batches=8 --config 1
              meshweave show meshslice --rings 1 --as jax
     """
-    _check_form(form, json or expand or rank is not None)
-    if rings not in (0, 1, 2):
-        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {rings}")
-    if settings or config or not _is_product(what):
-        program = read_program_or_entry(what, settings, config)
+    _check_form(options.form, options.json or options.expand or options.rank is not None)
+    if options.rings not in (0, 1, 2):
+        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {options.rings}")
+    if options.settings or options.config or not _is_product(what):
+        program = read_program_or_entry(what, options.settings, options.config)
     else:
-        program = _product(what, dataflow, (m, n, k), mesh, slices, block, dtype)
-    if rings:
-        program = lower_rings(program, 1 if rings == 1 else 2)
-    if rank is not None and rank not in program.ranks:
+        program = _product(
+            what,
+            options.dataflow,
+            (options.m, options.n, options.k),
+            options.mesh,
+            options.slices,
+            options.block,
+            options.dtype,
+        )
+    if options.rings:
+        program = lower_rings(program, 1 if options.rings == 1 else 2)
+    if options.rank is not None and options.rank not in program.ranks:
         known = f"{program.ranks[0]} to {program.ranks[-1]}" if program.ranks else "none"
-        raise LayoutError(f"program {printable(program.name)} has ranks {known}, not {rank}")
-    verdict = _verdict(what, program, check)
-    if expand:
+        raise LayoutError(f"program {printable(program.name)} has ranks {known}, not {options.rank}")
+    verdict = _verdict(what, program, options.check)
+    if options.expand:
         _require_listable(what, program)
         program = write_out_per_rank(program)
-    if rank is not None or json:
-        _require_listable(what, program, None if rank is None else (rank,))
-    if json:
-        print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
+    if options.rank is not None or options.json:
+        _require_listable(what, program, None if options.rank is None else (options.rank,))
+    if options.json:
+        print_json(_to_json(program, verdict, program.ranks if options.rank is None else (options.rank,)))
         return
-    typer.echo(jax_source(program) if form == "jax" else _text(program, rank), nl=False)
+    typer.echo(jax_source(program) if options.form == "jax" else _text(program, options.rank), nl=False)
     typer.echo(f"# {verdict}", err=True)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,10 +14,9 @@ from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, U
 from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
-from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
+from meshweave.cli.entries import read_program_or_entry
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
-    JSON_HELP,
-    OutputOption,
     print_json,
     read_mesh,
     read_names,
@@ -25,53 +24,26 @@ from meshweave.cli.options import (
     read_ranks,
 )
 from meshweave.cli.simulate_options import (
-    AgainstOption,
-    AlgorithmsOption,
-    ClusterOption,
-    FastOption,
-    LimitsOption,
-    LogicalOption,
-    Lowering,
-    LowerOption,
-    MeshOption,
-    PassesOption,
-    PlaceOption,
-    PngOption,
+    MachineOptions,
+    PlannedOptions,
     ProgramArgument,
-    RanksOption,
-    ReportOption,
-    TraceOption,
+    SimulateOutputs,
 )
+from meshweave.report.tables import text_console, text_table
 from meshweave.report.timeline import write_chrome
 from meshweave.trace import Trace
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from meshweave.tune.cases import SimulatedCase, SimulationCase
 
 _TOP_LINKS = 5
 
 
+@with_options
 def simulate(
-    what: ProgramArgument,
-    cluster: ClusterOption = None,
-    logical: LogicalOption = False,
-    layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1",
-    passes: PassesOption = "all",
-    algorithms: AlgorithmsOption = "best",
-    mesh: MeshOption = None,
-    place: PlaceOption = 1,
-    lower: LowerOption = Lowering.none,
-    against: AgainstOption = None,
-    fast: FastOption = False,
-    ranks: RanksOption = "",
-    trace: TraceOption = None,
-    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None,
-    png: PngOption = None,
-    report: ReportOption = None,
-    settings: SettingsOption = [],  # noqa: B006, typer copies it
-    config: ConfigOption = 0,
-    limits: LimitsOption = True,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    what: ProgramArgument, machine: MachineOptions, options: PlannedOptions, outputs: SimulateOutputs
 ) -> None:
     """Simulate programs on a machine, op by op on every rank, and say what bounds them.
 
@@ -85,26 +57,28 @@ def simulate(
 
     More:    meshweave simulate step.json --against estimate
     """
-    if png is not None:
+    if outputs.png is not None:
         from meshweave.report.png import require_png
 
         require_png()
-    shown = read_ranks(ranks)
+    shown = read_ranks(options.ranks)
+    limits = machine.limits
     if what.endswith(".json"):
         limits = False  # sizes of a plan agree with each other
-        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh, place)
+        cases = _plan_cases(what, machine, options)
     else:
-        cases = [read_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
-        if not fast:
+        cases = [read_program_case(what, machine)]
+        if not options.fast:
             _refuse_in_detail(cases[0])
     for case in cases:
         _check_ranks(case, shown)
-    simulated = _all_simulated(what, cases, shown, closed_form=against is not None, limited=limits)
-    _write(simulated, trace, svg, png, report)
-    if json:
+    closed_form = options.against is not None
+    simulated = _all_simulated(what, cases, shown, closed_form=closed_form, limited=limits)
+    _write(simulated, outputs)
+    if outputs.json:
         print_json([item.to_json(_TOP_LINKS) for item in simulated])
     else:
-        _show(simulated, (trace, svg, png, report))
+        _show(simulated, outputs.paths)
 
 
 def _refuse_in_detail(case: SimulationCase) -> None:
@@ -125,62 +99,43 @@ def _show(simulated: Sequence[SimulatedCase], written: Sequence[Path | None]) ->
             typer.echo(f"written: {path}")
 
 
-def _plan_cases(
-    what: str,
-    cluster: str | None,
-    logical: bool,
-    lower: Lowering,
-    layer: str,
-    passes: str,
-    algorithms: str,
-    mesh: str | None,
-    place: int,
-) -> list[SimulationCase]:
+def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> list[SimulationCase]:
     """Return the products of a plan, each on its machine, or the step of a plan."""
     from meshweave.tune.cases import plan_cases
     from meshweave.tune.step_cases import step_case
 
     plan = read_plan(what)
     if plan.kind == "step":
-        return [step_case(plan, cluster, place)]
+        return [step_case(plan, machine.cluster, options.place)]
     best = [plan.best.algorithm]
     return plan_cases(
         plan,
-        cluster,
-        layer=layer,
-        passes=read_names(passes),
-        algorithms=best if algorithms == "best" else read_names(algorithms),
-        mesh_shape=read_mesh(mesh) if mesh else None,
-        logical=logical,
-        lowered_to=lower.value,
+        machine.cluster,
+        layer=options.layer,
+        passes=read_names(options.passes),
+        algorithms=best if options.algorithms == "best" else read_names(options.algorithms),
+        mesh_shape=read_mesh(options.mesh) if options.mesh else None,
+        logical=machine.logical,
+        lowered_to=machine.lower.value,
     )
 
 
-def read_program_case(
-    what: str,
-    cluster: str | None,
-    logical: bool,
-    lower: Lowering,
-    settings: list[str],
-    config: int,
-    *,
-    limited: bool,
-) -> SimulationCase:
+def read_program_case(what: str, machine: MachineOptions) -> SimulationCase:
     """Return the program of a file, of stdin or of an algorithm, on its machine.
 
     Raises:
         DescriptionError: no cluster is given, or a file is wrong.
-        ProgramError: the program is wrong, does not fit the machine or, where `limited`, has too many ranks.
+        ProgramError: the program is wrong, does not fit the machine or, with limits, has too many ranks.
     """
     from meshweave.tune.cases import program_case
 
-    if cluster is None:
+    if machine.cluster is None:
         raise DescriptionError("a program says nothing about a machine; give --cluster NAME[:N] or FILE")
-    program = read_program_or_entry(what, settings, config)
-    if limited and len(program.ranks) > SIMULATED_RANKS.most:
+    program = read_program_or_entry(what, machine.settings, machine.config)
+    if machine.limits and len(program.ranks) > SIMULATED_RANKS.most:
         raise ProgramError(f"{printable(what)}: {SIMULATED_RANKS.refusal(len(program.ranks))}")
     try:
-        return program_case(program, cluster, logical=logical, lowered_to=lower.value)
+        return program_case(program, machine.cluster, logical=machine.logical, lowered_to=machine.lower.value)
     except ProgramError as error:
         raise ProgramError(f"{printable(what)}: {error}") from None
 
@@ -228,40 +183,32 @@ def _status(case: SimulationCase) -> Iterator[None]:
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def _write(
-    simulated: Sequence[SimulatedCase],
-    trace: Path | None,
-    svg: Path | None,
-    png: Path | None,
-    report: Path | None,
-) -> None:
-    if trace is not None:
+def _write(simulated: Sequence[SimulatedCase], outputs: SimulateOutputs) -> None:
+    if outputs.trace is not None:
         titled = [(item.case.title, item.run.trace(item.ranks).spans) for item in simulated]
-        write_chrome(trace, [Trace(title, title, spans) for title, spans in titled])
-    if svg is not None or png is not None:
+        write_chrome(outputs.trace, [Trace(title, title, spans) for title, spans in titled])
+    if outputs.svg is not None or outputs.png is not None:
         from meshweave.report.simulation_picture import draw_cases
 
         picture = draw_cases(simulated)
-        if svg is not None:
-            write_file(svg, picture)
-        if png is not None:
+        if outputs.svg is not None:
+            write_file(outputs.svg, picture)
+        if outputs.png is not None:
             from meshweave.report.png import write_png
 
-            write_png(png, picture)
-    if report is not None:
+            write_png(outputs.png, picture)
+    if outputs.report is not None:
         from meshweave.report.simulation_page import simulation_page
 
-        write_file(report, simulation_page(simulated))
+        write_file(outputs.report, simulation_page(simulated))
 
 
 # --- text -----------------------------------------------------------------------------------------------
 
 
 def _print(simulated: SimulatedCase) -> None:
-    from rich.console import Console
-
     case, run, path = simulated.case, simulated.run, simulated.path
-    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
+    console = text_console()
     console.print(f"\n{case.title}", style="bold", markup=False)
     console.print(f"  {case.subject}", markup=False)
     console.print(f"  {len(run.ranks)} ranks, {run.num_ops:,} ops, {run.num_events:,} events")
@@ -282,36 +229,29 @@ def _print(simulated: SimulatedCase) -> None:
         console.print(_links_table(simulated))
 
 
-def _parts_table(simulated: SimulatedCase) -> object:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="seconds by rank", title_justify="left")
+def _parts_table(simulated: SimulatedCase) -> Table:
     mean = simulated.mean_parts()
-    for column in ("rank", *(name.removesuffix("_s") for name in mean), "exposed"):
-        table.add_column(column, justify="left" if column == "rank" else "right", no_wrap=True)
+    head = ("rank", *(name.removesuffix("_s") for name in mean), "exposed")
+    rows = []
     for rank in simulated.ranks:
         values = (*simulated.run.parts(rank).values(), simulated.run.exposed_s(rank))
-        table.add_row(str(rank), *map(format_s, values))
-    table.add_row("mean of all", *map(format_s, mean.values()), "")
-    return table
+        rows.append((str(rank), *map(format_s, values)))
+    rows.append(("mean of all", *map(format_s, mean.values()), ""))
+    return text_table(head, rows, ("rank",), title="seconds by rank", whole=head)
 
 
-def _links_table(simulated: SimulatedCase) -> object:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="links by use", title_justify="left")
-    for column in ("links", "number", "used", "most used", "bytes"):
-        table.add_column(column, justify="left" if column == "links" else "right", no_wrap=True)
-    for links in simulated.link_classes()[:_TOP_LINKS]:
-        table.add_row(
+def _links_table(simulated: SimulatedCase) -> Table:
+    head = ("links", "number", "used", "most used", "bytes")
+    rows = [
+        (
             links.name,
             str(links.count),
             f"{100 * links.mean_utilisation:.1f} %",
             f"{100 * links.max_utilisation:.1f} %",
             format_bytes(links.carried_bytes),
         )
+        for links in simulated.link_classes()[:_TOP_LINKS]
+    ]
     for use in simulated.busiest_links(_TOP_LINKS):
-        table.add_row(use.name, "1", f"{100 * use.utilisation:.1f} %", "", format_bytes(use.carried_bytes))
-    return table
+        rows.append((use.name, "1", f"{100 * use.utilisation:.1f} %", "", format_bytes(use.carried_bytes)))
+    return text_table(head, rows, ("links",), title="links by use", whole=head)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import OutputOption
+from meshweave.cli.entries import ConfigOption, SettingsOption
+from meshweave.cli.options import JSON_HELP, OutputOption
 
 
 class Lowering(StrEnum):
@@ -91,3 +93,45 @@ FastOption = Annotated[
         help="On a cluster whose chip has a GPU in detail: take the rates of the cluster, as on other clusters.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """The program of a file or an algorithm, and the machine on which it runs."""
+
+    cluster: ClusterOption = None
+    logical: LogicalOption = False
+    lower: LowerOption = Lowering.none
+    settings: SettingsOption = field(default_factory=list)
+    config: ConfigOption = 0
+    limits: LimitsOption = True
+
+
+@dataclass(frozen=True)
+class PlannedOptions:
+    """Which products of a plan are simulated, or which step of its ranking, and which ranks are told about."""
+
+    layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1"
+    passes: PassesOption = "all"
+    algorithms: AlgorithmsOption = "best"
+    mesh: MeshOption = None
+    place: PlaceOption = 1
+    against: AgainstOption = None
+    fast: FastOption = False
+    ranks: RanksOption = ""
+
+
+@dataclass(frozen=True)
+class SimulateOutputs:
+    """What a simulation writes."""
+
+    trace: TraceOption = None
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None
+    png: PngOption = None
+    report: ReportOption = None
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+    @property
+    def paths(self) -> tuple[Path | None, ...]:
+        """Return the files in the order in which they are told about."""
+        return self.trace, self.svg, self.png, self.report

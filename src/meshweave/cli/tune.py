@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +12,10 @@ from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.commands import Verbs
 from meshweave.cli.entries import SettingsOption, read_entry
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
     JSON_HELP,
     print_json,
-    print_table,
     progress_bar,
     read_bytes,
     read_dtype,
@@ -23,6 +24,7 @@ from meshweave.cli.options import (
 )
 from meshweave.cli.tune_block import block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.report.tables import print_table
 
 if TYPE_CHECKING:
     from meshweave.algorithms.universal import Operand, UniversalConfig, UniversalProblem
@@ -82,27 +84,33 @@ AccumulatesOption = Annotated[
 ]
 
 
-@tune.command()
-def layouts(
-    m: MOption = 4096,
-    n: NOption = 4096,
-    k: KOption = 4096,
-    cluster: ClusterOption = "h100-node",
+@dataclass(frozen=True)
+class LayoutsOptions:
+    """The product whose layouts are searched, those that are given, and the limit of memory."""
+
+    m: MOption = 4096
+    n: NOption = 4096
+    k: KOption = 4096
+    cluster: ClusterOption = "h100-node"
     a: Annotated[
         str | None, typer.Option(help="Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
-    ] = None,
-    b: Annotated[str | None, typer.Option(help="Keep B in this layout.")] = None,
-    c: Annotated[str | None, typer.Option(help="Keep C in this layout.")] = None,
-    dtype: DtypeOption = "float32",
+    ] = None
+    b: Annotated[str | None, typer.Option(help="Keep B in this layout.")] = None
+    c: Annotated[str | None, typer.Option(help="Keep C in this layout.")] = None
+    dtype: DtypeOption = "float32"
     memory: Annotated[
         str | None,
         typer.Option(
             help="The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
         ),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the best first.")] = 5,
-    json: JsonOption = False,
-) -> None:
+    ] = None
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the best first.")] = 5
+    json: JsonOption = False
+
+
+@tune.command()
+@with_options
+def layouts(options: LayoutsOptions) -> None:
     """Find the layouts of A, B and C in which their product takes the least time within a memory limit.
 
     Tried are blocks on every process grid with every number of copies, and in each of them every stationary
@@ -113,10 +121,13 @@ def layouts(
     from meshweave.cost.rates import RankRates
     from meshweave.tune.layouts import tune_layouts
 
-    target = _cluster(cluster, MAX_LAYOUT_RANKS)
-    limit = target.chip.memory_bytes if memory is None else read_bytes("--memory", memory)
+    m, n, k = options.m, options.n, options.k
+    target = _cluster(options.cluster, MAX_LAYOUT_RANKS)
+    limit = target.chip.memory_bytes if options.memory is None else read_bytes("--memory", options.memory)
     kept = {
-        name: read_grid(text, target.num_chips) for name, text in zip("abc", (a, b, c), strict=True) if text
+        name: read_grid(text, target.num_chips)
+        for name, text in zip("abc", (options.a, options.b, options.c), strict=True)
+        if text
     }
     with progress_bar("trying layouts", plain_lines=True) as progress:
         results = tune_layouts(
@@ -124,44 +135,50 @@ def layouts(
             n,
             k,
             target.num_chips,
-            RankRates.of(target, read_dtype(dtype)),
+            RankRates.of(target, read_dtype(options.dtype)),
             **kept,
-            dtype=read_dtype(dtype),
+            dtype=read_dtype(options.dtype),
             memory_bytes=limit,
-            count=count,
+            count=options.count,
             progress=progress,
         )
-    if json:
+    if options.json:
         print_json([_layouts_json(result) for result in results])
         return
     typer.echo(
-        f"C ({m}, {n}) = A ({m}, {k}) B ({k}, {n}) in {dtype} on {target.num_chips} chips of {target.name}, "
-        f"at most {format_bytes(limit)} a rank"
+        f"C ({m}, {n}) = A ({m}, {k}) B ({k}, {n}) in {options.dtype} on {target.num_chips} chips of "
+        f"{target.name}, at most {format_bytes(limit)} a rank"
     )
     _print_layouts(results)
 
 
-@tune.command()
-def schedule(
-    m: MOption = 4096,
-    n: NOption = 4096,
-    k: KOption = 4096,
-    cluster: ClusterOption = "h100-node",
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """The product whose order is searched, its layouts, and the limits of its stages."""
+
+    m: MOption = 4096
+    n: NOption = 4096
+    k: KOption = 4096
+    cluster: ClusterOption = "h100-node"
     a: Annotated[
         str | None,
         typer.Option(help="Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks."),
-    ] = None,
-    b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None,
-    c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None,
-    dtype: DtypeOption = "float32",
-    kinds: KindsOption = "all",
-    max_states: StatesOption = None,
-    stationary: StationaryOption = "",
-    products: ProductsOption = 1,
-    fetches: FetchesOption = 2,
-    accumulates: AccumulatesOption = 1,
-    json: JsonOption = False,
-) -> None:
+    ] = None
+    b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None
+    c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None
+    dtype: DtypeOption = "float32"
+    kinds: KindsOption = "all"
+    max_states: StatesOption = None
+    stationary: StationaryOption = ""
+    products: ProductsOption = 1
+    fetches: FetchesOption = 2
+    accumulates: AccumulatesOption = 1
+    json: JsonOption = False
+
+
+@tune.command()
+@with_options
+def schedule(options: ScheduleOptions) -> None:
     """Find the order in which the ranks of a product issue their fetches, products and accumulates.
 
     Each kind of schedule gives an order, and its program is simulated, contention included (Slicing Is All You
@@ -175,23 +192,27 @@ def schedule(
     from meshweave.tune.schedules import search_schedule
     from meshweave.tune.universal import tune_universal
 
-    target = _cluster(cluster, MAX_SCHEDULE_RANKS)
+    target = _cluster(options.cluster, MAX_SCHEDULE_RANKS)
     rows = f"{target.num_chips}x1"
-    grid_a, grid_b, grid_c = (read_grid(text or rows, target.num_chips) for text in (a, b, c))
-    problem = UniversalProblem(m, n, k, grid_a, grid_b, grid_c, read_dtype(dtype))
-    wanted = _schedule_kinds(kinds)
+    grid_a, grid_b, grid_c = (
+        read_grid(text or rows, target.num_chips) for text in (options.a, options.b, options.c)
+    )
+    problem = UniversalProblem(
+        options.m, options.n, options.k, grid_a, grid_b, grid_c, read_dtype(options.dtype)
+    )
+    wanted = _schedule_kinds(options.kinds)
     with progress_bar("simulating schedules", plain_lines=True) as progress:
         config = tune_universal(
             problem,
             RankRates.of(target, problem.dtype),
-            stationary=_operand(stationary),
-            limits=StageLimits(products, fetches, accumulates),
+            stationary=_operand(options.stationary),
+            limits=StageLimits(options.products, options.fetches, options.accumulates),
         ).config
         _check_schedule(problem, config)
         results = search_schedule(
-            problem, config, target, kinds=wanted, max_states=max_states, progress=progress
+            problem, config, target, kinds=wanted, max_states=options.max_states, progress=progress
         )
-    if json:
+    if options.json:
         print_json({"config": str(config), "schedules": [_schedule_json(result) for result in results]})
         return
     _print_schedules(problem, config, target, results)
@@ -222,10 +243,10 @@ def rank_algorithms(
 
     Example: meshweave tune algorithm meshslice --set m=4096 --set n=4096 --set k=4096 --set mesh_shape=4x4
     """
-    from meshweave.tune.ranking import rank_configs
+    from meshweave.tune.ranking import rank
 
     _, problem = read_entry(name, settings)
-    ranked = rank_configs(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
+    ranked = rank(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
     if json:
         print_json([_ranked_json(item) for item in ranked])
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +12,20 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
     JSON_HELP,
+    OldSequenceOption,
     OutputOption,
     print_json,
-    print_table,
     progress_bar,
     read_dtype,
     read_mesh,
     read_names,
+    read_sequence,
 )
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.report.tables import print_table
 
 if TYPE_CHECKING:
     from meshweave.tune.blocks import BlockRanking, MeshShape
@@ -31,42 +35,51 @@ ModelArgument = Annotated[
     typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences of all chips together.")]
-SequenceOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens per sequence.")]
+SequenceOption = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type of activations and weights.")]
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
-def block(
-    model: ModelArgument,
-    cluster: Annotated[
-        str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
-    ],
-    batch: BatchOption = 4,
-    seq: SequenceOption = 2048,
-    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers that are one program.")] = 1,
-    dtype: DtypeOption = "bfloat16",
+@dataclass(frozen=True)
+class BlockOptions:
+    """The block that is ranked, the strategies, and how many are simulated and shown."""
+
+    batch: BatchOption = 4
+    sequence: SequenceOption = 2048
+    seq: OldSequenceOption = None
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers that are one program.")] = 1
+    dtype: DtypeOption = "bfloat16"
     algorithms: Annotated[
         str, typer.Option("--algorithm", help="Strategies to choose among, with commas, or 'all'.")
-    ] = "all",
+    ] = "all"
     meshes: Annotated[
         str,
         typer.Option(
             "--mesh", help="Meshes ROWSxCOLS or DEPTHxROWSxCOLS to choose among, with commas, or 'all'."
         ),
-    ] = "all",
+    ] = "all"
     simulated: Annotated[
         int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
-    ] = 4,
+    ] = 4
     overlap: Annotated[
         Overlap,
         typer.Option(
             help="What communication may run beside: layers, all that a program of the layers has beside it; "
             "sites, its own product alone, as in a model of mw.parallelize."
         ),
-    ] = "layers",
-    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
-    svg: Annotated[Path | None, OutputOption(help="Draw the listed strategies into this SVG file.")] = None,
-    json: JsonOption = False,
+    ] = "layers"
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10
+    svg: Annotated[Path | None, OutputOption(help="Draw the listed strategies into this SVG file.")] = None
+    json: JsonOption = False
+
+
+@with_options
+def block(
+    model: ModelArgument,
+    cluster: Annotated[
+        str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
+    ],
+    options: BlockOptions,
 ) -> None:
     """Rank the strategies for a model's layers on a machine: every strategy, mesh and number of chunks.
 
@@ -83,23 +96,23 @@ def block(
     with progress_bar("ranking strategies") as progress:
         ranking = rank_blocks(
             load_model(model),
-            Workload(batch, seq, read_dtype(dtype)),
+            Workload(options.batch, read_sequence(options.sequence, options.seq), read_dtype(options.dtype)),
             load_cluster(cluster),
-            layers=layers,
-            algorithms=read_names(algorithms),
-            mesh_shapes=_meshes(meshes),
-            max_simulated=simulated,
-            overlap=overlap,
+            layers=options.layers,
+            algorithms=read_names(options.algorithms),
+            mesh_shapes=_meshes(options.meshes),
+            max_simulated=options.simulated,
+            overlap=options.overlap,
             progress=progress,
         )
-    if svg is not None:
-        write_file(svg, _picture(ranking, count))
-    if json:
-        print_json(_ranking_json(ranking, count))
+    if options.svg is not None:
+        write_file(options.svg, _picture(ranking, options.count))
+    if options.json:
+        print_json(_ranking_json(ranking, options.count))
         return
-    _print_ranking(ranking, count)
-    if svg is not None:
-        typer.echo(f"written: {svg}")
+    _print_ranking(ranking, options.count)
+    if options.svg is not None:
+        typer.echo(f"written: {options.svg}")
 
 
 def _meshes(text: str) -> tuple[MeshShape, ...] | None:

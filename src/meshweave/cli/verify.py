@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshweave.cli.entries import SettingsOption, is_file, read_entry
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names, read_plan
+from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
     from meshweave.check import VerifyReport
 
 
-def verify(
-    what: Annotated[
-        str, typer.Argument(help="A plan written by `meshweave plan --out`, or an algorithm of any family.")
-    ],
-    ranks: Annotated[int, typer.Option(help="Local processes, and size of the meshes.")] = 4,
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Which products are verified, at which size, and how."""
+
+    ranks: Annotated[int, typer.Option(help="Local processes, and size of the meshes.")] = 4
     layer: Annotated[
         str, typer.Option(help="A layer of the plan (qkv, out, ff1, ff2), several with commas, or 'all'.")
-    ] = "all",
+    ] = "all"
     algorithms: Annotated[
         str, typer.Option("--algorithm", help="Algorithms of the plan, with commas, or 'all'.")
-    ] = "all",
-    max_dim: Annotated[
-        int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")
-    ] = 512,
+    ] = "all"
+    max_dim: Annotated[int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")] = (
+        512
+    )
     rings: Annotated[
         int,
         typer.Option(
             help="On processes, run collectives as rings in 1 or 2 directions, or 0: as gloo's own."
         ),
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the processes are stopped.")] = 300.0,
-    settings: SettingsOption = [],  # noqa: B006, typer copies it
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    ] = 1
+    seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds after which the processes are stopped.")] = 300.0
+    settings: SettingsOption = field(default_factory=list)
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+
+@with_options
+def verify(
+    what: Annotated[
+        str, typer.Argument(help="A plan written by `meshweave plan --out`, or an algorithm of any family.")
+    ],
+    options: VerifyOptions,
 ) -> int | None:
     """Check every planned product at reduced size: forward and both backward products of every layer.
 
@@ -58,19 +69,19 @@ def verify(
     from meshweave import check
 
     if not is_file(what):
-        return _verify_entry(what, settings, json)
+        return _verify_entry(what, options.settings, options.json)
     verify_plan = partial(
         check.verify,
         read_plan(what),
-        num_ranks=ranks,
-        layers=read_names(layer),
-        algorithms=read_names(algorithms),
-        max_dim=max_dim,
-        num_ring_directions=rings,  # type: ignore[arg-type]
-        seed=seed,
-        timeout_s=timeout,
+        num_ranks=options.ranks,
+        layers=read_names(options.layer),
+        algorithms=read_names(options.algorithms),
+        max_dim=options.max_dim,
+        num_ring_directions=options.rings,  # type: ignore[arg-type]
+        seed=options.seed,
+        timeout_s=options.timeout,
     )
-    return _verify_plan(verify_plan, json)
+    return _verify_plan(verify_plan, options.json)
 
 
 def _verify_plan(verify_plan: Callable[..., VerifyReport], json: bool) -> int:
@@ -121,31 +132,28 @@ def _print(report: VerifyReport) -> None:
 
 
 def _print_table(report: VerifyReport) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"products at reduced size on {report.num_ranks} ranks"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    left = ("algorithm", "layer", "pass", "dataflow")
-    for column in (*left, "mesh", "M x N x K", "slices", "in process", "processes"):
-        table.add_column(column, justify="left" if column in left else "right")
+    rows = []
     for verification in report.verifications:
         product = verification.product
         assert product is not None and product.problem is not None
         problem = product.problem
-        table.add_row(
-            product.algorithm,
-            product.planned.layer.name,
-            product.planned.pass_plan.name.replace("_", " "),
-            problem.dataflow,
-            "x".join(map(str, problem.mesh_shape)),
-            f"{problem.m} x {problem.n} x {problem.k}",
-            str(product.config).removeprefix("S="),
-            _verdict(verification.error_in_process, verification.failed),
-            "-" if report.not_run else _verdict(verification.error_on_processes, verification.failed),
+        rows.append(
+            (
+                product.algorithm,
+                product.planned.layer.name,
+                product.planned.pass_plan.name.replace("_", " "),
+                problem.dataflow,
+                "x".join(map(str, problem.mesh_shape)),
+                f"{problem.m} x {problem.n} x {problem.k}",
+                str(product.config).removeprefix("S="),
+                _verdict(verification.error_in_process, verification.failed),
+                "-" if report.not_run else _verdict(verification.error_on_processes, verification.failed),
+            )
         )
-    Console(width=None if Console().is_terminal else 130).print(table)
+    left = ("algorithm", "layer", "pass", "dataflow")
+    head = (*left, "mesh", "M x N x K", "slices", "in process", "processes")
+    title = f"products at reduced size on {report.num_ranks} ranks"
+    text_console(130).print(text_table(head, rows, left, title=title))
 
 
 def _verdict(error: float | None, failed: str) -> str:

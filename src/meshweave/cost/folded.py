@@ -49,7 +49,10 @@ class FoldedMachine(Machine):
         return self.priced._host_spans
 
     def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links from a rank to the image of another one in the next hosts; `route` as for `path`."""
+        """Return the links from a rank to the copy of another rank on the next hosts, which are folded away.
+
+        `route` is as for `path`.
+        """
         network = self.cluster.network
         assert isinstance(network, HostsNetwork)
         return self._nic_path(network, src, dst, route)

@@ -1,1 +1,33 @@
+"""What there is: clusters, chips, models, meshes and layouts, and the catalog of both.
 
+`meshweave` itself has the classes that most need: clusters, models, meshes, layouts. Here are the names of the
+catalog, placements by tiles, and the process grids of ScaLAPACK.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshweave.base.lazy import lazy_names
+
+_HOME = {
+    "describe.catalog": "cluster_names model_names",
+    "describe.model": "FcLayer",
+    "describe.layout": "Placement Tile",
+    "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
+}
+
+if TYPE_CHECKING:
+    from meshweave.describe.catalog import cluster_names as cluster_names
+    from meshweave.describe.catalog import model_names as model_names
+    from meshweave.describe.layout import Placement as Placement
+    from meshweave.describe.layout import Tile as Tile
+    from meshweave.describe.layout.grid import ProcessGrid as ProcessGrid
+    from meshweave.describe.layout.grid import block_2d as block_2d
+    from meshweave.describe.layout.grid import block_cyclic as block_cyclic
+    from meshweave.describe.layout.grid import column_block as column_block
+    from meshweave.describe.layout.grid import cyclic as cyclic
+    from meshweave.describe.layout.grid import row_block as row_block
+    from meshweave.describe.model import FcLayer as FcLayer
+
+__all__ = lazy_names(__name__, [_HOME])

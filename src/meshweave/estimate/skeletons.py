@@ -1,14 +1,14 @@
 """The closed-form reading: time of a skeleton as a max-plus recurrence, jumped over once it is periodic.
 
-A software pipeline costs prologue + (n - 1) steady + epilogue (MeshSlice, section 3.2.2). Instead of
-writing that down per algorithm, the recurrence of its tasks is followed for a few turns. Max-plus
-recurrences are linear: as soon as one turn shifts all that the next one depends on by the same amount,
-all further turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
+A software pipeline costs prologue + (n - 1) steady + epilogue (MeshSlice, section 3.2.2). Instead of writing that
+down per algorithm, the recurrence of its tasks (`estimate.recurrence`) is followed for a few turns. Max-plus
+recurrences are linear: as soon as one turn shifts all that the next one depends on by the same amount, all further
+turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.estimate.chains import chained_ps, has_chains, hop_ps, is_buffered
-from meshweave.ir.skeleton import Part, Phase, Skeleton
+from meshweave.estimate.recurrence import follow
+from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work
 
 CostPs = Callable[[Work], int]
@@ -89,20 +90,22 @@ class TimedSkeleton:
         return max(lanes, default=0)
 
 
-class _CompiledPart(NamedTuple):
-    """A part with numbers for names, and per lane the tasks that its first task waits for."""
+class _Segment(NamedTuple):
+    """Tasks of a turn up to a part, for `follow`, and the part; None after the last one.
 
-    number: int
-    compiled: _Compiled
-    waits: list[tuple[int, list[int]]]
+    Places are the tasks by number, then those of earlier turns, the last turn first, then the lanes.
+    """
+
+    tasks: list[tuple[int, int, Sequence[int]]]
+    part: _Compiled | None
 
 
 class _CompiledPhase(NamedTuple):
-    """The steps of a turn, the parts with the number of steps before each, and the turns that waits reach back."""
+    """The steps of a turn, its segments, and the turns that waits reach back."""
 
     turns: int
     steps: list[_Step]
-    parts: list[tuple[int, _CompiledPart]]
+    segments: list[_Segment]
     reach: int
 
 
@@ -120,10 +123,7 @@ class _Compiled:
         blank = [-1] * self.num_tasks
         history = [blank] * depth  # finish times of the last turns by task; -1 where it did not run
         for phase in self.phases:
-            if phase.parts:
-                _run_parts(phase, blank, history, lanes)
-            else:
-                _run_phase(phase.turns, phase.steps, phase.reach, depth, blank, history, lanes)
+            _run_phase(phase, depth, blank, history, lanes)
 
 
 class _Compiler:
@@ -139,6 +139,12 @@ class _Compiler:
         known = self.known.get(id(skeleton))
         if known is None:
             numbers: dict[str, int] = {}
+            for phase in skeleton.phases:
+                for task in phase.tasks:
+                    numbers.setdefault(task.name, len(numbers))
+                    if isinstance(task, Task):
+                        for name, _ in task.after:
+                            numbers.setdefault(name, len(numbers))
             phases = [self._phase(phase, numbers) for phase in skeleton.phases]
             lanes = sorted({self._lane(task.lane) for _, task in skeleton.counted_tasks()})
             known = self.known[id(skeleton)] = _Compiled(len(numbers), lanes, phases)
@@ -148,75 +154,70 @@ class _Compiler:
         return self.lanes.setdefault(lane, len(self.lanes))
 
     def _phase(self, phase: Phase, numbers: dict[str, int]) -> _CompiledPhase:
+        reach = max(
+            (back for task in phase.tasks if isinstance(task, Task) for _, back in task.after), default=0
+        )
+        first_lane = len(numbers) * (reach + 1)
         steps: list[_Step] = []
-        parts: list[tuple[int, _CompiledPart]] = []
+        segments = [_Segment([], None)]
+        last: dict[int, int] = {}  # the task of the segment that had each lane last
         seen: set[str] = set()
-        reach = 0
         for task in phase.tasks:
             seen.add(task.name)
-            number = numbers.setdefault(task.name, len(numbers))
+            number = numbers[task.name]
+            tasks = segments[-1].tasks
             if isinstance(task, Part):
                 assert phase.turns == 1, f"{task.name} stands in a phase of several turns"
-                waits = [(self._lane(lane), [numbers[name] for name in names]) for lane, names in task.after]
-                parts.append((len(steps), _CompiledPart(number, self.skeleton(task.skeleton), waits)))
+                tasks += [(first_lane + lane, 0, (other,)) for lane, other in last.items()]
+                for name, waits in task.after:
+                    place = first_lane + self._lane(name)
+                    tasks.append((place, 0, (place, *(numbers[other] for other in waits))))
+                part = self.skeleton(task.skeleton)
+                segments[-1] = _Segment(tasks, part)
+                last = {}
+                ended = number, 0, [first_lane + lane for lane in part.lanes]
+                segments.append(_Segment([ended], None))
                 continue
-            now: list[int] = []
-            back: list[tuple[int, int]] = []
-            for name, distance in task.after:
-                other = numbers.setdefault(name, len(numbers))
-                if distance:
-                    back.append((other, distance))
-                    if distance > reach:
-                        reach = distance
-                else:
-                    assert name in seen, f"{task.name} waits for {name}, which comes later in its turn"
-                    now.append(other)
-            steps.append((number, self._lane(task.lane), task.times * self.cost_ps(task.work), now, back))
-        return _CompiledPhase(phase.turns, steps, parts, reach)
+            step = self._step(task, number, numbers)
+            steps.append(step)
+            _, lane, duration, now, back = step
+            assert seen.issuperset(name for name, distance in task.after if not distance), (
+                f"{task.name} waits for what comes later in its turn"
+            )
+            earlier = (distance * len(numbers) + other for other, distance in back)
+            tasks.append((number, duration, (last.get(lane, first_lane + lane), *now, *earlier)))
+            last[lane] = number
+        segments[-1].tasks.extend((first_lane + lane, 0, (other,)) for lane, other in last.items())
+        return _CompiledPhase(phase.turns, steps, segments, reach)
 
-
-def _run_parts(phase: _CompiledPhase, blank: list[int], history: list[list[int]], lanes: list[int]) -> None:
-    """Advance `history` and `lanes` by the one turn of a phase that has parts."""
-    finish = blank.copy()
-    done = 0
-    for position, part in (*phase.parts, (len(phase.steps), None)):
-        for number, lane, duration, now, back in phase.steps[done:position]:
-            waits = [finish[task] for task in now] + [history[-distance][task] for task, distance in back]
-            finish[number] = lanes[lane] = max([lanes[lane], *waits]) + duration
-        done = position
-        if part is not None:
-            for lane, tasks in part.waits:
-                lanes[lane] = max([lanes[lane], *(finish[task] for task in tasks)])
-            part.compiled.run(lanes)
-            finish[part.number] = max((lanes[lane] for lane in part.compiled.lanes), default=0)
-    history.append(finish)
+    def _step(self, task: Task, number: int, numbers: dict[str, int]) -> _Step:
+        now = [numbers[name] for name, back in task.after if not back]
+        earlier = [(numbers[name], back) for name, back in task.after if back]
+        return number, self._lane(task.lane), task.times * self.cost_ps(task.work), now, earlier
 
 
 def _run_phase(
-    turns: int,
-    steps: list[_Step],
-    reach: int,
-    depth: int,
-    blank: list[int],
-    history: list[list[int]],
-    lanes: list[int],
+    phase: _CompiledPhase, depth: int, blank: list[int], history: list[list[int]], lanes: list[int]
 ) -> None:
     """Advance `history` and `lanes` by the turns of a phase, jumping over turns once they are periodic."""
+    turns, steps, segments, reach = phase
     used = {lane for _, lane, _, _, _ in steps}
     watched = {number for _, _, _, _, back in steps for number, _ in back}
+    size = len(blank)
+    first_lane = size * (reach + 1)
     for turn in range(1, turns + 1):
         before = lanes.copy()
-        finish = blank.copy()
-        for number, lane, duration, now, back in steps:
-            start = lanes[lane]
-            for task in now:
-                if finish[task] > start:
-                    start = finish[task]
-            for task, distance in back:
-                end = history[-distance][task]
-                if end > start:
-                    start = end
-            finish[number] = lanes[lane] = start + duration
+        ends = blank.copy()
+        for distance in range(1, reach + 1):
+            ends += history[-distance]
+        ends += lanes
+        for tasks, part in segments:
+            follow(tasks, ends)
+            lanes[:] = ends[first_lane:]
+            if part is not None:
+                part.run(lanes)
+                ends[first_lane:] = lanes
+        finish = ends[:size]
         history.append(finish)
         if turn > reach and turn < turns:
             shift = _steady_shift(before, lanes, used, history, watched, reach)

@@ -1,9 +1,15 @@
-"""The skeleton as a timeline: the spans that the max-plus recurrence gives to the tasks of every turn."""
+"""The skeleton as a timeline: the spans that the max-plus recurrence gives to the tasks of every turn.
+
+With chains each time is an array over the ranks of a grid, and a task ends on each rank as its kind says. That is
+the definition of what `csrc/skeleton.cpp` computes; without chains it is the recurrence of `estimate.recurrence`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +17,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.chains import grid_of, hop_ps, is_buffered, link_burst_ps
+from meshweave.estimate.chains import grid_of, has_chains, hop_ps, is_buffered, link_burst_ps
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
@@ -38,14 +44,33 @@ def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Tr
         raise UnsupportedError(
             f"a timeline of {count} tasks is too long to draw; give a configuration of {MAX_TASKS} at most"
         )
-    follower = _Follower(skeleton, machine)
+    follower = _Follower(skeleton, lambda work: price(work, machine).total_ps, machine)
     follower.run(skeleton)
     slowest = int(np.argmax(follower.ended()))
-    spans = (
-        Span(0, number, task.lane, task.work.kind, label, int(start.flat[slowest]), int(end.flat[slowest]))
-        for number, (task, label, start, end) in enumerate(follower.spans)
-    )
+    spans = (run.span(number, slowest) for number, run in enumerate(follower.runs))
     return Trace(name, "estimate", tuple(spans))
+
+
+@dataclass(frozen=True)
+class TaskSpan:
+    """One run of a task, from `begin_ps` to `end_ps` in picoseconds; `part` names the sub-programs around it."""
+
+    task: Task
+    begin_ps: int
+    end_ps: int
+    part: tuple[str, ...] = ()
+
+
+def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
+    """Return when each task runs, in order of issue, where an op takes `cost_ps(work)`; see `skeleton_ps`.
+
+    None where broadcasts are chains, whose members are busy for a part of the time only.
+    """
+    if has_chains(skeleton):
+        return None
+    follower = _Follower(skeleton, cost_ps)
+    follower.run(skeleton)
+    return tuple(TaskSpan(run.task, int(run.start), int(run.end), run.part) for run in follower.runs)
 
 
 def _num_spans(skeleton: Skeleton) -> int:
@@ -56,15 +81,32 @@ def _num_spans(skeleton: Skeleton) -> int:
     )
 
 
+class _TaskRun(NamedTuple):
+    """A run of a task on all ranks of the grid; `part` names the sub-programs around it."""
+
+    task: Task
+    turn: int
+    part: tuple[str, ...]
+    start: _Times
+    end: _Times
+
+    def span(self, number: int, rank: int) -> Span:
+        """Return the run as op `number` of a trace, on one rank of the grid."""
+        times = int(self.start.flat[rank]), int(self.end.flat[rank])
+        return Span(0, number, self.task.lane, self.task.work.kind, f"{self.task.name} {self.turn}", *times)
+
+
 class _Follower:
     """The times of every rank of the grid, task by task; the definition of what `csrc/skeleton.cpp` computes."""
 
-    def __init__(self, skeleton: Skeleton, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(
+        self, skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None
+    ) -> None:
+        self.machine, self._cost_ps = machine, cost_ps
         self.grid = grid_of(skeleton)
         self.axes = {axis: number for number, axis in enumerate(self.grid)}
         self.lanes: dict[str, _Times] = {}
-        self.spans: list[tuple[Task, str, _Times, _Times]] = []
+        self.runs: list[_TaskRun] = []
         self.known: dict[Work, int] = {}
         self.links: dict[int, _Times] = {}
         """By axis with buffered chains: when the link from each rank to the next one is free."""
@@ -72,10 +114,10 @@ class _Follower:
     def cost_ps(self, work: Work) -> int:
         """Return the picoseconds of an op."""
         if work not in self.known:
-            self.known[work] = price(work, self.machine).total_ps
+            self.known[work] = self._cost_ps(work)
         return self.known[work]
 
-    def run(self, skeleton: Skeleton) -> None:
+    def run(self, skeleton: Skeleton, part: tuple[str, ...] = ()) -> None:
         """Follow all turns from where the lanes are."""
         reach = max(
             (back for p in skeleton.phases for t in p.tasks if isinstance(t, Task) for _, back in t.after),
@@ -94,7 +136,7 @@ class _Follower:
                             self.lanes[lane] = self._latest(
                                 [self._free(lane), *(ends[other] for other in names)]
                             )
-                        self.run(task.skeleton)
+                        self.run(task.skeleton, (*part, task.name))
                         ends[task.name] = self._latest(self._free(lane) for lane in task.skeleton.lanes)
                         continue
                     waits = [self._free(task.lane)]
@@ -105,7 +147,7 @@ class _Follower:
                     start = self._latest(waits)
                     roots = task.roots[of_phase * task.times : (of_phase + 1) * task.times]
                     end = self.lanes[task.lane] = ends[task.name] = self._end(task, start, roots)
-                    self.spans.append((task, f"{task.name} {turn}", start, end))
+                    self.runs.append(_TaskRun(task, turn, part, start, end))
                 past.appendleft(ends)
                 turn += 1
 
@@ -159,6 +201,7 @@ class _Follower:
     def _buffered_ends(self, work: Transfer, begun: _Times, axis: int, first: int) -> _Times:
         """Return the ends of members, by place in the chain, where a send buffer takes its packets."""
         launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        assert self.machine is not None
         burst_ps = link_burst_ps(work, self.machine)
         shape = tuple(self.grid.values())
         links = self.links.setdefault(axis, np.full(shape, -(1 << 62), np.int64))

@@ -1,18 +1,66 @@
-"""From plans to torch and jax: `meshweave.matmul2d`, `meshweave.jax`. The package itself imports neither."""
+"""For torch: products of local shards, layers placed by hand, maps of models, and what ranks run in.
+
+`meshweave.matmul` is the product of DTensors, and `meshweave.parallelize` puts a plan into a model. Here is what
+they are made of, to be placed by hand: `matmul2d`, `universal_linear`, fused linear layers, `ParallelLinear`.
+
+The package itself imports neither torch nor jax.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from meshweave.base.lazy import lazy_names
+
+_HOME = {
+    "nn.fused": "all_gather_linear linear_reduce_scatter",
+    "nn.linear": "universal_linear",
+    "nn.matmul2d": "matmul2d",
+    "nn.products": "prepare",
+    "nn.parallel_style": "UniversalParallel",
+    "nn.weights": "StoredTensor",
+    "nn.step_watch": "FallingBehindWarning StepComparison",
+    "nn.reshard_state": "reshard_state_dict",
+    "nn.parallel.linear": "ParallelLinear",
+    "nn.pipelining.pipeline": "Pipeline",
+    "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
+    "nn.parallel.model": "ParallelModel",
+    "nn.parallel.structure": "LayerMap ModelMap",
+    "nn.prove.differences": "Difference",
+    "nn.prove.proof": "Proof",
+    "nn.pipelining.parallel_stage": "ParallelStage",
+    "nn.training.state": "TrainingState",
+    "execute.memory": "open_memory",
+    "execute.ranks.launch": "RankContext",
+    "execute.torch.world": "join_ranks",
+    "execute.ranks.liveness": "Liveness",
+}
+
 if TYPE_CHECKING:
-    from meshweave.nn import fused as fused
-    from meshweave.nn import jax as jax
+    from meshweave.execute.memory import open_memory as open_memory
+    from meshweave.execute.ranks.launch import RankContext as RankContext
+    from meshweave.execute.ranks.liveness import Liveness as Liveness
+    from meshweave.execute.torch.world import join_ranks as join_ranks
+    from meshweave.nn.fused import all_gather_linear as all_gather_linear
+    from meshweave.nn.fused import linear_reduce_scatter as linear_reduce_scatter
+    from meshweave.nn.linear import universal_linear as universal_linear
+    from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.parallel.linear import ParallelLinear as ParallelLinear
+    from meshweave.nn.parallel.model import ParallelModel as ParallelModel
+    from meshweave.nn.parallel.structure import LayerMap as LayerMap
+    from meshweave.nn.parallel.structure import ModelMap as ModelMap
+    from meshweave.nn.parallel_style import UniversalParallel as UniversalParallel
+    from meshweave.nn.pipelining.parallel_stage import ParallelStage as ParallelStage
+    from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline
+    from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
+    from meshweave.nn.pipelining.torch_runtime import torch_pipeline as torch_pipeline
+    from meshweave.nn.products import prepare as prepare
+    from meshweave.nn.prove.differences import Difference as Difference
+    from meshweave.nn.prove.proof import Proof as Proof
+    from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
+    from meshweave.nn.step_watch import FallingBehindWarning as FallingBehindWarning
+    from meshweave.nn.step_watch import StepComparison as StepComparison
+    from meshweave.nn.training.state import TrainingState as TrainingState
+    from meshweave.nn.weights import StoredTensor as StoredTensor
 
-
-def __getattr__(name: str) -> ModuleType:
-    """Return `fused` or `jax`, imported at its first use."""
-    if name not in ("fused", "jax"):
-        raise AttributeError(f"module 'meshweave.nn' has no attribute '{name}'")
-    return import_module(f"meshweave.nn.{name}")
+__all__ = lazy_names(__name__, [_HOME])

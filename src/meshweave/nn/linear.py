@@ -1,4 +1,4 @@
-"""`meshweave.universal_linear`: under it, the linear layers of a model of DTensors are `meshweave.matmul`s."""
+"""`meshweave.nn.universal_linear`: under it, the linear layers of a model of DTensors are `meshweave.matmul`s."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ from meshweave.nn.in_graphs import (
     placement_texts,
     placements_from,
 )
+from meshweave.nn.matmul2d_dtensors import matmul2d_of_dtensors
+from meshweave.nn.matmul2d_programs import Slices
 from meshweave.nn.matmul_plans import (
     Calls,
     MatmulOptions,
@@ -57,6 +59,8 @@ def matmul(
     schedule: ScheduleKind = "direct",
     limits: StageLimits = STAGE_LIMITS,
     overlap: Overlap = "auto",
+    algorithm: str | None = None,
+    slices: Slices = 4,
 ) -> DTensor:
     """C = A B of DTensors with any placements; every rank of their meshes calls it.
 
@@ -92,6 +96,11 @@ def matmul(
             rows, `b` and `out` by columns (an all-gather before it). Gradients are fused where their operands lie
             so. "auto": the universal product, or over messages a fused one that is simulated to be faster on
             `cluster`.
+        algorithm: the name of a 2D product of `ALGORITHMS` ("meshslice", "wang", "summa", ...) in place of all
+            these. Both operands are then matrices on one mesh of two dims, stored as [Shard(0), Shard(1)]; one of
+            them may be given as its `.t()`, which is the dataflow: A B is "os", A B.t() "ls", A.t() B "rs".
+            Gradients lie as what they are gradients of, and no matrix is transposed.
+        slices: of such a product: MeshSlice's slice count, or the relative widths of unequal slices.
 
     Returns:
         A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
@@ -100,13 +109,17 @@ def matmul(
         where that is partial. Whether each needs a gradient must be the same on all ranks.
 
     Raises:
-        LayoutError: shapes, meshes or placements that do not fit each other.
+        LayoutError: shapes, meshes or placements that do not fit each other; an `algorithm` beside an option that
+            it does not have.
         BindError: dtypes that differ or that no program has; ranks that do not ask for the same product at the
             first one of its kind, before any byte of it moves.
         UnsupportedError: there is no such transport, or it is not available here; in a backward pass, a second
             derivative.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
+    if algorithm is not None:
+        others = _given(stationary, transport, cluster, schedule, limits, overlap)
+        return matmul2d_of_dtensors(a, b, out, algorithm, slices, context, others)
     if torch.compiler.is_dynamo_compiling():
         return _matmul_of_dynamo(
             a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
@@ -152,6 +165,21 @@ def matmul(
             return plan.run(*(view.local for view in views))
         result: DTensor = _MatmulFunction.apply(a, b, target, options)
         return result
+
+
+_DEFAULTS = {
+    "stationary": "auto",
+    "transport": "auto",
+    "cluster": None,
+    "schedule": "direct",
+    "limits": STAGE_LIMITS,
+    "overlap": "auto",
+}
+
+
+def _given(*settings: Any) -> list[str]:
+    """Return which options of the universal product are not the default ones, by name."""
+    return [name for (name, default), one in zip(_DEFAULTS.items(), settings, strict=True) if one != default]
 
 
 def _matmul_of_dynamo(

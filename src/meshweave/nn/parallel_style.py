@@ -1,4 +1,4 @@
-"""`meshweave.UniversalParallel`: a `ParallelStyle` of torch whose products are `meshweave.matmul`s."""
+"""`meshweave.nn.UniversalParallel`: a `ParallelStyle` of torch whose products are `meshweave.matmul`s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshweave.nn.transports import Transport
 class UniversalParallel(ParallelStyle):  # type: ignore[misc]
     """A style for `torch.distributed.tensor.parallel.parallelize_module` with any layouts, on any mesh.
 
-        style = mw.UniversalParallel(weight=[Shard(0), Shard(1)], input=[Shard(0), Shard(2)])
+        style = mw.nn.UniversalParallel(weight=[Shard(0), Shard(1)], input=[Shard(0), Shard(2)])
         parallelize_module(model, mesh, {"layers.*.mlp.up_proj": style})
 
     Weight and bias become DTensors with the given placements. The layer is then the universal product: nothing of

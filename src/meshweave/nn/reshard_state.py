@@ -1,4 +1,4 @@
-"""`meshweave.reshard_state_dict`: all tensors of a state dict move to another device mesh in one schedule.
+"""`meshweave.nn.reshard_state_dict`: all tensors of a state dict move to another device mesh in one schedule.
 
 A state dict may be nested, as that of an optimizer is: `{"state": {name: {"step": ..., "exp_avg": ...}},
 "param_groups": [...]}`. Names of entries are then joined by dots: `state.up.weight.exp_avg`.

@@ -1,8 +1,47 @@
-"""Search: which algorithm, mesh shape and slice counts a model should use on a cluster."""
+"""Searches besides `meshweave.plan` and `meshweave.rank`: one family's own, plan files and exports.
 
-from meshweave.tune.plan import Plan
-from meshweave.tune.plan_file import load_plan
-from meshweave.tune.product import TunedProduct, tune_product
-from meshweave.tune.search import plan_model
+`rank_blocks` and `tune_layouts` choose for one layer, `tune_universal` and `tune_fused` for one product,
+`plan_model` for the products of a model, `search_schedule` the order of the ops of a product.
+"""
 
-__all__ = ["Plan", "TunedProduct", "load_plan", "plan_model", "tune_product"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshweave.base.lazy import lazy_names
+
+_HOME = {
+    "tune.plan_file": "load_plan",
+    "tune.product": "TunedProduct tune_product",
+    "tune.search": "plan_model",
+    "tune.step_search": "SpaceOptions",
+    "tune.exports": "Export export_plan",
+    "tune.ranking": "RankedConfig simulate_best",
+    "tune.blocks": "BlockRanking rank_blocks",
+    "tune.block_reasons": "block_reason",
+    "tune.fused": "FusedChoice tune_fused",
+    "tune.universal": "tune_universal",
+    "tune.layouts": "tune_layouts",
+    "tune.schedules": "search_schedule",
+}
+
+if TYPE_CHECKING:
+    from meshweave.tune.block_reasons import block_reason as block_reason
+    from meshweave.tune.blocks import BlockRanking as BlockRanking
+    from meshweave.tune.blocks import rank_blocks as rank_blocks
+    from meshweave.tune.exports import Export as Export
+    from meshweave.tune.exports import export_plan as export_plan
+    from meshweave.tune.fused import FusedChoice as FusedChoice
+    from meshweave.tune.fused import tune_fused as tune_fused
+    from meshweave.tune.layouts import tune_layouts as tune_layouts
+    from meshweave.tune.plan_file import load_plan as load_plan
+    from meshweave.tune.product import TunedProduct as TunedProduct
+    from meshweave.tune.product import tune_product as tune_product
+    from meshweave.tune.ranking import RankedConfig as RankedConfig
+    from meshweave.tune.ranking import simulate_best as simulate_best
+    from meshweave.tune.schedules import search_schedule as search_schedule
+    from meshweave.tune.search import plan_model as plan_model
+    from meshweave.tune.step_search import SpaceOptions as SpaceOptions
+    from meshweave.tune.universal import tune_universal as tune_universal
+
+__all__ = lazy_names(__name__, [_HOME])

@@ -60,7 +60,7 @@ class SimulationCase:
 
     @property
     def num_ops(self) -> int:
-        """About as many ops as there are: those of the first rank, times the ranks."""
+        """Return about how many ops the program has: those of the first rank, times the ranks."""
         return _num_ops(self.program)
 
     @property

@@ -17,7 +17,7 @@ from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import DescriptionRecord
 
-_OF_THE_PLAN = ("model", "cluster", "batch", "seq", "dtype", "overlap")
+_OF_THE_PLAN = ("model", "cluster", "batch", "sequence", "dtype", "overlap")
 """Fields of `StepProblem` that have places of their own in a plan."""
 
 

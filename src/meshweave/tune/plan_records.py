@@ -31,7 +31,7 @@ class DescriptionRecord(Record):
     Attributes:
         model: the table of a model file.
         cluster: the table of a cluster file, with the constants of its kernels.
-        settings: of a plan of a step, the attributes of `mw.StepProblem` that are not the default ones.
+        settings: of a plan of a step, the attributes of `mw.algorithms.StepProblem` that are not the default ones.
     """
 
     model: dict[str, Any]
@@ -116,7 +116,7 @@ class StepsRecord(Record):
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
-        overlap: what communication of a layer was priced to run beside: the attribute of `mw.StepProblem`.
+        overlap: what communication of a layer was priced to run beside: the attribute of `StepProblem`.
         is_complete: whether the search ran to its end.
         num_exact: the first rows that no configuration of the space is faster than; the others are the best of
             those that were priced.

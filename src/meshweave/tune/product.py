@@ -34,7 +34,7 @@ class OpPrices(dict[Work, int]):
         return price_ps
 
     def timed(self, skeleton: Skeleton) -> TimedSkeleton:
-        """Return a skeleton with these prices."""
+        """Return a skeleton whose tasks have the seconds of these prices."""
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:

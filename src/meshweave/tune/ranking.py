@@ -88,7 +88,7 @@ def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, 
     return entries
 
 
-def rank_configs(
+def rank(
     problem: Hashable,
     cluster: Cluster,
     *,
@@ -146,7 +146,7 @@ def simulate_best(
 
 
 def simulated_config(config: RankedConfig, cluster: Cluster) -> RankedConfig:
-    """Return a config with what its program takes with contention."""
+    """Return a config with the simulated seconds of its program, contention included."""
     machine = machine_for(config.algorithm, config.problem, config.config, cluster)
     trace = simulate(config.program, machine)
     return replace(config, simulated=(trace.duration_s, trace.exposed_s(config.program.ranks[0])))

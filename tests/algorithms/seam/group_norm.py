@@ -71,7 +71,7 @@ RECORD = GroupNormRecord()
 
 def run(strategy: str, mesh: tuple[int, ...]) -> None:
     """Prove a layer with the node after attention under a strategy, and compare its run to the dense one."""
-    problem = mw.BlockProblem(4, 3, 6, 6, 3, 2, 5, mesh, exact=True, vocabulary=5)
+    problem = mw.algorithms.BlockProblem(4, 3, 6, 6, 3, 2, 5, mesh, exact=True, vocabulary=5)
     before, core, linear, *after = problem.layer.nodes[1:]
     norm = GroupNorm("AN", ("A",), "attention", core.makes)
     nodes = problem.layer.nodes[0], before, core, norm, replace(linear, ins=("AN",)), *after

@@ -19,11 +19,11 @@ class TwinFused(DirectReduceScatter):
     name, title, source = "twin_fused", "Twin of the direct reduce-scatter", "a trial"
 
 
-class TwinStrategy(mw.BlockAlgorithm):
+class TwinStrategy(mw.algorithms.BlockAlgorithm):
     """Megatron under another name."""
 
     name, title, source = "twin_strategy", "Twin of Megatron", "a trial"
-    roles = (mw.BLOCK_ROLES["inner"], mw.BLOCK_ROLES["idle"])
+    roles = (mw.algorithms.BLOCK_ROLES["inner"], mw.algorithms.BLOCK_ROLES["idle"])
 
 
 PRODUCT, FUSED, STRATEGY = TwinProduct(), TwinFused(), TwinStrategy()

@@ -17,9 +17,9 @@ from sampling import mostly_slow
 TPU = "tpu-v5p:64"
 
 
-def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.Step]:
+def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.algorithms.Step]:
     """Return so many priced steps of random models, lengths, dtypes and layouts on a cluster."""
-    steps: list[mw.Step] = []
+    steps: list[mw.algorithms.Step] = []
     for _ in range(20 * count):
         chips = rng.choice([1, 2, 4, 8, 16])
         options = {
@@ -38,7 +38,7 @@ def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.S
         seq = rng.choice([512, 4096, 65536])
         try:
             laid = cluster.with_chips(chips)
-            steps.append(mw.step(rng.choice(model_names()), laid, batch=16, seq=seq, **options))
+            steps.append(mw.step(rng.choice(model_names()), laid, batch=16, sequence=seq, **options))
         except MeshweaveError:
             continue
         if len(steps) == count:
@@ -69,7 +69,7 @@ def test_no_chip_of_the_catalog_is_above_what_it_has_shown_without_a_reason(seed
 
 def test_a_step_at_a_long_sequence_counts_the_pairs_that_its_kernels_compute() -> None:
     """With all pairs, 64 chips at their peak would have 115.5 % of it: kernels compute half of the pairs."""
-    step = mw.step("llama-3-8b", TPU, batch=64, seq=32768, tp=2, cp=4, zero=1)
+    step = mw.step("llama-3-8b", TPU, batch=64, sequence=32768, tp=2, cp=4, zero=1)
     assert step.mfu_all_pairs > 1 > step.mfu
     model, pairs = step.problem.model, 32768 * 32769 // 2
     attention = 12 * 64 * pairs * model.num_layers * model.num_heads * model.head_dim
@@ -80,11 +80,11 @@ def test_a_step_at_a_long_sequence_counts_the_pairs_that_its_kernels_compute() -
 
 
 def test_products_of_another_dtype_and_rates_above_the_peak_are_said() -> None:
-    eight = mw.step("llama-2-7b", "dgx-h100:8", batch=64, seq=4096, zero=1, product_dtype="fp8")
+    eight = mw.step("llama-2-7b", "dgx-h100:8", batch=64, sequence=4096, zero=1, product_dtype="fp8")
     assert "products in fp8 at up to 192" in eight.ceiling.reason(eight.mfu)
     cluster = mw.load_cluster("tpu-v4:8")
     fast = replace(cluster, chip=replace(cluster.chip, dtype_flops_per_s=(("bfloat16", 500e12),)))
-    step = mw.step("llama-2-7b", fast, batch=64, seq=2048, zero=1)
+    step = mw.step("llama-2-7b", fast, batch=64, sequence=2048, zero=1)
     assert step.mfu > 1 and "products in bfloat16 at up to 181.8 %" in step.ceiling.reason(step.mfu)
 
 
@@ -96,7 +96,7 @@ def test_a_dtype_without_a_rate_is_no_faster_than_its_peak() -> None:
 
 def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "llama-2-7b", "--batch", "16", "--fix", "tp=1,pp=1,cp=1,recompute=none", "--cluster"]
-    assert run_app([*arguments, "tpu-v5p:16", "--seq", "16384", "--memory", "400GB", "--table"]) == 0
+    assert run_app([*arguments, "tpu-v5p:16", "--sequence", "16384", "--memory", "400GB", "--table"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith(
         "TPU v5p has no measured kernels for bfloat16: products of every size are priced"
@@ -111,7 +111,7 @@ def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.Capture
 
 def test_a_plan_above_the_ceiling_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Products of an H100 sustain less in training than in short runs, which price a plan without a stack."""
-    options = {"batch": 128, "seq": 4096, "tp": 1, "pp": 1, "cp": 1, "memory_bytes": 1 << 40}
+    options = {"batch": 128, "sequence": 4096, "tp": 1, "pp": 1, "cp": 1, "memory_bytes": 1 << 40}
     chosen = mw.plan("llama-2-7b", "dgx-h100:8", **options)  # type: ignore[arg-type]
     steps = chosen.step
     assert steps.ceiling is not None and steps.best.mfu > steps.ceiling == pytest.approx(0.6265, abs=1e-3)
@@ -122,7 +122,7 @@ def test_a_plan_above_the_ceiling_says_why(capsys: pytest.CaptureFixture[str]) -
 
 def test_what_a_stack_does_not_compute_again_is_no_hardware_flop() -> None:
     """PyTorch's checkpoints stop before the last product of a layer, which nothing needs."""
-    of = {"batch": 8, "seq": 4096, "zero": 3, "recompute": "full"}
+    of = {"batch": 8, "sequence": 4096, "zero": 3, "recompute": "full"}
     plain = mw.step("llama-2-7b", "dgx-h100:8", **of)  # type: ignore[arg-type]
     early = mw.step("llama-2-7b", "dgx-h100:8", stack="torchtitan", **of)  # type: ignore[arg-type]
     model = plain.problem.model

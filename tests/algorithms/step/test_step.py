@@ -31,14 +31,14 @@ SQUARES = (1, 2, 4, 8)
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
+def configurations(draw: st.DrawFn) -> tuple[mw.algorithms.StepProblem, mw.Parallelism]:
     """Draw a model on 32 chips, and degrees that fill them."""
     tensor, pipeline, context = (draw(st.sampled_from(SQUARES)) for _ in range(3))
     if tensor * pipeline * context > 32:
         tensor, context = 2, 1
     data = 32 // (tensor * pipeline * context)
     micro_batch, count = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4, 8]))
-    problem = mw.StepProblem(
+    problem = mw.algorithms.StepProblem(
         draw(st.sampled_from([GPT, LLAMA])),
         HOSTS,
         data * micro_batch * count,
@@ -64,9 +64,9 @@ def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
 
 @examples(50)
 @given(configurations())
-def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
+def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism]) -> None:
     problem, parallelism = drawn
-    step = mw.step_of(problem, parallelism)
+    step = mw.algorithms.step_of(problem, parallelism)
     assert step.parts.total == pytest.approx(step.time_s)
     assert min(vars(step.parts).values()) >= -1e-9
     assert least_step_s(problem, parallelism) <= step.time_s * (1 + 1e-9)
@@ -78,8 +78,10 @@ def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelis
 
 @examples(25)
 @given(configurations())
-def test_the_pipeline_is_the_one_of_its_actions(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
-    step = mw.step_of(*drawn)
+def test_the_pipeline_is_the_one_of_its_actions(
+    drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism],
+) -> None:
+    step = mw.algorithms.step_of(*drawn)
     p, times = step.parallelism, step.stages.action_times()
     if p.pipeline == 1:
         one = sum((*times.forward, *times.input_grad, *times.weight_grad))
@@ -95,13 +97,13 @@ def test_the_pipeline_is_the_one_of_its_actions(drawn: tuple[mw.StepProblem, mw.
 def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batch: int, count: int) -> None:
     bare = replace(model, vocab_size=None)
     chip = HOSTS.with_chips(1)
-    step = mw.step(bare, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    step = mw.step(bare, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
     block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
     entry = mw.ALGORITHMS["megatron_sp"]
     machine = mesh_machine(step.problem.priced_cluster, (1, 1), ("row", "col"))
     layer_s = entry.estimate(block, BlockConfig(), machine).total_s
     assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
-    whole = mw.step(model, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    whole = mw.step(model, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
     table = BlockProblem.of(model, mw.Workload(micro_batch, 512), (1, 1))
     ends = replace(table, vocabulary=model.vocab_size or 0)
     with_ends_s = entry.estimate(ends, BlockConfig(), machine).total_s
@@ -114,7 +116,7 @@ def test_sharded_tables_move_in_each_micro_batch(zero: int, sharding: str, tied:
     """Where nothing overlaps, a step has all gathers and reductions of layers and tables, one after the other."""
     stack = mw.SoftwareStack(overlap=0.0, sharding=sharding)  # type: ignore[arg-type]
     model = replace(GPT, tied_embeddings=tied)
-    step = mw.step(model, HOSTS, batch=4 * HOSTS.num_chips, seq=512, zero=zero, stack=stack)
+    step = mw.step(model, HOSTS, batch=4 * HOSTS.num_chips, sequence=512, zero=zero, stack=stack)
     one, tables, layers = step.stages.data_parallel, 1 if tied else 2, model.num_layers
     gathers_s = layers * one.gather_s + tables * one.table_gather_s
     each_s = layers * one.reduce_s + tables * one.table_s
@@ -128,7 +130,9 @@ def test_sharded_tables_move_in_each_micro_batch(zero: int, sharding: str, tied:
 
 @examples(12)
 @given(configurations(), st.sampled_from(["chips", "nic", "intra"]))
-def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelism], faster: str) -> None:
+def test_what_is_faster_is_not_slower(
+    drawn: tuple[mw.algorithms.StepProblem, mw.Parallelism], faster: str
+) -> None:
     """With one rate for all products: by shape, libraries choose other kernels and protocols."""
     problem, parallelism = drawn
     slow = replace(HOSTS, chip=HOSTS.chip.with_flops_per_s(1e14))
@@ -142,7 +146,9 @@ def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelis
             return replace(axis, link_bytes_per_s=2 * axis.link_bytes_per_s) if axis is chosen else axis
 
         fast = replace(slow, network=with_axes(slow.network, doubled))
-    times = [mw.step_of(replace(problem, cluster=each), parallelism).time_s for each in (slow, fast)]
+    times = [
+        mw.algorithms.step_of(replace(problem, cluster=each), parallelism).time_s for each in (slow, fast)
+    ]
     assert times[1] <= times[0] * (1 + 1e-9)
     assert faster != "chips" or times[1] < times[0]
 
@@ -189,27 +195,27 @@ def test_collectives_beside_layers_are_two_lanes(
 )
 def test_what_cannot_be_laid_out_is_said_in_a_line(options: dict[str, object], words: str) -> None:
     with pytest.raises(MeshweaveError) as caught:
-        mw.step(GPT, HOSTS, batch=64, seq=1024, **options)
+        mw.step(GPT, HOSTS, batch=64, sequence=1024, **options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:
     odd = replace(HOSTS, network=replace(HOSTS.network, num_hosts=3, chips_per_host=5))
-    step = mw.step(GPT, odd, batch=15, seq=512, tp=5, zero=1)
+    step = mw.step(GPT, odd, batch=15, sequence=512, tp=5, zero=1)
     assert step.parallelism.data == 3 and step.time_s > 0
     tree = mw.load_cluster("atp-ic1")
-    assert mw.step(GPT, tree, batch=16, seq=512, dtype="float16", tp=2, pp=2).time_s > 0
+    assert mw.step(GPT, tree, batch=16, sequence=512, dtype="float16", tp=2, pp=2).time_s > 0
 
 
 def test_embedding_and_loss_may_be_stages_of_their_own() -> None:
     model = replace(GPT, num_layers=14)
-    step = mw.step(model, HOSTS, batch=64, seq=512, pp=8, vp=2)
+    step = mw.step(model, HOSTS, batch=64, sequence=512, pp=8, vp=2)
     assert step.stage_layers == (0, *[1] * 14, 0)
 
 
 def test_what_a_stack_does_costs_time() -> None:
     """Waiting for transfers and a loss in steps take longer, and keep more."""
-    options = {"batch": 64, "seq": 512, "pp": 4, "tp": 2}
+    options = {"batch": 64, "sequence": 512, "pp": 4, "tp": 2}
     plain = mw.step(GPT, HOSTS, **options)
     blocking = mw.step(GPT, HOSTS, **options, stack=mw.SoftwareStack(blocks_transfers=True))
     assert plain.parts.transfers < blocking.parts.transfers
@@ -228,9 +234,12 @@ def test_degrees_lie_where_the_order_puts_them() -> None:
     across = axis_machine(HOSTS, (("row", 4, 8),)).host_span("tp.row")
     assert inside is not None and across is not None
     assert (inside.num_hosts, across.num_hosts, across.groups_per_host) == (1, 4, 8)
-    problem = mw.StepProblem(GPT, HOSTS, 64, 1024)
+    problem = mw.algorithms.StepProblem(GPT, HOSTS, 64, 1024)
     outside = mw.Parallelism(data=4, tensor=8, order=("data", "context", "tensor", "pipeline"))
-    assert mw.step_of(problem, outside).parts.tensor > 2 * mw.step_of(problem, parallelism).parts.tensor
+    assert (
+        mw.algorithms.step_of(problem, outside).parts.tensor
+        > 2 * mw.algorithms.step_of(problem, parallelism).parts.tensor
+    )
 
 
 def test_groups_with_equal_weights() -> None:
@@ -240,7 +249,7 @@ def test_groups_with_equal_weights() -> None:
     assert sharding_groups(p) == (((4, 2),), ((2, 8),))
     apart = replace(p, order=("context", "tensor", "data", "pipeline"), zero_group=None)
     assert replica_groups(apart) == ((2, 1), (4, 4))
-    check_step(mw.StepProblem(GPT, HOSTS.with_chips(16), 16, 1024), p)
+    check_step(mw.algorithms.StepProblem(GPT, HOSTS.with_chips(16), 16, 1024), p)
 
 
 def test_attention_of_a_block_is_priced_by_its_shape() -> None:

@@ -10,7 +10,7 @@ from meshweave.algorithms.step.problem import SHORT_NAMES
 
 
 def test_every_attribute_has_its_keyword() -> None:
-    given = {"model", "cluster", "batch", "seq"}
+    given = {"model", "cluster", "batch", "sequence"}
     of_problem = {each.name for each in fields(StepProblem)} - given
     degrees = {each.name for each in fields(Parallelism)} | set(SHORT_NAMES)
     assert set(ProblemOptions.__annotations__) == of_problem

@@ -125,7 +125,7 @@ def test_nothing_is_hidden_between_sites_without_communication() -> None:
 
 
 def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
-    options = {"batch": 16, "seq": 2048, "tp": 8, "strategy": "megatron_sp", "micro_batch": 4, "zero": 0}
+    options = {"batch": 16, "sequence": 2048, "tp": 8, "strategy": "megatron_sp", "micro_batch": 4, "zero": 0}
     steps = {}
     for overlap in ("layers", "sites"):
         plan = mw.plan("llama-3-8b", "dgx-h100:8", overlap=overlap, **options)
@@ -139,5 +139,5 @@ def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
 
 
 def test_an_unknown_overlap_is_refused() -> None:
-    with pytest.raises(mw.DescriptionError, match=r"unknown overlap 'site' \(did you mean 'sites'"):
+    with pytest.raises(mw.errors.DescriptionError, match=r"unknown overlap 'site' \(did you mean 'sites'"):
         problem_of(overlap="site")

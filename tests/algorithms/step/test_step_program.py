@@ -28,7 +28,7 @@ def steps(draw: st.DrawFn) -> mw.Step:
         model,
         cluster,
         batch=dp * draw(st.sampled_from([4, 8, 16])),
-        seq=2048,
+        sequence=2048,
         tp=tp,
         pp=pp,
         cp=cp,
@@ -71,7 +71,7 @@ def test_a_fold_takes_as_long(step: mw.Step) -> None:
     ],
 )
 def test_replicas_in_hosts_of_their_own_are_folded(options: dict[str, object], fold: int) -> None:
-    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, seq=256, **options)
+    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, sequence=256, **options)
     folded, whole = mw.simulate_step(step), mw.simulate_step(step, folds=False)
     assert folded.fold == fold
     assert folded.simulation.duration_s == whole.simulation.duration_s
@@ -87,7 +87,7 @@ def test_the_mean_error_is_small() -> None:
         {"tp": 2, "pp": 4, "vp": 2},
         {"tp": 1, "pp": 2, "strategy": "megatron"},
     ):
-        step = mw.step(GPT, CLUSTERS[0], batch=32, seq=2048, **options)
+        step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=2048, **options)
         simulated = mw.simulate_step(step)
         errors.append(abs(step.time_s / simulated.time_s - 1))
     assert statistics.mean(errors) < 0.02
@@ -95,7 +95,7 @@ def test_the_mean_error_is_small() -> None:
 
 def test_a_program_has_every_chip_and_is_valid() -> None:
     tiny = mw.Transformer("tiny", 4, 16, 4, 4, 4, 64, 32, False, "made up", tied_embeddings=False)
-    step = mw.step(tiny, CLUSTERS[2], batch=16, seq=4, tp=4, pp=2)
+    step = mw.step(tiny, CLUSTERS[2], batch=16, sequence=4, tp=4, pp=2)
     program = mw.step_program(step)
     assert len(program.ranks) == 16
     text = mw.to_text(program)
@@ -107,7 +107,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
     sizes = []
     for layers in (8, 16):
         model = replace(GPT, num_layers=layers)
-        step = mw.step(model, CLUSTERS[2], batch=16, seq=512, tp=4, pp=2)
+        step = mw.step(model, CLUSTERS[2], batch=16, sequence=512, tp=4, pp=2)
         sizes.append(len(list(mw.step_program(step).expanded.ops())))
     assert sizes[0] == sizes[1]
 

@@ -18,7 +18,7 @@ CLUSTERS = [mw.load_cluster(name) for name in ("dgx-h100:16", "tpu-v4-pod:16")]
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> mw.Step:
+def steps(draw: st.DrawFn) -> mw.algorithms.Step:
     """Draw a step on 16 chips with any ZeRO level, schedule and recomputation."""
     tensor, pp = draw(st.sampled_from([1, 2, (2, 2)])), draw(st.sampled_from([1, 2, 4]))
     schedule, virtual = draw(
@@ -28,7 +28,7 @@ def steps(draw: st.DrawFn) -> mw.Step:
         MODEL,
         draw(st.sampled_from(CLUSTERS)),
         batch=16 * draw(st.sampled_from([4, 8])),
-        seq=1024,
+        sequence=1024,
         tp=tensor,
         pp=pp,
         strategy="megatron_sp" if isinstance(tensor, int) else "meshslice_block",
@@ -53,7 +53,7 @@ def check_lanes(timeline: StepTimeline) -> None:
 
 @examples(30)
 @given(steps())
-def test_a_timeline_ends_with_its_step(step: mw.Step) -> None:
+def test_a_timeline_ends_with_its_step(step: mw.algorithms.Step) -> None:
     timeline = step_timeline(step)
     assert timeline.duration_s == pytest.approx(step.time_s, rel=2e-3)
     assert max(span.end_s for lane in timeline.lanes for span in lane.spans) == pytest.approx(
@@ -66,7 +66,7 @@ def test_a_timeline_ends_with_its_step(step: mw.Step) -> None:
 
 @examples(10)
 @given(steps())
-def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.Step) -> None:
+def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.algorithms.Step) -> None:
     timeline = layer_timeline(step)
     assert timeline is not None
     assert timeline.duration_s == pytest.approx(
@@ -79,7 +79,7 @@ def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.Step) -> None:
 
 def test_a_long_pipeline_shows_some_ranks_and_micro_batches_and_says_so() -> None:
     model = mw.Transformer("deep", 32, 512, 8, 8, 64, 2048, 1000, False, "made up")
-    step = mw.step(model, "dgx-h100:32", batch=4096, seq=128, pp=32)
+    step = mw.step(model, "dgx-h100:32", batch=4096, sequence=128, pp=32)
     timeline = step_timeline(step)
     assert sum(len(lane.spans) for lane in timeline.lanes) <= MAX_SPANS
     assert "micro-batches on" in timeline.remark and "of 32 pipeline ranks" in timeline.remark
@@ -87,7 +87,7 @@ def test_a_long_pipeline_shows_some_ranks_and_micro_batches_and_says_so() -> Non
 
 
 def test_curves_pass_through_the_plan() -> None:
-    step = mw.step(MODEL, "dgx-h100:16", batch=32, seq=1024, tp=2, pp=2)
+    step = mw.step(MODEL, "dgx-h100:16", batch=32, sequence=1024, tp=2, pp=2)
     seen: list[tuple[int, int]] = []
     curves = step_curves(
         step.problem, [step.parallelism], 10**9, lambda done, total: seen.append((done, total))

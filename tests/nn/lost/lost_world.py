@@ -134,7 +134,7 @@ def train_stages(
             torch.manual_seed(0)
             model = mw.parallelize(PlainLlama(layers=4), "megatron_sp", mesh["tp"], context=context)
             per = 4 // num_stages
-            stages[number] = mw.ParallelStage(model, number * per, (number + 1) * per, 8)
+            stages[number] = mw.nn.ParallelStage(model, number * per, (number + 1) * per, 8)
         last = stages.get(num_stages - 1)
         pipeline = mw.pipeline(
             stages, schedule, micro_batches=4, meshes=mesh, context=context,
@@ -161,7 +161,7 @@ def save_and_load(moment: Moment) -> None:
     torch.manual_seed(0)
     parallel = mw.parallelize(PlainLlama(layers=2), "megatron", mesh, context=context)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
-    state = mw.TrainingState([parallel.module], optimizer, rank=dist.get_rank())
+    state = mw.nn.TrainingState([parallel.module], optimizer, rank=dist.get_rank())
     checkpoints = mw.Checkpoints(Path(os.environ["LOST_FOLDER"]) / "steps", context=context)
     for step in range(1, 10**6):
         optimizer.zero_grad()
@@ -186,7 +186,7 @@ def move_state(moment: Moment) -> None:
     while True:
         for placements in ((Shard(1), Shard(0)), (Shard(0), Shard(1))):
             moment.come("reshard")
-            state = mw.reshard_state_dict(
+            state = mw.nn.reshard_state_dict(
                 state, mesh, lambda name, tensor, to=placements: to, context=context
             )
 
@@ -224,7 +224,7 @@ def run_rank(case: Mapping[str, Any], folder: Path) -> None:
     try:
         if case["phase"] == "join":
             moment.come("join")
-            mw.join_ranks(deadline_s=DEADLINE_S)
+            mw.nn.join_ranks(deadline_s=DEADLINE_S)
         else:
             dist.init_process_group("gloo", timeout=timedelta(seconds=START_S))
         WORKS[case["work"]][2](moment)

@@ -112,7 +112,7 @@ def _state(mesh: Any, stack: contextlib.ExitStack) -> SimpleNamespace:
     model = reference_models.make("plain gpt", layers=2, is_tied=False, dropout=0.2)
     number, count = mesh.get_local_rank("pp"), mesh.size(0)
     layers = (number, number + 1) if count > 1 else (0, 2)
-    stage = mw.ParallelStage(parallelize(model, "megatron", mesh["tp"], check=False), *layers, SEQUENCE)
+    stage = mw.nn.ParallelStage(parallelize(model, "megatron", mesh["tp"], check=False), *layers, SEQUENCE)
     generator = torch.Generator().manual_seed(1)
     tokens, targets = (torch.randint(0, WORDS, (4, SEQUENCE), generator=generator) for _ in range(2))
     options: dict[str, Any] = {"plan": "1f1b", "micro_batches": 2, "scale_grads": True}

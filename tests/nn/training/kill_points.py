@@ -44,7 +44,7 @@ class Training:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.state = mw.TrainingState([self.model], self.optimizer, rank=0)
+        self.state = mw.nn.TrainingState([self.model], self.optimizer, rank=0)
         self.checkpoints = mw.Checkpoints(folder, keep=KEEP)
         self.num_steps = 0
 

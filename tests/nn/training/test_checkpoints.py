@@ -173,9 +173,9 @@ def test_batches_follow_from_the_position(text: Path, batch: int, before: int, c
     """From any position the same windows come, in batches of whatever size."""
     from gpt_training.text import ByteBatches
 
-    one = ByteBatches(text, seq=10, batch=1)
+    one = ByteBatches(text, sequence=10, batch=1)
     windows = [next(one) for _ in range(before + count * batch)][before:]
-    several = ByteBatches(text, seq=10, batch=batch)
+    several = ByteBatches(text, sequence=10, batch=batch)
     several.load_state_dict({**several.state_dict(), "position": before})
     rows = torch.cat([next(several)[0] for _ in range(count)])
     assert torch.equal(rows, torch.cat([tokens for tokens, _ in windows]))
@@ -184,7 +184,7 @@ def test_batches_follow_from_the_position(text: Path, batch: int, before: int, c
 def test_an_epoch_has_each_window_once(text: Path) -> None:
     from gpt_training.text import ByteBatches
 
-    data = ByteBatches(text, seq=10, batch=3)
+    data = ByteBatches(text, sequence=10, batch=3)
     epochs = [torch.cat([next(data)[0] for _ in range(7)]) for _ in range(2)]
     starts = [sorted(int(row[0]) for row in epoch) for epoch in epochs]
     assert starts == [list(range(0, 210, 10))] * 2
@@ -192,7 +192,7 @@ def test_an_epoch_has_each_window_once(text: Path) -> None:
     tokens, targets = next(data)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     with pytest.raises(DescriptionError, match="seed 0, these 1"):
-        ByteBatches(text, seq=10, batch=3, seed=1).load_state_dict(data.state_dict())
+        ByteBatches(text, sequence=10, batch=3, seed=1).load_state_dict(data.state_dict())
 
 
 @given(st.integers(1, 9), st.integers(1, 9))
@@ -234,11 +234,20 @@ def test_a_plan_with_the_overlap_of_whole_layers_is_taken_only_where_it_is_accep
     from gpt_training.layout import parallelism_of_plan
 
     path = tmp_path / "plan.json"
-    options = {"batch": 8, "seq": 512, "tp": 2, "strategy": "megatron_sp", "zero": 0, "recompute": "none"}
+    options = {
+        "batch": 8,
+        "sequence": 512,
+        "tp": 2,
+        "strategy": "megatron_sp",
+        "zero": 0,
+        "recompute": "none",
+    }
     for overlap in ("layers", "sites"):
         mw.plan("llama-3-8b", "dgx-h100:2", overlap=overlap, memory_bytes=1 << 40, **options).save(path)
         if overlap == "layers":
-            with pytest.raises(mw.PlanError, match=r"plan with --overlap sites, or give --accept-sites"):
+            with pytest.raises(
+                mw.errors.PlanError, match=r"plan with --overlap sites, or give --accept-sites"
+            ):
                 parallelism_of_plan(path, 2)
         assert parallelism_of_plan(path, 2, accepts_sites=overlap == "layers").tensor == 2
 
@@ -247,7 +256,7 @@ def test_a_plan_with_the_overlap_of_whole_layers_is_taken_only_where_it_is_accep
 def test_stages_one_after_another_are_the_model(style: str) -> None:
     from gpt_training.models import ModelSize, build, stage_of
 
-    size = ModelSize(style, 3, 8, 2, 2 if style == "gpt" else 1, 16, seq=5)
+    size = ModelSize(style, 3, 8, 2, 2 if style == "gpt" else 1, 16, sequence=5)
     model = build(size)
     stages = [stage_of(model, number, 2) for number in range(2)]
     names = [name for stage in stages for name in stage.state_dict()]

@@ -61,7 +61,7 @@ def trained(num_ranks: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.gloo
 def test_a_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
-    size = {"seq": 7, "hidden": 24, "num_heads": 3, "num_kv_heads": 3}  # two ranks share neither evenly
+    size = {"sequence": 7, "hidden": 24, "num_heads": 3, "num_kv_heads": 3}  # two ranks share neither evenly
     case = {"folder": str(tmp_path), "size": size}
     stopped, on_stages, straight = trained(
         2,
@@ -80,7 +80,7 @@ def test_a_training_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> 
 @pytest.mark.parametrize("saved_on", LAYOUTS)
 def test_saved_on_one_layout_and_resumed_on_any_other(saved_on: str, style: str, tmp_path: Path) -> None:
     heads = {"num_heads": 4, "num_kv_heads": 2 if style == "llama" else 4}
-    save_and_resume(saved_on, LAYOUTS, {"style": style, "num_layers": 4, "seq": 7, **heads}, tmp_path)
+    save_and_resume(saved_on, LAYOUTS, {"style": style, "num_layers": 4, "sequence": 7, **heads}, tmp_path)
 
 
 @pytest.mark.gloo
@@ -90,7 +90,9 @@ def test_saved_on_one_layout_and_resumed_on_any_other(saved_on: str, style: str,
 def test_heads_that_ranks_do_not_share_evenly(saved_on: str, style: str, tmp_path: Path) -> None:
     """Three heads, or six of queries and three of keys and values, on two and four ranks."""
     heads = {"num_heads": 6 if style == "llama" else 3, "num_kv_heads": 3, "hidden": 24}
-    save_and_resume(saved_on, UNEVEN_LAYOUTS, {"style": style, "num_layers": 2, "seq": 7, **heads}, tmp_path)
+    save_and_resume(
+        saved_on, UNEVEN_LAYOUTS, {"style": style, "num_layers": 2, "sequence": 7, **heads}, tmp_path
+    )
 
 
 def save_and_resume(saved_on: str, layouts: Iterable[str], size: dict[str, Any], folder: Path) -> None:

@@ -17,7 +17,7 @@ from gpt_training.trainer import Trainer, TrainOptions, train
 
 from meshweave.base.errors import RankLostError
 
-SMALL = {"num_layers": 2, "hidden": 16, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden": 32, "seq": 8}
+SMALL = {"num_layers": 2, "hidden": 16, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden": 32, "sequence": 8}
 BATCH = 8
 
 

@@ -185,7 +185,7 @@ def test_fixed_degrees_are_kept() -> None:
         SMALL,
         hosts(2, 4),
         batch=8,
-        seq=1024,
+        sequence=1024,
         tp=2,
         pp=[2, 4],
         cp=1,
@@ -206,7 +206,7 @@ def test_fixed_degrees_are_kept() -> None:
 )
 def test_strange_clusters_have_a_plan_or_a_reason(shape: tuple[int, int], batch: int) -> None:
     try:
-        plan = mw.plan(SMALL, hosts(*shape), batch=batch, seq=1024, strategy="megatron_sp", zero=[0, 1])
+        plan = mw.plan(SMALL, hosts(*shape), batch=batch, sequence=1024, strategy="megatron_sp", zero=[0, 1])
     except UnsupportedError as error:
         assert "\n" not in str(error) and str(shape[0] * shape[1]) in str(error)
         assert shape == (13, 1)
@@ -218,7 +218,7 @@ def test_strange_clusters_have_a_plan_or_a_reason(shape: tuple[int, int], batch:
 def test_a_slow_tree_has_a_plan() -> None:
     slow = mw.load_cluster("atp-ic6")
     fixed = {"strategy": "megatron_sp", "zero": 1, "recompute": "none", "vp": 1, "cp": 1, "micro_batch": 1}
-    plan = mw.plan(SMALL, slow, batch=slow.num_chips, seq=1024, **fixed)
+    plan = mw.plan(SMALL, slow, batch=slow.num_chips, sequence=1024, **fixed)
     assert plan.step.best.degrees.num_chips == slow.num_chips
 
 
@@ -226,7 +226,7 @@ def test_what_does_not_fit_says_what_is_least() -> None:
     with pytest.raises(
         UnsupportedError, match=r"fits in 950 kB a chip, 5 % kept free: the smallest takes [0-9.]+ MB \(dp"
     ):
-        mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, memory_bytes=10**6)
+        mw.plan(SMALL, hosts(1, 4), batch=4, sequence=1024, memory_bytes=10**6)
 
 
 NARROW = {
@@ -237,7 +237,7 @@ NARROW = {
 
 def test_memory_of_a_plan_is_the_sum_of_its_parts() -> None:
     """What tables, files and reports print of each row: bytes by kind, and in all."""
-    plan = mw.plan(SMALL, hosts(1, 4), batch=16, seq=1024, **NARROW)
+    plan = mw.plan(SMALL, hosts(1, 4), batch=16, sequence=1024, **NARROW)
     for row in (plan.step.best, *plan.step.ranked):
         assert row.memory_bytes == sum(row.memory_parts.values()) <= plan.step.memory_limit_bytes
         assert min(row.memory_parts.values()) >= 0
@@ -247,14 +247,14 @@ def test_memory_of_a_plan_is_the_sum_of_its_parts() -> None:
 def test_what_is_said_to_fit_does(limit: float, has_shorter: bool) -> None:
     """A plan that does not fit names chips, sequences and memory a chip; with each of them there is a plan."""
     with pytest.raises(UnsupportedError, match=r"of which [0-9.]+ MB are .*what would fit") as refused:
-        mw.plan(SMALL, hosts(1, 4), batch=64, seq=4096, memory_bytes=int(limit), **NARROW)
+        mw.plan(SMALL, hosts(1, 4), batch=64, sequence=4096, memory_bytes=int(limit), **NARROW)
     text = str(refused.value)
     chips, shorter = (re.search(words, text) for words in (r"(\d+) chips \(", r"sequences of (\d+) tokens"))
     assert chips and bool(shorter) == has_shorter
     of = {"memory_bytes": int(limit), "recompute": "full", **NARROW}
-    assert mw.plan(SMALL, hosts(int(chips[1]) // 4, 4), batch=64, seq=4096, **of)
+    assert mw.plan(SMALL, hosts(int(chips[1]) // 4, 4), batch=64, sequence=4096, **of)
     if shorter:
-        assert mw.plan(SMALL, hosts(1, 4), batch=64, seq=int(shorter[1]), **of)
+        assert mw.plan(SMALL, hosts(1, 4), batch=64, sequence=int(shorter[1]), **of)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_wrong_options_are_one_line(
     options: dict[str, object], error: type[MeshweaveError], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
-        mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, **options)
+        mw.plan(SMALL, hosts(1, 4), batch=4, sequence=1024, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -297,7 +297,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 
 
 def test_faster_links_are_never_slower() -> None:
-    plan = mw.plan(SMALL, hosts(2, 2), batch=8, seq=1024, sensitivity=True, strategy="megatron_sp", cp=1)
+    plan = mw.plan(SMALL, hosts(2, 2), batch=8, sequence=1024, sensitivity=True, strategy="megatron_sp", cp=1)
     nics, inside = plan.step.sensitivity[:2], plan.step.sensitivity[2:]
     for faster, slower in (nics, inside):
         assert faster.same_s <= plan.step.best.step_s <= slower.same_s
@@ -306,7 +306,7 @@ def test_faster_links_are_never_slower() -> None:
 
 def test_measured_collectives_inside_a_host_change_with_its_links() -> None:
     plan = mw.plan(
-        "llama-2-7b", "dgx-h100:8", batch=8, seq=1024, sensitivity=True, tp=8, strategy="megatron_sp"
+        "llama-2-7b", "dgx-h100:8", batch=8, sequence=1024, sensitivity=True, tp=8, strategy="megatron_sp"
     )
     faster, slower = plan.step.sensitivity
     assert "inside hosts" in faster.change
@@ -351,20 +351,20 @@ def test_a_plan_says_which_defaults_of_a_step_are_not_the_best() -> None:
         (8, {"tp": 2, "zero": 0, "memory_bytes": 1 << 40}),
         (16, {"cp": 1, "vp": 1}),
     ):
-        steps = mw.plan("llama-2-7b", f"dgx-h100:{chips}", batch=16, seq=2048, **options).step
+        steps = mw.plan("llama-2-7b", f"dgx-h100:{chips}", batch=16, sequence=2048, **options).step
         assert steps.defaults is not None
         fixed = {name: value for name, value in options.items() if name != "memory_bytes"}
-        default = mw.step("llama-2-7b", f"dgx-h100:{chips}", batch=16, seq=2048, **fixed)
+        default = mw.step("llama-2-7b", f"dgx-h100:{chips}", batch=16, sequence=2048, **fixed)
         assert steps.defaults.mfu == default.mfu and steps.defaults.memory_bytes == default.memory.total
         text, best = defaults_text(steps), steps.best.degrees
         named = {name for name in type(best).model_fields if f" {name} " in f" {text.split(': ')[-1]} "}
         differing = {name for name in named if getattr(best, name) != getattr(steps.defaults.degrees, name)}
         assert named == differing
         changed = {name: getattr(best, name) for name in differing}
-        again = mw.step_of(default.problem, replace(default.parallelism, **changed))
+        again = mw.algorithms.step_of(default.problem, replace(default.parallelism, **changed))
         assert again.time_s == steps.best.step_s
         assert ("does not fit" in text) == (default.memory.total > steps.memory_limit_bytes)
-    refused = mw.plan("llama-2-7b", "dgx-h100:16", batch=8, seq=2048).step
+    refused = mw.plan("llama-2-7b", "dgx-h100:16", batch=8, sequence=2048).step
     assert "cannot be laid out: " in defaults_text(refused) and refused.defaults is None
     same = steps.model_copy(update={"defaults": steps.best})
     assert defaults_text(same) == ""
@@ -372,7 +372,7 @@ def test_a_plan_says_which_defaults_of_a_step_are_not_the_best() -> None:
 
 def test_a_reserve_stays_free() -> None:
     """A share, or bytes, of the chip's memory or of the one given; what leaves nothing is refused."""
-    options = {"batch": 16, "seq": 2048, "tp": 1, "pp": 1, "cp": 1}
+    options = {"batch": 16, "sequence": 2048, "tp": 1, "pp": 1, "cp": 1}
     for reserve, memory_bytes, kept in ((0.05, None, 4e9), (0.0, 60 * 10**9, 0), (6e9, 60 * 10**9, 6e9)):
         asked = {**options, "reserve": reserve, "memory_bytes": memory_bytes}
         steps = mw.plan("llama-2-7b", "dgx-h100:8", **asked).step
@@ -382,10 +382,14 @@ def test_a_reserve_stays_free() -> None:
     for reserve in (80e9, -0.1, "5%", float("nan")):
         with pytest.raises(DescriptionError, match="reserve"):
             mw.plan("llama-2-7b", "dgx-h100:8", reserve=reserve, **options)  # type: ignore[arg-type]
-    step = mw.step("llama-2-7b", "dgx-h100:8", batch=16, seq=2048, zero=1, micro_batch=2)
-    bare = mw.StepProblem(step.problem.model, step.problem.cluster, 16, 2048, reserve=step.memory.total)
+    step = mw.step("llama-2-7b", "dgx-h100:8", batch=16, sequence=2048, zero=1, micro_batch=2)
+    bare = mw.algorithms.StepProblem(
+        step.problem.model, step.problem.cluster, 16, 2048, reserve=step.memory.total
+    )
     assert bare.usable_bytes(2 * step.memory.total) == step.memory.total
     assert (
         step.fits()
-        and not mw.step_of(replace(bare, reserve=80e9 - step.memory.total + 1), step.parallelism).fits()
+        and not mw.algorithms.step_of(
+            replace(bare, reserve=80e9 - step.memory.total + 1), step.parallelism
+        ).fits()
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 import meshweave_lab.cli.bench_options as options
+from meshweave.cli.option_fields import with_options
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.report.provenance import describe_environment
 from meshweave_lab.cli.bench_fused import fused
@@ -23,27 +25,32 @@ bench = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class LayerBenchOptions:
+    """The layer that is measured, the algorithms, and what is written."""
+
+    dataflow: options.DataflowName = "os"
+    m: options.LayerM = 384
+    n: options.LayerN = 384
+    k: options.LayerK = 24576
+    passes: options.Passes = "forward"
+    mesh: options.MeshShape = ""
+    ratio: options.Ratios = "1"
+    unpaced: options.Unpaced = False
+    cluster: options.CalibratedFile = None
+    algorithms: options.Algorithms = "all"
+    slices: options.Slices = ""
+    widths: options.Widths = ""
+    repeat: options.Repeat = 5
+    timeout: options.Timeout = 600.0
+    out: options.Out = None
+    svg: options.OverBoundPicture = None
+    json: options.Json = False
+
+
 @bench.command()
-def matmul(
-    lab: options.LabFile,
-    dataflow: options.DataflowName = "os",
-    m: options.LayerM = 384,
-    n: options.LayerN = 384,
-    k: options.LayerK = 24576,
-    passes: options.Passes = "forward",
-    mesh: options.MeshShape = "",
-    ratio: options.Ratios = "1",
-    unpaced: options.Unpaced = False,
-    cluster: options.CalibratedFile = None,
-    algorithms: options.Algorithms = "all",
-    slices: options.Slices = "",
-    widths: options.Widths = "",
-    repeat: options.Repeat = 5,
-    timeout: options.Timeout = 600.0,
-    out: options.Out = None,
-    svg: options.OverBoundPicture = None,
-    json: options.Json = False,
-) -> None:
+@with_options
+def matmul(lab: options.LabFile, given: LayerBenchOptions) -> None:
     """Build a lab, run every algorithm and PyTorch's DTensor in it by turns, and take it down.
 
     Products are paced, so the times show how well communication is hidden, not how fast this machine multiplies.
@@ -55,34 +62,43 @@ def matmul(
     """
     from meshweave_lab.bench.rounds import bench_layer
 
-    described, shape = options.load_lab_and_mesh(lab, mesh)
-    options.check_run(repeat, timeout)
-    names = options.read_algorithms_2d(algorithms)
-    calibrated = None if cluster is None else options.load_calibrated(cluster, described)
+    described, shape = options.load_lab_and_mesh(lab, given.mesh)
+    options.check_run(given.repeat, given.timeout)
+    names = options.read_algorithms_2d(given.algorithms)
+    calibrated = None if given.cluster is None else options.load_calibrated(given.cluster, described)
     measured = bench_layer(
         described,
-        (m, n, k),
+        (given.m, given.n, given.k),
         shape,
-        options.read_dataflow(dataflow),
-        options.read_passes(passes),
-        options.read_ratios(ratio),
+        options.read_dataflow(given.dataflow),
+        options.read_passes(given.passes),
+        options.read_ratios(given.ratio),
         names,
-        options.read_extra_slices(slices, widths),
-        also_unpaced=unpaced,
+        options.read_extra_slices(given.slices, given.widths),
+        also_unpaced=given.unpaced,
         calibrated=calibrated,
-        repeat=repeat,
-        timeout_s=timeout,
+        repeat=given.repeat,
+        timeout_s=given.timeout,
     )
-    if algorithms != "all":
+    if given.algorithms != "all":
         _print_left_out(names, measured, shape)
     record = {
-        **_record("bench matmul", calibrated, repeat),
+        **_record("bench matmul", calibrated, given.repeat),
         "lab": described.description.to_json(),
-        "layer": {"m": m, "n": n, "k": k, "dataflow": dataflow, "mesh_shape": list(shape)},
+        "layer": {
+            "m": given.m,
+            "n": given.n,
+            "k": given.k,
+            "dataflow": given.dataflow,
+            "mesh_shape": list(shape),
+        },
         "rounds": [round_.to_json() for round_ in measured],
     }
-    title = f"layer Y = X W of {m} x {n} x {k}, {dataflow}, on {described.description.name}"
-    report_results(record, measured, [heading(round_) for round_ in measured], title, out, svg, json)
+    sizes = f"{given.m} x {given.n} x {given.k}"
+    title = f"layer Y = X W of {sizes}, {given.dataflow}, on {described.description.name}"
+    report_results(
+        record, measured, [heading(round_) for round_ in measured], title, given.out, given.svg, given.json
+    )
 
 
 def _print_left_out(names: Sequence[str], measured: Sequence[MeasuredRound], shape: tuple[int, ...]) -> None:
@@ -92,23 +108,28 @@ def _print_left_out(names: Sequence[str], measured: Sequence[MeasuredRound], sha
         typer.echo(f"left out: {', '.join(left_out)} cannot run this on a {mesh_text} mesh", err=True)
 
 
+@dataclass(frozen=True)
+class ShapesBenchOptions:
+    """The product that is measured on each lab, the algorithms, and what is written."""
+
+    dataflow: options.DataflowName = "os"
+    m: options.ProductM = 768
+    n: options.ProductN = 192
+    k: options.ProductK = 24576
+    ratio: options.FirstRatio = 0.5
+    clusters: options.CalibratedFiles = ""
+    algorithms: options.Algorithms = "meshslice,meshslice_tapered,collective"
+    slices: options.Slices = ""
+    repeat: options.Repeat = 5
+    timeout: options.TimeoutOfEach = 300.0
+    out: options.Out = None
+    svg: options.SecondsPicture = None
+    json: options.Json = False
+
+
 @bench.command()
-def shapes(
-    labs: options.LabFiles,
-    dataflow: options.DataflowName = "os",
-    m: options.ProductM = 768,
-    n: options.ProductN = 192,
-    k: options.ProductK = 24576,
-    ratio: options.FirstRatio = 0.5,
-    clusters: options.CalibratedFiles = "",
-    algorithms: options.Algorithms = "meshslice,meshslice_tapered,collective",
-    slices: options.Slices = "",
-    repeat: options.Repeat = 5,
-    timeout: options.TimeoutOfEach = 300.0,
-    out: options.Out = None,
-    svg: options.SecondsPicture = None,
-    json: options.Json = False,
-) -> None:
+@with_options
+def shapes(labs: options.LabFiles, given: ShapesBenchOptions) -> None:
     """Run the same product on meshes of other shapes, one lab after another, at one pace.
 
     The result shows what the choice of the mesh shape is worth. Each algorithm runs at its best by estimate on
@@ -119,30 +140,32 @@ def shapes(
     """
     from meshweave_lab.bench.shapes import compare_shapes
 
-    options.check_run(repeat, timeout)
-    options.check_ratio(ratio)
-    described = options.load_labs_and_clusters(labs, clusters)
+    options.check_run(given.repeat, given.timeout)
+    options.check_ratio(given.ratio)
+    described = options.load_labs_and_clusters(labs, given.clusters)
     comparison = compare_shapes(
         described,
-        (m, n, k),
-        options.read_dataflow(dataflow),
-        ratio,
-        options.read_algorithms_2d(algorithms),
-        options.read_extra_slices(slices, ""),
-        repeat=repeat,
-        timeout_s=timeout,
+        (given.m, given.n, given.k),
+        options.read_dataflow(given.dataflow),
+        given.ratio,
+        options.read_algorithms_2d(given.algorithms),
+        options.read_extra_slices(given.slices, ""),
+        repeat=given.repeat,
+        timeout_s=given.timeout,
     )
     record = {
-        **_record("bench shapes", None, repeat),
+        **_record("bench shapes", None, given.repeat),
         "clusters": [None if cluster is None else cluster.name for _, _, cluster in described],
         "labs": [lab.description.to_json() for lab, _, _ in described],
-        "product": {"m": m, "n": n, "k": k, "dataflow": dataflow},
+        "product": {"m": given.m, "n": given.n, "k": given.k, "dataflow": given.dataflow},
         **comparison.to_json(),
     }
-    title = f"{dataflow} {m} x {n} x {k} in {len(described)} mesh shapes, at one pace"
+    title = f"{given.dataflow} {given.m} x {given.n} x {given.k} in {len(described)} mesh shapes, at one pace"
     rounds = zip(comparison.labs, comparison.measured, strict=True)
     headings = [f"{name}: {heading(round_)}" for name, round_ in rounds]
-    report_results(record, comparison.measured, headings, title, out, svg, json, comparison=comparison)
+    report_results(
+        record, comparison.measured, headings, title, given.out, given.svg, given.json, comparison=comparison
+    )
 
 
 def _record(kind: str, calibrated: Cluster | None, repeat: int) -> dict[str, Any]:

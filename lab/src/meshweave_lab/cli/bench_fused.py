@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from json import dumps
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.provenance import describe_environment
@@ -20,19 +22,24 @@ if TYPE_CHECKING:
     from meshweave_lab.bench.fused import FusedTimes
 
 
-def fused(
-    lab: options.LabFile,
-    op: options.FusedOperation = options.FusedCollective.REDUCE_SCATTER,
-    m: options.ProductM = 1024,
-    n: options.ProductN = 512,
-    k: options.ProductK = 512,
-    ratio: options.FusedRatio = 1.0,
-    cluster: options.CalibratedFile = None,
-    repeat: options.Repeat = 5,
-    timeout: options.Timeout = 300.0,
-    out: options.ResultsFile = None,
-    json: options.Json = False,
-) -> None:
+@dataclass(frozen=True)
+class FusedBenchOptions:
+    """The product that is measured, and what is written."""
+
+    op: options.FusedOperation = options.FusedCollective.REDUCE_SCATTER
+    m: options.ProductM = 1024
+    n: options.ProductN = 512
+    k: options.ProductK = 512
+    ratio: options.FusedRatio = 1.0
+    cluster: options.CalibratedFile = None
+    repeat: options.Repeat = 5
+    timeout: options.Timeout = 300.0
+    out: options.ResultsFile = None
+    json: options.Json = False
+
+
+@with_options
+def fused(lab: options.LabFile, given: FusedBenchOptions) -> None:
     """Measure fused products in a lab whose hosts are on one switch, a rank to a host.
 
     With reduce-scatter each rank has columns of A and rows of B, and the sum of the products is scattered by rows;
@@ -45,32 +52,41 @@ def fused(
     from meshweave_lab import Lab
     from meshweave_lab.bench.fused import NOT_RUN, bench_fused
 
-    options.check_run(repeat, timeout)
-    if ratio <= 0:
-        raise DescriptionError(f"--ratio is {ratio:g}; it must be positive")
+    options.check_run(given.repeat, given.timeout)
+    if given.ratio <= 0:
+        raise DescriptionError(f"--ratio is {given.ratio:g}; it must be positive")
     described = Lab.load(lab)
-    calibrated = None if cluster is None else load_cluster(str(cluster))
+    calibrated = None if given.cluster is None else load_cluster(str(given.cluster))
     measured = bench_fused(
-        described, (m, n, k), ratio, op=op.value, calibrated=calibrated, repeat=repeat, timeout_s=timeout
+        described,
+        (given.m, given.n, given.k),
+        given.ratio,
+        op=given.op.value,
+        calibrated=calibrated,
+        repeat=given.repeat,
+        timeout_s=given.timeout,
     )
     record = {
         "kind": "bench fused",
         "machine": describe_environment(),
         "lab": described.description.to_json(),
         "cluster": None if calibrated is None else calibrated.name,
-        "op": op.value,
-        "sizes": [m, n, k],
-        "ratio": ratio,
-        "repeat": repeat,
+        "op": given.op.value,
+        "sizes": [given.m, given.n, given.k],
+        "ratio": given.ratio,
+        "repeat": given.repeat,
         "not_run": NOT_RUN,
         "rivals": [times.to_json() for times in measured],
     }
-    if out is not None:
-        write_file(out, dumps(record, indent=1) + "\n")
-    if json:
+    if given.out is not None:
+        write_file(given.out, dumps(record, indent=1) + "\n")
+    if given.json:
         print_json(record)
         return
-    typer.echo(f"{op.value}, {m} x {n} x {k} at ratio {ratio:g}, bound {format_s(measured[0].bound_s)}")
+    typer.echo(
+        f"{given.op.value}, {given.m} x {given.n} x {given.k} at ratio {given.ratio:g}, "
+        f"bound {format_s(measured[0].bound_s)}"
+    )
     for line in table(measured):
         typer.echo(line)
     for name, why in NOT_RUN.items():

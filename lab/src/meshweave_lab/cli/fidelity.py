@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import meshweave_lab.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_s
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.provenance import describe_environment
@@ -22,21 +23,26 @@ if TYPE_CHECKING:
     from meshweave_lab.fidelity.measure import FidelityReport
 
 
-def fidelity(
-    lab: options.LabFile,
-    cluster: options.DescribedLab = "",
-    cases: options.NumCases = 40,
-    seed: options.Seed = 0,
-    algorithms: options.Algorithms = "all",
-    repeat: options.CaseRepeat = 3,
-    mesh: options.MeshShape = "",
-    trace: options.TraceFile = None,
-    svg: options.TimelinePicture = None,
-    trace_case: options.TracedCase = -1,
-    out: options.ResultsFile = None,
-    timeout: options.Timeout = 900.0,
-    json: options.Json = False,
-) -> None:
+@dataclass(frozen=True)
+class FidelityOptions:
+    """What is measured beside its predictions, and what is written."""
+
+    cluster: options.DescribedLab = ""
+    cases: options.NumCases = 40
+    seed: options.Seed = 0
+    algorithms: options.Algorithms = "all"
+    repeat: options.CaseRepeat = 3
+    mesh: options.MeshShape = ""
+    trace: options.TraceFile = None
+    svg: options.TimelinePicture = None
+    trace_case: options.TracedCase = -1
+    out: options.ResultsFile = None
+    timeout: options.Timeout = 900.0
+    json: options.Json = False
+
+
+@with_options
+def fidelity(lab: options.LabFile, given: FidelityOptions) -> None:
     """Run random products in a lab and show how far estimate and simulation are off.
 
     The seed decides algorithm, dataflow, sizes, slices and pace of each case. A case runs lowered and traced, as
@@ -48,39 +54,39 @@ def fidelity(
     from meshweave_lab.fidelity.cases import reached_share_of_pace
     from meshweave_lab.fidelity.measure import run_fidelity
 
-    described_lab, shape = options.load_lab_and_full_mesh(lab, mesh)
-    _check_cases(cases, repeat, timeout, trace_case)
-    options.check_run(repeat, timeout)
-    described = _cluster(cluster, described_lab.cluster())
+    described_lab, shape = options.load_lab_and_full_mesh(lab, given.mesh)
+    _check_cases(given.cases, given.repeat, given.timeout, given.trace_case)
+    options.check_run(given.repeat, given.timeout)
+    described = _cluster(given.cluster, described_lab.cluster())
     report = run_fidelity(
         described_lab,
         described,
         shape,
-        num_cases=cases,
-        names=options.read_algorithms_2d(algorithms),
-        repeat=repeat,
-        seed=seed,
-        timeout_s=timeout,
+        num_cases=given.cases,
+        names=options.read_algorithms_2d(given.algorithms),
+        repeat=given.repeat,
+        seed=given.seed,
+        timeout_s=given.timeout,
         on_case=lambda line: typer.echo(line, err=True),
     )
     result = {
         "lab": described_lab.description.name,
         "cluster": described.name,
         "source": described.source,
-        "calibrated": bool(cluster),
+        "calibrated": bool(given.cluster),
         "efficiency": reached_share_of_pace(described),
-        "seed": seed,
-        "repeat": repeat,
+        "seed": given.seed,
+        "repeat": given.repeat,
         "machine": describe_environment(),
         **report.to_json(),
     }
-    _write_timelines(report, trace_case, described, trace, svg)
-    _write_json(out, result)
-    if json:
+    _write_timelines(report, given.trace_case, described, given.trace, given.svg)
+    _write_json(given.out, result)
+    if given.json:
         print_json(result)
     else:
-        _print(report, described_lab.description.name, described, bool(cluster))
-        _print_written(out, trace, svg)
+        _print(report, described_lab.description.name, described, bool(given.cluster))
+        _print_written(given.out, given.trace, given.svg)
     _refuse_wrong_results(report)
 
 

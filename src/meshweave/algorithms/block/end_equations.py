@@ -23,7 +23,7 @@ GREATEST, SUMS = "LOGITMAX", "LOGITSUMS"
 
 
 def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of both ends."""
+    """Yield the tensors before and after the layers: tokens, embedding, last norm, logits, loss."""
     p, tokens, real = problem, token_sizes(problem, roles.is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
         yield Tensor(name, tokens, real)
@@ -42,7 +42,7 @@ def end_tensors(problem: BlockProblem, roles: Roles) -> Iterator[Tensor]:
 
 
 def end_meanings(problem: BlockProblem, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of both ends, backward ones for training only."""
+    """Yield the equations of embedding, last norm, logits and loss; gradients for training only."""
     head = head_of(problem, roles.is_flat)
     names = head.token_names
     tokens, targets = TensorPart(TOKENS_IN, names), TensorPart(TARGETS, names)

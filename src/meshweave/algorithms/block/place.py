@@ -43,7 +43,7 @@ class LayerPlace:
 
     @cached_property
     def nodes(self) -> list[NodePlace[LayerNode]]:
-        """Return its nodes in the order of the forward part."""
+        """Return the nodes of the layer in the order of the forward part."""
         return [NodePlace(self, node) for node in self.graph.nodes]
 
     @property
@@ -122,17 +122,17 @@ class NodePlace(Generic[AnyNode]):
 
     @property
     def out(self) -> str:
-        """Return the name of the edge that it makes."""
+        """Return the name of the edge that the node makes."""
         return self.layer.edge(self.node.out)
 
     @property
     def operand(self) -> str:
-        """Return the name of the first edge that it reads."""
+        """Return the name of the first edge that the node reads."""
         return self.layer.edge(self.node.ins[0])
 
     @property
     def arriving(self) -> str:
-        """Return the name of the gradient of the edge that it makes."""
+        """Return the name of the gradient of the edge that the node makes."""
         return self.layer.gradient(self.node.out)
 
     @property
@@ -176,7 +176,7 @@ class NodePlace(Generic[AnyNode]):
         return self.layer.graph.readers(edge)[0] is self.node
 
     def contribution(self, edge: str) -> str:
-        """Return the name of what it contributes to the gradient of an edge."""
+        """Return the name of the term that the node adds to the gradient of an edge."""
         node = self.node
         if node.is_sum:
             return self.arriving

@@ -17,5 +17,4 @@ class RingAttention(BlockAlgorithm):
     name = "ring_attention"
     title = "Ring attention"
     source = "Liu et al., Ring Attention with Blockwise Transformers, 2023, section 3"
-    estimate_accuracy = "rough"
     roles = (RING, IDLE)

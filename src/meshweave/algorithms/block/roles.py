@@ -254,7 +254,7 @@ class Roles:
 
     @property
     def statistics(self) -> AxisDims:
-        """Return how finished statistics of tokens lie."""
+        """Return which axes divide the statistics of norms, one or two numbers a token, once they are summed."""
         return tuple(dim if dim in TOKENS else "" for dim in self.residual)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
 from meshweave.algorithms.block.sized import SizedSkeleton
-from meshweave.algorithms.contract import Algorithm, Array, Arrays
+from meshweave.algorithms.contract import Accuracy, Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
@@ -40,7 +40,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """
 
     problem_type = BlockProblem
-    estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
+    estimate_accuracy: ClassVar[Accuracy] = "upper_bound"
     roles: ClassVar[tuple[AxisRole, ...]]
     is_searched: ClassVar[bool] = True
     max_equal_slices: ClassVar[int | None] = 1

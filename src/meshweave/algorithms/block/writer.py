@@ -131,7 +131,7 @@ class BlockWriter(ABC):
         """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
 
     def elements(self, stored: Stored) -> Index:
-        """Return the elements of a chunk of a buffer."""
+        """Return how many elements of a buffer one turn of the loop over chunks touches."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)

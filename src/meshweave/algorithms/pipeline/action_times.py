@@ -26,7 +26,7 @@ from meshweave.algorithms.pipeline.action_table import (
     tabulate,
 )
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.progress import longest_path
+from meshweave.algorithms.pipeline.progress import ordered
 from meshweave.base.errors import LayoutError
 
 
@@ -209,10 +209,9 @@ def time_schedule(
     graph = build_graph(table, runtime)
     transfer = np.array((*times.transfer, 0), np.int64)  # ABSENT is the last
     durations = _durations(graph, times)
-    delays = transfer[graph.carried] if not table.lists_transfers else None
-    node_begins = np.array(longest_path(graph, durations, delays), np.int64)
-    begins = node_begins[graph.node_of]
-    ends = begins + durations[graph.node_of]
+    node_ends = ordered(graph).ends(durations.tolist(), times.transfer)
+    ends = np.array(node_ends[: graph.num_nodes], np.int64)[graph.node_of]
+    begins = ends - durations[graph.node_of]
     cuts = table.starts[1:-1]
     return TimedSchedule(
         schedule,

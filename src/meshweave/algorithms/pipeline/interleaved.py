@@ -54,7 +54,7 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return what the busiest rank takes, between its ends."""
+        """Return the least time of a step: the fill before the busiest rank, its work, and the drain after it."""
         return least_of_looped(num_ranks, micro_batches, times)
 
 

@@ -1,4 +1,4 @@
-"""A proof that a schedule ends, or the cycle of actions that wait for each other.
+"""An order of actions in which each comes after what it waits for, or the cycle of those that wait for each other.
 
 Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: as
 long as there is none, some action can go on, and around a cycle none ever can, however fast ranks and links are.
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
-from meshweave.algorithms.pipeline.action_table import ABSENT, IntArray, tabulate
+from meshweave.algorithms.pipeline.action_table import ABSENT, tabulate
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError
+from meshweave.estimate.recurrence import follow
 
 
 @dataclass(frozen=True)
@@ -62,43 +63,75 @@ def prove_progress(
         LayoutError: an action is missing, doubled, or in the wrong order on its rank.
         ScheduleDeadlock: the schedule never ends. The error has the cycle.
     """
-    graph = build_graph(tabulate(schedule, edges), runtime)
-    longest_path(graph, np.zeros(graph.num_nodes, np.int64))
+    in_order(build_graph(tabulate(schedule, edges), runtime))
 
 
-def longest_path(graph: ActionGraph, durations: IntArray, delays: IntArray | None = None) -> list[int]:
-    """Return when each node can begin at the earliest.
-
-    Args:
-        graph: what waits for what.
-        durations: the ticks that each node takes.
-        delays: the ticks that pass along each edge of the graph; none by default.
+def in_order(graph: ActionGraph) -> list[int]:
+    """Return the nodes in an order in which each comes after those that it waits for.
 
     Raises:
         ScheduleDeadlock: there is a cycle.
     """
-    order = np.argsort(graph.sources, kind="stable")
-    spans = durations[graph.sources[order]]
-    if delays is not None:
-        spans = spans + delays[order]
+    targets = graph.targets[np.argsort(graph.sources, kind="stable")].tolist()
     ends = np.cumsum(np.bincount(graph.sources, minlength=graph.num_nodes)).tolist()
     waits = np.bincount(graph.targets, minlength=graph.num_nodes).tolist()
-    targets, ticks = graph.targets[order].tolist(), spans.tolist()
-    begins = [0] * graph.num_nodes
     ready = [node for node, number in enumerate(waits) if not number]
     for node in ready:
-        begin = begins[node]
-        for edge in range(ends[node - 1] if node else 0, ends[node]):
-            target = targets[edge]
-            end = begin + ticks[edge]
-            if begins[target] < end:
-                begins[target] = end
+        for target in targets[ends[node - 1] if node else 0 : ends[node]]:
             left = waits[target] = waits[target] - 1
             if not left:
                 ready.append(target)
     if len(ready) < graph.num_nodes:
         raise _deadlock(graph, set(range(graph.num_nodes)).difference(ready))
-    return begins
+    return ready
+
+
+@dataclass(frozen=True)
+class OrderedActions:
+    """The nodes of a graph in order, and before each the transfers that it waits for and that are not listed.
+
+    Attributes:
+        places: the number of each node; transfers have the numbers after all nodes.
+        waits: for each of them the places that it waits for.
+        carried: for each transfer, by number, the edge between stages.
+    """
+
+    places: list[int]
+    waits: list[tuple[int, ...]]
+    carried: list[int]
+
+    def ends(self, durations: Sequence[int], delays: Sequence[int]) -> list[int]:
+        """Return when each node ends, in ticks, then when each transfer does.
+
+        Args:
+            durations: the ticks of each node.
+            delays: the ticks of a transfer of each edge.
+        """
+        ticks = [*durations, *(delays[edge] for edge in self.carried)]
+        ends = [0] * len(ticks)
+        follow(zip(self.places, [ticks[place] for place in self.places], self.waits, strict=True), ends)
+        return ends
+
+
+def ordered(graph: ActionGraph) -> OrderedActions:
+    """Return the recurrence of a graph. Raises ScheduleDeadlock where there is a cycle."""
+    number, order = graph.num_nodes, np.array(in_order(graph), np.int64)
+    rank_of = np.empty(number, np.int64)
+    rank_of[order] = np.arange(number)
+    by_target = np.argsort(graph.targets, kind="stable")
+    sources, targets, edges = (each[by_target] for each in (graph.sources, graph.targets, graph.carried))
+    (carried,) = np.nonzero(edges != ABSENT)
+    before = sources[carried].tolist()
+    sources[carried] = number + np.arange(len(carried))
+    listed = sources.tolist()
+    stops = np.cumsum(np.bincount(targets, minlength=number)).tolist()
+    waits = [tuple(listed[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
+    waits += [(source,) for source in before]
+    places = np.lexsort(
+        (np.repeat([1, 0], [number, len(carried)]), np.append(rank_of, rank_of[targets[carried]]))
+    )
+    in_turn = places.tolist()
+    return OrderedActions(in_turn, [waits[place] for place in in_turn], edges[carried].tolist())
 
 
 def _deadlock(graph: ActionGraph, stuck: set[int]) -> ScheduleDeadlock:

@@ -107,13 +107,13 @@ class StageOps:
     # --- the actions ------------------------------------------------------------------------------------
 
     def begin(self, *, gathers: bool) -> Iterator[Op]:
-        """Yield what comes before the first action; `gathers` parameters where no action does."""
+        """Yield the ops before the first action: zeroed gradients and, with `gathers`, gathered parameters."""
         yield Zero(out=self._total, lane=self.lane, name=f"zero gradients of stage {self.number}")
         if gathers and self.is_sharded:
             yield self._gather(f"gather parameters of stage {self.number}")
 
     def end(self, *, reduces: bool) -> Iterator[Op]:
-        """Yield what comes after the last action; it reduces gradients where no action does."""
+        """Yield the ops after the last action: with `reduces`, gradients are summed over the data axes."""
         if reduces and self.stage.data_axes:
             yield from self._reduce(f"reduce gradients of stage {self.number}")
 

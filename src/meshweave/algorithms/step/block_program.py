@@ -240,10 +240,18 @@ class _StepWriter:
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
-            layers = self._layers_of(number)
-            place = number, mesh, replicas
-            rest = self.settings, boundaries, stashes, last.get(number, 0)
-            return BlockStage(*place, self._units_of(number), layers, *rest, is_split=number in split)
+            return BlockStage(
+                number,
+                mesh,
+                replicas,
+                self._units_of(number),
+                self._layers_of(number),
+                self.settings,
+                boundaries,
+                stashes,
+                last.get(number, 0),
+                is_split=number in split,
+            )
 
         transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
         return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)

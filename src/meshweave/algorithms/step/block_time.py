@@ -1,8 +1,8 @@
 """Time the program of a block on the ranks of a layer, without the reductions of gradients of weights.
 
-The tasks of most strategies are written once for all micro-batches (`BlockAlgorithm.sized_skeleton`), and the
-recurrence of `estimate.skeletons` is followed for each size: a task begins when its lane is free and those that
-it waits for have ended. Blocks that include 2D products have a skeleton for each size and number of slices.
+The tasks of most strategies are written once for all micro-batches (`BlockAlgorithm.sized_skeleton`), and their
+recurrence is followed for each size (`estimate.recurrence`): a task begins when its lane is free and those that it
+waits for have ended. Blocks that include 2D products have a skeleton for each size and number of slices.
 
 What a chip computes costs the same wherever its ranks lie, so prices of it are kept for all layouts.
 """
@@ -26,7 +26,8 @@ from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate_skeleton
-from meshweave.estimate.spans import TaskSpan, task_spans
+from meshweave.estimate.recurrence import follow
+from meshweave.estimate.timeline import TaskSpan, task_spans
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer
 
@@ -162,7 +163,7 @@ def block_of(
 ) -> BlockProblem:
     """Return the block that the ranks of a layer compute."""
     shape = tuple(size for _, size, _ in block_axes(parallelism))
-    work = Workload(parallelism.micro_batch, problem.seq, problem.dtype)
+    work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
     block = BlockProblem.of(problem.model, work, shape, training=training)
     return replace(block, vocabulary=vocabulary)
 
@@ -195,28 +196,29 @@ def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
 
 
 class _PricedTasks:
-    """The tasks of a block for a number of sequences: lanes by number, and what their computing takes."""
+    """The tasks of a block for a number of sequences: what each waits for, and what their computing takes."""
 
     def __init__(self, steps: list[FlatTask], product_dtype: str | None, problem: StepProblem) -> None:
-        lanes: dict[str, int] = {}
+        lanes: dict[str, int] = {}  # the last task in each lane
         number_of: dict[int, int] = {}
-        self._steps: list[tuple[int, tuple[int, ...]]] = []
+        self._waits: list[tuple[int, ...]] = []
         self._durations: list[int] = []
         self._transfers: list[tuple[int, Transfer, int]] = []
         self.kernels = 0
         for number, (lane, work, after, times) in enumerate(steps):
             if lane.endswith(_DROPPED):
                 continue
-            number_of[number] = place = len(self._steps)
-            waits = tuple([number_of[other] for other in after if other in number_of])
-            self._steps.append((lanes.setdefault(lane, len(lanes)), waits))
+            number_of[number] = place = len(self._waits)
+            waits = [number_of[other] for other in after if other in number_of]
+            waits += [lanes[lane]] if lane in lanes else []
+            lanes[lane] = place
+            self._waits.append(tuple(waits))
             if isinstance(work, Transfer):
                 self._transfers.append((place, work, times))
                 self._durations.append(0)
             else:
                 self._durations.append(times * compute_ps(problem, adapted_compute(work, product_dtype)))
                 self.kernels += times
-        self._num_lanes = len(lanes)
         self.computing_ps = sum(self._durations)
 
     def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
@@ -233,17 +235,9 @@ class _PricedTasks:
             durations[place] = ticks = times * ticks
             communication += ticks
             context += ticks if work.axis.endswith(_CONTEXT_AXIS) else 0
-        lanes = [0] * self._num_lanes
-        ends: list[int] = []
-        for (lane, after), duration in zip(self._steps, durations, strict=True):
-            end = lanes[lane]
-            for other in after:
-                if ends[other] > end:
-                    end = ends[other]
-            end += duration
-            lanes[lane] = end
-            ends.append(end)
-        total = max(lanes, default=0)
+        ends = [0] * len(durations)
+        follow(zip(range(len(ends)), durations, self._waits, strict=True), ends)
+        total = max(ends, default=0)
         exposed_s = to_s(max(total - self.computing_ps, 0))
         share = context / communication if communication else 0.0
         computing_s = to_s(total) - exposed_s

@@ -37,8 +37,8 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     roles = strategy_of(problem, p).roles[-2:]
     if roles[0].attention == "inner" and rows > model.num_kv_heads:
         raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
-    if problem.seq % p.context:
-        raise LayoutError(f"sequences of {problem.seq} tokens do not divide over context {p.context}")
+    if problem.sequence % p.context:
+        raise LayoutError(f"sequences of {problem.sequence} tokens do not divide over context {p.context}")
 
 
 def _check_chips(problem: StepProblem, parallelism: Parallelism) -> None:

@@ -30,6 +30,7 @@ from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProb
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import layer_costs, rank_layers, stages_of
+from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import to_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -135,8 +136,13 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int
     return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
+@renamed_keyword("seq", "sequence", "mw.step")
 def step(
-    model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Unpack[StepOptions]
+    model: str | Transformer,
+    cluster: str | Cluster,
+    batch: int,
+    sequence: int,
+    **options: Unpack[StepOptions],
 ) -> Step:
     """Return the time and memory of a step of one configuration.
 
@@ -144,7 +150,7 @@ def step(
         model: a model, or a name of the catalog, or a file.
         cluster: a cluster, or a name of the catalog such as "dgx-a100:512", or a file.
         batch: sequences of a step.
-        seq: tokens of a sequence.
+        sequence: tokens of a sequence.
         options: `tp`, `pp`, `dp`, `cp` and `vp` for the degrees tensor, pipeline, data, context and for virtual
             stages; other attributes of `Parallelism` and of `StepProblem` by their names; `stack` may be a name
             (`load_stack`). Without `dp` there are as many replicas as the chips allow.
@@ -169,7 +175,7 @@ def step(
         load_model(model) if isinstance(model, str) else model,
         load_cluster(cluster) if isinstance(cluster, str) else cluster,
         batch,
-        seq,
+        sequence,
         **of_problem,
     )
     return step_of(problem, with_defaults(problem, degrees))

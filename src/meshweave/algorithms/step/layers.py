@@ -202,7 +202,7 @@ def _software_s(
     shared = parallelism.context
     for role, size in zip(roles, (rows, columns), strict=True):
         shared *= size if role.residual else 1
-    tokens = parallelism.micro_batch * problem.seq
+    tokens = parallelism.micro_batch * problem.sequence
     inner = parallelism.context * parallelism.tensor_size
     moved = tokens * sum(
         getattr(unfused, name) * size / (shared if name == "residual" else inner)
@@ -224,7 +224,7 @@ def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the last product of a layer's forward part."""
-    tokens = -(-parallelism.micro_batch * problem.seq // parallelism.context)
+    tokens = -(-parallelism.micro_batch * problem.sequence // parallelism.context)
     last = problem.model.layer.linears[-1]
     inner = -(-last.operand.size // parallelism.tensor_size)
     return call_s(problem, matmul_work(tokens, last.result.size, inner, problem.dtype))
@@ -255,19 +255,19 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     item, batch = problem.item_bytes, parallelism.micro_batch
     (node,) = problem.model.layer.attentions
     heads, width = -(-node.heads // parallelism.tensor_size), node.head_dim
-    queries = -(-problem.seq // parallelism.context)
+    queries = -(-problem.sequence // parallelism.context)
     part = "" if direction == "forward" else "input_grad"
-    keys = node.mean_keys(problem.seq)
-    operands = item * batch * heads * width * (2 * queries + 2 * problem.seq)
+    keys = node.mean_keys(problem.sequence)
+    operands = item * batch * heads * width * (2 * queries + 2 * problem.sequence)
     shape = (batch, heads, queries, keys, width)
     moved = operands * (2 if part else 1)
     fused = Compute("call", 0, moved, dtype=problem.dtype, call="attention", shape=shape, part=part)
     fused_s = call_s(problem, fused)
     if problem.attention == "flash":
         return fused_s, 0.0
-    scores = batch * heads * queries * problem.seq
-    products = [matmul_work(queries, problem.seq, width, problem.dtype, batch * heads)]
-    products.append(matmul_work(queries, width, problem.seq, problem.dtype, batch * heads))
+    scores = batch * heads * queries * problem.sequence
+    products = [matmul_work(queries, problem.sequence, width, problem.dtype, batch * heads)]
+    products.append(matmul_work(queries, width, problem.sequence, problem.dtype, batch * heads))
     times = 1 if direction == "forward" else 2
     plain_s = times * sum(call_s(problem, each) for each in products)
     moved = scores * item * (3 if times == 1 else 4) // 2
@@ -280,7 +280,7 @@ def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: fl
     """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
     if problem.loss == "fused":
         return 0.0
-    tokens = parallelism.micro_batch * problem.seq
+    tokens = parallelism.micro_batch * problem.sequence
     logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
     work = Compute("call", logits, round(num_bytes * logits), dtype=problem.dtype, call="elementwise")
     return call_s(problem, work)

@@ -145,7 +145,7 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
     if recompute not in known:
         known[recompute] = _kept(problem, recompute)
     kept: Counter[tuple[str, str]] = known[recompute]
-    tokens, num_parts = parallelism.micro_batch * problem.seq, _num_parts(problem, parallelism)
+    tokens, num_parts = parallelism.micro_batch * problem.sequence, _num_parts(problem, parallelism)
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
     places = {"operand": "operand_in" if keeps else "residual"}
     return sum(-(-tokens * each // num_parts(places.get(place, place))) for (place, _), each in kept.items())
@@ -170,7 +170,7 @@ def _kept(problem: StepProblem, recompute: ActivationRule) -> Counter[tuple[str,
     for row in layer.kept(kinds):
         joins = row.kind in ("mask", "gate", "copy") or recompute.endswith("operators")
         part = "" if joins else "scores" if row.by_keys else row.kind
-        kept[layer.places[row.edge], part] += row.num_bytes(e, problem.seq)
+        kept[layer.places[row.edge], part] += row.num_bytes(e, problem.sequence)
     return kept
 
 
@@ -191,7 +191,7 @@ def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind
 
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of the residual of a micro-batch on one rank: what goes on to the next stage."""
-    elements = parallelism.micro_batch * problem.seq * problem.model.hidden
+    elements = parallelism.micro_batch * problem.sequence * problem.model.hidden
     return -(-problem.item_bytes * elements // _num_parts(problem, parallelism)("residual"))
 
 
@@ -202,7 +202,7 @@ def residual_is_whole(problem: StepProblem, parallelism: Parallelism) -> bool:
 
 def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the logits of a micro-batch on one rank."""
-    tokens = parallelism.micro_batch * problem.seq
+    tokens = parallelism.micro_batch * problem.sequence
     return -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
 
 
@@ -276,7 +276,7 @@ def _micro_batch_bytes(
 
 def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
-    layer, e, tokens = problem.model.layer, problem.item_bytes, parallelism.micro_batch * problem.seq
+    layer, e, tokens = problem.model.layer, problem.item_bytes, parallelism.micro_batch * problem.sequence
     num_parts = _num_parts(problem, parallelism)
     inner = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "feed_forward")
     working = -(-tokens * e * inner // num_parts("feed_forward"))

@@ -12,7 +12,7 @@ Tensor = int | tuple[int, int]
 
 
 class ProblemOptions(TypedDict, total=False):
-    """What a step computes, beside model, cluster, batch and seq: attributes of `StepProblem`."""
+    """What a step computes, beside model, cluster, batch and sequence: attributes of `StepProblem`."""
 
     dtype: str
     gradient_dtype: str

@@ -23,6 +23,7 @@ from meshweave.algorithms.pipeline.action_table import tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule, looped
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.pipeline.progress import OrderedActions, ordered
 from meshweave.algorithms.table import SCHEDULES
 
 _TIMED_ROUNDS = 4
@@ -51,17 +52,17 @@ class _Graph:
 
     Attributes:
         schedule: the schedule.
+        actions: their order, and what they wait for.
         durations: for each action the index of its duration in a list: forward, input_grad, weight_grad and whole
             backward of all stages, kind by kind, and then those of `overlaps`.
         overlaps: for each pair of actions that overlap the indices of the two durations.
-        waits: for each action those that it waits for, with the edge that carries its value, or ABSENT.
-        last: for each rank the index of its last action.
+        last: for each rank the number of its last action.
     """
 
     schedule: Schedule
+    actions: OrderedActions
     durations: list[int]
     overlaps: list[tuple[int, ...]]
-    waits: list[tuple[tuple[int, int], ...]]
     last: list[int]
 
     def time(self, times: ActionTimes) -> PipelineTime:
@@ -69,15 +70,7 @@ class _Graph:
         whole = times.backward
         values = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
         values += [sum(values[part] for part in parts) for parts in self.overlaps]
-        delays = (*times.transfer, 0)  # of ABSENT, the last
-        ends: list[int] = []
-        for duration, waits in zip(self.durations, self.waits, strict=True):
-            begin = 0
-            for other, edge in waits:
-                end = ends[other] + delays[edge]
-                if end > begin:
-                    begin = end
-            ends.append(begin + values[duration])
+        ends = self.actions.ends([values[number] for number in self.durations], times.transfer)
         of_ranks = tuple(ends[place] for place in self.last)
         return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks)
 
@@ -172,32 +165,8 @@ def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, t
     num_stages = num_ranks * virtual_stages
     schedule = schedule_by_name(name, ScheduleRequest(num_stages, micro_batches, virtual_stages), times)
     graph = build_graph(tabulate(schedule), TransferRuntime.BUFFERED)
-    waits: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_nodes)]
-    followers: list[list[int]] = [[] for _ in range(graph.num_nodes)]
-    for source, target, edge in zip(
-        graph.sources.tolist(), graph.targets.tolist(), graph.carried.tolist(), strict=True
-    ):
-        waits[target].append((source, edge))
-        followers[source].append(target)
-    left = [len(each) for each in waits]
-    order = [node for node, count in enumerate(left) if not count]
-    for node in order:
-        for other in followers[node]:
-            left[other] -= 1
-            if not left[other]:
-                order.append(other)
-    place = [0] * len(order)
-    for number, node in enumerate(order):
-        place[node] = number
-    durations, overlaps = _durations(schedule, num_stages)
-    starts = np.cumsum([0, *(len(actions) for actions in schedule.actions)]).tolist()
-    return _Graph(
-        schedule,
-        [durations[node] for node in order],
-        overlaps,
-        [tuple((place[source], edge) for source, edge in waits[node]) for node in order],
-        [place[start - 1] for start in starts[1:]],
-    )
+    stops = np.cumsum([len(actions) for actions in schedule.actions]).tolist()
+    return _Graph(schedule, ordered(graph), *_durations(schedule, num_stages), [stop - 1 for stop in stops])
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)

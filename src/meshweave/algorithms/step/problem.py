@@ -11,6 +11,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.deprecated import renamed_field
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.describe.machine.cluster import Cluster
@@ -238,13 +239,14 @@ class SoftwareStack:
             )
 
 
+@renamed_field("seq", "sequence")
 @dataclass(frozen=True)
 class StepProblem:
     """What a training step computes, and on which cluster.
 
     Attributes:
         batch: sequences of a step, of all replicas together.
-        seq: tokens of a sequence.
+        sequence: tokens of a sequence.
         dtype: of weights and activations.
         gradient_dtype: of accumulated gradients and of their reduction.
         optimizer: "adam", "momentum" or "sgd".
@@ -269,7 +271,7 @@ class StepProblem:
     model: Transformer
     cluster: Cluster
     batch: int
-    seq: int
+    sequence: int
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     optimizer: str = "adam"
@@ -283,7 +285,7 @@ class StepProblem:
     reserve: float = 0.05
 
     def __post_init__(self) -> None:
-        Workload(self.batch, self.seq, self.dtype)
+        Workload(self.batch, self.sequence, self.dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
             ("product_dtype", (None, "fp8", *DTYPES)),
@@ -329,7 +331,7 @@ class StepProblem:
     @property
     def workload(self) -> Workload:
         """Return batch, sequence and dtype."""
-        return Workload(self.batch, self.seq, self.dtype)
+        return Workload(self.batch, self.sequence, self.dtype)
 
     @property
     def has_dropout(self) -> bool:

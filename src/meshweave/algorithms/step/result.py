@@ -79,7 +79,7 @@ class Step:
         kept_free = f"{format_bytes(chip.memory_bytes - usable)} kept free"
         lines = (
             f"{of.model.name} on {of.cluster.num_chips} chips of {of.cluster.name}: {of.batch} sequences of "
-            f"{of.seq} tokens, {of.dtype}",
+            f"{of.sequence} tokens, {of.dtype}",
             unmeasured_kernels(chip, of.product_dtype or of.dtype),
             f"{format_s(self.time_s)} a step, {100 * self.mfu:.1f} % MFU (causal pairs), "
             f"{self.tokens_per_second_per_chip:.0f} tokens/s per chip, {format_bytes(self.memory.total)} of "
@@ -128,7 +128,7 @@ class Step:
     @property
     def not_priced(self) -> tuple[str, ...]:
         """Return what of the model the time and memory do not know, a few words each."""
-        return self.problem.model.not_priced_at(self.problem.seq)
+        return self.problem.model.not_priced_at(self.problem.sequence)
 
     @property
     def tokens_per_second_per_chip(self) -> float:

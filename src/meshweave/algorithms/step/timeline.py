@@ -242,7 +242,7 @@ def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: b
 def layer_timeline(step: Step) -> StepTimeline | None:
     """Return when the tasks of one layer run, forward and backward without recomputation, or None.
 
-    There is none where broadcasts are chains (`estimate.spans.task_spans`).
+    There is none where broadcasts are chains (`estimate.timeline.task_spans`).
     """
     spans = block_spans(step.problem, step.parallelism)
     if not spans:

@@ -41,7 +41,7 @@ class Weight:
 
     @property
     def stop(self) -> int:
-        """Return where it ends in the bucket."""
+        """Return the position in the bucket at which the weight ends."""
         return self.start + prod(self.shape)
 
 

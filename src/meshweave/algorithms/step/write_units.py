@@ -43,7 +43,7 @@ def block_of_piece(problem: StepProblem, parallelism: Parallelism, piece: Piece,
     A vocabulary is padded to a multiple of the tensor-parallel ranks.
     """
     p = parallelism
-    work = Workload(p.micro_batch * data, problem.seq, problem.dtype)
+    work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
     block = BlockProblem.of(problem.model, work, (data, p.context, *p.tensor_mesh))
     if piece == "layers":
         return block

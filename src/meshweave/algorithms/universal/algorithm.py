@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT, Gradient
+from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT, Gradient, within
 from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
 from meshweave.algorithms.universal.cosma import Grid, cosma_problem, cosma_program
 from meshweave.algorithms.universal.dtensor import (
@@ -105,7 +105,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     name = "universal"
     title = "Universal"
     source = "Brock, Golin: Slicing Is All You Need"
-    estimate_accuracy = "rough"
+    estimate_accuracy = within(1.0)  # a roofline has no order of ops
 
     def examples(self) -> Iterator[UniversalProblem]:
         """Yield products of unlike layouts: shards, replicas and partial sums, on one mesh and on two."""

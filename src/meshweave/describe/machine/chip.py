@@ -107,7 +107,7 @@ class Chip:
 
     @property
     def driver(self) -> Runtime:
-        """Return what its runtime takes of its memory."""
+        """Return how much memory the runtime takes, such as that of CUDA: context and communicators."""
         return RUNTIMES[self.runtime]
 
     def peak(self, dtype: str) -> float:

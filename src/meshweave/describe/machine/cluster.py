@@ -10,10 +10,13 @@ from typing import Any
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.limits import CHIPS
+from meshweave.base.outputs import note
 from meshweave.describe.catalog import catalog_text, cluster_names
 from meshweave.describe.files import fail, is_path, load_table, parse_table
+from meshweave.describe.like import table_like
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster_file import read_cluster_file
+from meshweave.describe.machine.cluster_phrase import is_phrase, phrase_table
 from meshweave.describe.machine.network import (
     COMM_KINDS,
     CommConstants,
@@ -91,7 +94,7 @@ class Cluster:
 
 def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
     """Return the cluster that the table of a file describes. Raises DescriptionError with every problem."""
-    top, network_file = read_cluster_file(data, file)
+    top, network_file = read_cluster_file(table_like("clusters", data, file), file)
     try:
         return Cluster(
             top.name,
@@ -107,9 +110,10 @@ def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Return the cluster of a catalog name (`tpu-v4-pod`) or of a TOML or JSON file.
+    """Return the cluster of a catalog name (`tpu-v4-pod`), of a TOML or JSON file, or of words.
 
-    `:N` after either sets the number of chips (`tpu-v4-pod:64`).
+    `:N` after a name or file sets the number of chips (`tpu-v4-pod:64`). Words begin with that number:
+    `64 x H100, 8 a host, 8 x 400Gb` (`describe.machine.cluster_phrase`).
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong; the error lists every
@@ -121,9 +125,23 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     where, chips = (match[1], match[2]) if match else (name, None)
     if chips is not None and not re.fullmatch(r"[0-9]{1,9}", chips):
         fail(name, "", "what follows the colon is the number of chips; give a whole number such as :64")
+    if not as_is and is_phrase(name):
+        table, size = phrase_table(name)
+        return _sized(cluster_from(table, name), size)
     if isinstance(name_or_path, Path) or (where not in cluster_names() and is_path(where)):
         cluster = cluster_from(load_table(where), where)
     else:
         file = f"{where}.toml"
         cluster = cluster_from(parse_table(catalog_text("clusters", where), file, "toml"), file)
-    return cluster if chips is None else cluster.with_chips(int(chips))
+    return cluster if chips is None else _sized(cluster, int(chips))
+
+
+def _sized(cluster: Cluster, chips: int) -> Cluster:
+    """Return a cluster of so many chips; a note says so where they are a part of each of several hosts."""
+    sized = cluster.with_chips(chips)
+    before, after = cluster.network, sized.network
+    if isinstance(before, HostsNetwork) and isinstance(after, HostsNetwork):
+        used, whole = after.chips_per_host, before.chips_per_host
+        if after.num_hosts > 1 and used < whole:
+            note(f"{chips} chips are {after.num_hosts} hosts with {used} of {whole} chips each")
+    return sized

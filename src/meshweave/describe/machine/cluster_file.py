@@ -347,8 +347,16 @@ class ClusterFile(FileModel):
     """A chip, the network between chips, and where the numbers are from."""
 
     name: Name = Field(description="the cluster's name, a string of printable characters")
-    source: str = Field(description="where the numbers are from, a string", min_length=1)
+    source: str = Field("", description="where the numbers are from, a string (left out: not stated)")
     note: str = Field("", description="what to know before use, a string")
+    like: Name | None = Field(
+        None,
+        description="a catalog entry whose keys hold where this file says nothing, a string (left out: none)",
+    )
+    usual_for: list[Name] = Field(
+        default_factory=list,
+        description="in the catalog: a list of chips, by their usual names, whose usual host this is",
+    )
     host_launch_s: Duration = Field(0.0, description="seconds the host spends per operation, from 0 to 1e6")
     send_buffer_bytes: _BufferSize = Field(
         0, description="bytes of a message that a send need not wait for, a whole number of at least 0"

@@ -30,6 +30,7 @@ from meshweave.describe.files import (
     parse_table,
     validate_table,
 )
+from meshweave.describe.like import table_like
 from meshweave.describe.machine.kernels import (
     TILE_MENUS,
     AttentionConstants,
@@ -214,7 +215,7 @@ def _from_catalog(name: str) -> ChipKernels:
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
     """Return the kernels that a table describes. Raises DescriptionError with every problem of the file."""
-    top, problems = validate_table(KernelsFile, data)
+    top, problems = validate_table(KernelsFile, table_like("kernels", data, file))
     if top is None or problems:
         fail_with_all(file, problems)
     return kernels_of(top, file, folder)

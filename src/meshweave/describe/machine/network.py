@@ -236,14 +236,22 @@ class HostsNetwork:
         return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
 
     def with_chips(self, chips: int) -> HostsNetwork:
-        """Return the network of whole hosts, or of one host of fewer chips. Raises DescriptionError."""
-        if chips <= self.chips_per_host:
+        """Return the network of so many chips on the fewest hosts that they fill evenly.
+
+        Where a part of each host is used (64 of 72), its NICs are used in the same share. Raises DescriptionError
+        where chips would leave more than half of each host idle.
+        """
+        most = self.chips_per_host
+        if chips <= most:
             return replace(self, num_hosts=1, chips_per_host=chips)
-        if chips % self.chips_per_host:
+        used = next(size for size in range(most, 0, -1) if chips % size == 0)
+        if 2 * used < most:
+            near = [each for each in (chips // most * most, -(-chips // most) * most) if each]
             raise DescriptionError(
-                f"{chips} chips are not whole hosts; give a multiple of {self.chips_per_host} or fewer"
+                f"{chips} chips do not fill hosts of {most} evenly; give {' or '.join(map(str, near))}"
             )
-        return replace(self, num_hosts=chips // self.chips_per_host)
+        nics = max(self.nics_per_host * used // most, 1)
+        return replace(self, num_hosts=chips // used, chips_per_host=used, nics_per_host=nics)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class LayerGraph:
 
     @property
     def output(self) -> str:
-        """Return the edge that it gives."""
+        """Return the edge that the layer gives to the next one."""
         return self.nodes[-1].out
 
     @cached_property

@@ -79,7 +79,7 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes a token, each of which has so many keys."""
+        """Return the bytes a token, where each has this many keys."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
@@ -112,27 +112,27 @@ class LayerNode(ABC):
     @property
     @abstractmethod
     def makes(self) -> Features:
-        """Return the features of what it makes."""
+        """Return the features of the edge that the node makes."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return its parameters."""
+        """Return the parameters of the node."""
         return ()
 
     @property
     def behaviour(self) -> tuple[object, ...]:
-        """Return what its functions depend on: all fields but names."""
+        """Return what the functions of the node depend on: all fields but names."""
         names = ("out", "ins", "group", *self.labels)
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in names)
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that its gradient reads."""
+        """Return the edges that the gradient of the node reads."""
         return self.ins
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept for its gradient besides edges."""
+        """Return what is kept for the gradient of the node besides edges."""
         return ()
 
     @property
@@ -156,7 +156,7 @@ class LayerNode(ABC):
         return 0
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of tokens of a sequence that meet in it."""
+        """Return how many pairs of tokens of a sequence the node computes with."""
         del sequence
         return 0
 
@@ -180,12 +180,12 @@ class Norm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of what it makes."""
+        """Return the features of the edge that the node makes."""
         return self.features
 
     @property
     def rows(self) -> int:
-        """Return its parameters a feature, and its statistics a token."""
+        """Return how many parameters a feature, and how many statistics a token, the norm has."""
         return 2 if self.kind == "layer" else 1
 
     @property
@@ -196,7 +196,7 @@ class Norm(LayerNode):
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of what it adds to the gradient of its input."""
+        """Return the name of the term that the norm adds to the gradient of its input."""
         return f"DI{self.statistics[1:]}"
 
     @property
@@ -237,7 +237,7 @@ class Linear(LayerNode):
 
     @property
     def enters(self) -> bool:
-        """Return whether it takes the residual to inner features, and not back."""
+        """Return whether the product takes the residual to inner features, and not back."""
         return self.operand.dim == "hidden"
 
     @property
@@ -294,7 +294,7 @@ class Attention(LayerNode):
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return what it reads and makes."""
+        """Return the edges that attention reads and makes."""
         return (*self.ins, self.out)
 
     @property

@@ -104,7 +104,7 @@ class Views:
         )
 
     def forget_pieces(self) -> None:
-        """Forget the pieces of all buffers: before and after a block, whose turns have others."""
+        """Forget the variables that hold parts of buffers: they are of one turn of a loop, and of no other."""
         for held in self.held.values():
             held.pieces = {}
 

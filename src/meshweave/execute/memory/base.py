@@ -70,7 +70,7 @@ class RemoteSlot:
     tensor: Tensor
 
     def bytes_of(self, piece: Tensor) -> tuple[int, int]:
-        """Where in the segment a part of `tensor` begins and ends."""
+        """Return where a part of `tensor` begins and ends, in bytes from the start of the segment."""
         skipped = piece.storage_offset() - self.tensor.storage_offset()
         start = self.offset + skipped * piece.dtype.itemsize
         return start, start + extent(piece.shape, piece.stride()) * piece.dtype.itemsize

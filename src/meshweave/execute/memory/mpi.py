@@ -82,7 +82,7 @@ class MpiMemory(RemoteMemory):
         return cls(context, rank, size, pool_bytes, mpi=MPI, comm=world.Dup())
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """As `agree.exchange`, by messages of MPI."""
+        """Return what each of some ranks says, by rank, exchanged by messages of MPI; see `agree.exchange`."""
         ranks = tuple(sorted(ranks))
         if ranks[-1] >= self.num_ranks:
             raise BindError(f"there is no rank {ranks[-1]}: MPI started {self.num_ranks} ranks")

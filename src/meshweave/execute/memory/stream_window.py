@@ -80,7 +80,7 @@ class DeviceQueue:
             return [int(word) for word in words]
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write what all waits wait for."""
+        """Write the values that streams wait for, so that they end."""
         with torch.cuda.stream(self._beside):
             for wait in waits:
                 self.words.write(wait.word, wait.value)

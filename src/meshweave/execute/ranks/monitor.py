@@ -62,7 +62,7 @@ class PeerMonitor:
         self._thread.start()
 
     def expect_within(self, deadline_s: float) -> None:
-        """Find ranks lost that are silent for `deadline_s`, for less if that was asked for before."""
+        """Let ranks count as lost once they are silent for `deadline_s`; the shortest deadline so far holds."""
         self._limit_s = min(self._limit_s, max(deadline_s, self._listens_s))
         least_s = 3 * self._liveness.heart.interval_s
         self._watch.stale_s = max(self._limit_s - self._listens_s, least_s)

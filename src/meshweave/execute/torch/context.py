@@ -220,7 +220,7 @@ class TorchContext:
 
     @property
     def waits(self) -> WaitClock | None:
-        """Return what counts the waits of programs that are bound from `count_waits` on; None before."""
+        """Return the clock that `count_waits` has started, which adds up how long programs wait; None without."""
         return self._observers.waits
 
     def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:

@@ -261,7 +261,7 @@ class CallLabels:
 
 
 def all_are(block: Labels, term: int) -> bool:
-    """Return whether all elements of a block have one term."""
+    """Return whether every element of a block is labelled with this term of a sum."""
     return bool((block["term"] == term).all())
 
 

@@ -71,7 +71,7 @@ class Submesh:
 
     @property
     def indices(self) -> Iterator[Index]:
-        """Yield every expression in the coordinates."""
+        """Yield the expressions that the coordinates consist of: a coordinate, or the ends of a range."""
         for at in self.coordinates:
             yield from (at.start, 0 if at.stop is None else at.stop) if isinstance(at, Range) else (at,)
 

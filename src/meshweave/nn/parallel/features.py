@@ -59,7 +59,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_features(module: nn.Module, layers: str) -> None:
-    """Set on a parallelised module, in place of what would compute on whole weights, its refusals.
+    """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
 
     Args:
         layers: the name of its list of layers.

@@ -206,7 +206,8 @@ def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
         listed = ", ".join(path.rpartition(".")[2] for path in KNOWN)
         raise UnsupportedError(
             f"{kind.__name__} is none of the classes of transformers that are known ({listed}); where its "
-            "layers are those of a ModelMap, give mapping=mw.ModelMap(...), and it is compared with its original"
+            "layers are those of a ModelMap, give mapping=mw.nn.ModelMap(...), and it is compared with its "
+            "original"
         )
     if type(config).__name__ not in known.configs:
         raise UnsupportedError(

@@ -35,8 +35,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
     It takes the place of an `nn.Linear`, or of a Conv1D of transformers, with parameters of the same names and
     global shapes:
 
-        up = mw.ParallelLinear(nn.Linear(64, 256), "megatron_sp", device_mesh, place="in")
-        down = mw.ParallelLinear(nn.Linear(256, 64), "megatron_sp", device_mesh, place="out")
+        up = mw.nn.ParallelLinear(nn.Linear(64, 256), "megatron_sp", device_mesh, place="in")
+        down = mw.nn.ParallelLinear(nn.Linear(256, 64), "megatron_sp", device_mesh, place="out")
         y = down(torch.relu(up(x)))  # x: this rank's part (batch, sequence, features) of the residual
 
     Args:
@@ -99,7 +99,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         self.layouts = {"weight": layout}
         self.bias: nn.Parameter | None = None
         if getattr(linear, "bias", None) is not None:
-            side, dims = self.bias_lay()
+            side, dims = self.bias_placement()
             self.bias_choice = UnitChoice(strategy, (side,), dims, self.real_units, self.parts)
             kept = self._kept_bias(self.bias_choice.kept)
             self.layouts["bias"] = ParameterLayout(self.bias_choice.sides, kept, self.parts)
@@ -108,8 +108,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             back = PlacedMove(strategy, (Side("", self.parts), side), dims, kept, has_tokens=False)
             self.take_bias = None if self.bias_choice.is_needed else Mover(there, back)
 
-    def bias_lay(self) -> tuple[Side, AxisDims]:
-        """Return the side of the bias, and how it lies."""
+    def bias_placement(self) -> tuple[Side, AxisDims]:
+        """Return the features that the bias is of, and the mesh axes that divide them."""
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:
             return Side("hidden", own.hidden), roles.gain
@@ -191,7 +191,7 @@ class LinearGroup:
         roles = strategy.roles
         if not count:
             return None
-        side, dims = first.bias_lay()
+        side, dims = first.bias_placement()
         if first.site.is_first:
             side = Side("inner", side.count, self.product.site.unit)
         lies = roles.core(first.site.is_attention) if first.site.is_first else roles.residual

@@ -72,7 +72,7 @@ class SizedRing:
 
     @cached_property
     def calls(self) -> Functions:
-        """Return the functions of its calls."""
+        """Return the functions that the calls of the ring's programs run."""
         return functions_of(self.problem)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:

@@ -1,4 +1,4 @@
-"""`meshweave.ParallelStage`: some layers of a parallelised model as a stage of a pipeline.
+"""`meshweave.nn.ParallelStage`: some layers of a parallelised model as a stage of a pipeline.
 
 Between stages each rank of a layer's mesh sends what it has of the residual, and no more: its part of the sequence
 or of the features, where the strategy splits them. The rank of the next stage that has the same coordinates

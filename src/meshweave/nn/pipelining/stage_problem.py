@@ -234,7 +234,7 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return what a stage takes and makes on one of its ranks."""
+    """Return the shapes of the inputs and outputs of a stage on one of its ranks."""
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:

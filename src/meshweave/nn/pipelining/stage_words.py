@@ -24,9 +24,11 @@ def stage_words(
     target: Tensor | None,
     options: PipelineOptions,
 ) -> Words:
-    """Return what ranks must have alike: weights along data axes, rows along the others, options everywhere.
+    """Return texts that ranks compare before a pipeline runs; ranks that share a key must have equal ones.
 
-    Modules of a stage are in training alike, and where they draw for copies, so is torch's generator.
+    Keys name the ranks: those along data axes share the weights of a stage, those along the other axes share
+    tokens and targets, and all share options and versions. Ranks of a stage also compare which of its modules are
+    in training and, where these draw random numbers for copies, the state of torch's generator.
     """
     given = {
         "scale_grads": str(options.scale_grads),

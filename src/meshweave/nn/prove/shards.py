@@ -48,7 +48,7 @@ class LocalTensor:
         return zlib.crc32(repr((self.part, self.places)).encode())
 
     def where(self, shape: Sequence[int]) -> str:
-        """Return which part it is, in words."""
+        """Return which part of the whole tensor this is, in words."""
         if self.places is None or all(len(p) == n for p, n in zip(self.places, shape, strict=True)):
             return "the whole"
         return f"shard [{', '.join(map(_range, self.places))}]"

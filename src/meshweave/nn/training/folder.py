@@ -136,7 +136,7 @@ def _named(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what writers left that were ended, and give whole checkpoints their names. Raises OSError."""
+    """Clear a folder after writers that were killed: rename what is whole, remove what is not. Raises OSError."""
     for step, suffix, path in _named(folder):
         if suffix == ".new":
             checkpoint = found_checkpoint(folder, step)

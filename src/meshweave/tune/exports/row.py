@@ -68,7 +68,7 @@ class PlannedRow:
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Return whether ranks that share a layer share the tokens between its matrices, as Megatron-LM does."""
+        """Return whether tensor-parallel ranks divide tokens between products, as Megatron-LM's option does."""
         return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
 
     def require_megatron(self, target: str) -> None:

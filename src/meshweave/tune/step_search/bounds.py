@@ -48,9 +48,11 @@ class LayerBounds:
 
     def flops_s(self, sizes: DegreeSizes) -> float:
         """Return the least seconds of a layer with one sequence, by its FLOPs and the highest rate of a chip."""
-        seq = self._problem.seq
-        attention = sum(share * kind.model.layer.attention_flops(seq) for share, kind in self._problem.kinds)
-        flops = 6 * seq * self._problem.model.layer.num_weights + 3 * attention
+        sequence = self._problem.sequence
+        attention = sum(
+            share * kind.model.layer.attention_flops(sequence) for share, kind in self._problem.kinds
+        )
+        flops = 6 * sequence * self._problem.model.layer.num_weights + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
@@ -86,7 +88,11 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def place(self, layout: StepLayout) -> StepLayout:
-        """Return the first layout whose tensor and context ranks are as many, and lie on such links."""
+        """Return a layout whose layers take as long as those of `layout`: the first one that was asked for.
+
+        Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of the
+        same levels. So layers are priced once for all such layouts.
+        """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (
             place_on_levels(self._levels, size, layout.stride(degree))

@@ -11,6 +11,7 @@ from meshweave.algorithms.step.ceiling import rate_ceiling
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES
 from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -37,12 +38,13 @@ _FIELDS_OF_SPACE = {
 _FIELDS_OF_OPTIONS = {plural: name for name, plural in _FIELDS_OF_SPACE.items()}
 
 
+@renamed_keyword("seq", "sequence", "mw.plan")
 def plan(
     model: str | Path | Transformer,
     cluster: str | Path | Cluster,
     *,
     batch: int,
-    seq: int,
+    sequence: int,
     memory_bytes: int | None = None,
     num_exact: int = NUM_EXACT,
     sensitivity: bool = False,
@@ -51,13 +53,13 @@ def plan(
 ) -> Plan:
     """Return the fastest configurations of a training step of a model on a cluster, ranked.
 
-    `mw.plan_model` plans the products of one block instead.
+    `mw.tune.plan_model` plans the products of one block instead.
 
     Args:
         model: a model, a name of the catalog, or a file.
         cluster: a cluster, a name of the catalog with ":N" chips, or a file.
         batch: sequences of a step.
-        seq: tokens of a sequence.
+        sequence: tokens of a sequence.
         memory_bytes: the memory of a chip, of which `reserve` stays free; None for what its description says.
         num_exact: rows of the ranking that no other configuration is faster than.
         sensitivity: whether to price the ranking with faster links too.
@@ -83,7 +85,7 @@ def plan(
         model if isinstance(model, Transformer) else load_model(model),
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
         batch,
-        seq,
+        sequence,
         **of_problem,
     )
     return plan_step(
@@ -134,13 +136,13 @@ def plan_step(
         cluster=cluster.name,
         num_chips=cluster.num_chips,
         batch=problem.batch,
-        sequence=problem.seq,
+        sequence=problem.sequence,
         dtype=problem.dtype,
         steps=_steps_record(
             problem, ranking, memory_bytes - limit, link_sensitivity(ranking) if sensitivity else ()
         ),
         note=NOTE,
-        not_priced=model.not_priced_at(problem.seq),
+        not_priced=model.not_priced_at(problem.sequence),
         description=describe(model, cluster, problem),
         unmeasured=unmeasured_kernels(cluster.chip, problem.product_dtype or problem.dtype),
     )

@@ -116,9 +116,9 @@ def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
     if name == "pp" and min(values) > model.num_layers:
         return f"is more than its {counted(model.num_layers, 'layer')}"
     if name == "cp" and all(
-        problem.seq % value or problem.seq < value * MIN_CONTEXT_TOKENS for value in values
+        problem.sequence % value or problem.sequence < value * MIN_CONTEXT_TOKENS for value in values
     ):
-        return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.seq}"
+        return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.sequence}"
     is_1d = all(STRATEGIES[name].is_one_dimensional for name in space.options.strategies)
     if name == "tp" and is_1d and all(model.num_heads % value for value in values):
         return f"does not divide its {model.num_heads} heads"

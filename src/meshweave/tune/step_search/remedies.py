@@ -34,9 +34,9 @@ def remedies_text(ranking: StepRanking) -> str:
         if chips
     ]
     fitting += [
-        f"sequences of {seq} tokens ({format_bytes(num_bytes)})"
-        for seq, num_bytes in (_with_shorter_sequences(ranking, choice),)
-        if seq
+        f"sequences of {sequence} tokens ({format_bytes(num_bytes)})"
+        for sequence, num_bytes in (_with_shorter_sequences(ranking, choice),)
+        if sequence
     ]
     whole = size / (1 - problem.reserve) if problem.reserve < 1 else size + problem.reserve
     fitting.append(f"{format_bytes(1.005 * whole)} a chip")  # not less, once rounded to three digits
@@ -87,10 +87,10 @@ def _spread(choice: Parallelism, times: int, options: SpaceOptions) -> Iterator[
 def _with_shorter_sequences(ranking: StepRanking, choice: Parallelism) -> tuple[int, int]:
     """Return the longest of sequences halved again and again that fits, and its bytes; 0 where none does."""
     problem = ranking.space.problem
-    seq = problem.seq // 2
-    while seq >= MIN_CONTEXT_TOKENS * choice.context:
-        size = _bytes(replace(problem, seq=seq), choice)
+    sequence = problem.sequence // 2
+    while sequence >= MIN_CONTEXT_TOKENS * choice.context:
+        size = _bytes(replace(problem, sequence=sequence), choice)
         if size is not None and size <= ranking.memory_bytes:
-            return seq, size
-        seq //= 2
+            return sequence, size
+        sequence //= 2
     return 0, 0

@@ -52,7 +52,7 @@ class PricedStep:
 
     @property
     def row_key(self) -> tuple[object, ...]:
-        """Return what makes it a row of its own: degrees and strategy."""
+        """Return what configurations share of which the ranking shows only the fastest: degrees and strategy."""
         return _row_key(self.parallelism)
 
 

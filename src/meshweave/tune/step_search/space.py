@@ -146,7 +146,7 @@ class StepLayout:
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
     ) -> Parallelism:
-        """Return the layout with all that it leaves open."""
+        """Return the configuration that has this layout and what a layout leaves open: the arguments."""
         return Parallelism(
             data=self.data,
             pipeline=self.pipeline,
@@ -195,8 +195,8 @@ class StepSpace:
             and (options.tensor is None or tensor in {ranks_of(item) for item in options.tensor})
             and problem.batch % data == 0
             and pipeline <= problem.model.num_layers
-            and (context == 1 or problem.seq % context == 0)
-            and (context == 1 or problem.seq // context >= MIN_CONTEXT_TOKENS)
+            and (context == 1 or problem.sequence % context == 0)
+            and (context == 1 or problem.sequence // context >= MIN_CONTEXT_TOKENS)
         )
 
     def tensors(self, ranks: int) -> Iterator[tuple[str, Tensor]]:

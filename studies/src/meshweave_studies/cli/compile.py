@@ -13,6 +13,7 @@ from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
 from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget
+from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
     from meshweave.ir.program import Program
@@ -129,19 +130,13 @@ def report(compiled: CompiledProgram) -> dict[str, Any]:
 
 
 def _print(title: str, compiled: CompiledProgram, said: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(Console().width, 110) if not Console().is_terminal else None, highlight=False)
+    console = text_console(110)
     time, axes = compiled.time(), compiled.axes
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("count", "collective", "axis", "mode", "sent each", "products between", "cycles between"):
-        table.add_column(column, justify="right" if column not in ("collective", "axis", "mode") else "left")
-    rows: Counter[tuple[str, ...]] = Counter(_row(one, axes) for one in compiled.module.collectives)
-    for row, count in rows.items():
-        table.add_row(str(count), *row)
-    console.print(table)
+    counted: Counter[tuple[str, ...]] = Counter(_row(one, axes) for one in compiled.module.collectives)
+    left = ("collective", "axis", "mode")
+    head = ("count", *left, "sent each", "products between", "cycles between")
+    rows = [(str(count), *row) for row, count in counted.items()]
+    console.print(text_table(head, rows, left, title=title))
     parts = (time.product_s, time.other_s, time.exposed_s)
     products, others, waiting = (format_s(part) for part in parts)
     console.print(

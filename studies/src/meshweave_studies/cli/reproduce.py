@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from meshweave.base.outputs import claim_output, write_file
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import OutputOption, print_json, progress_bar
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
@@ -92,32 +93,38 @@ def meshslice(
     )
 
 
-@reproduce.command()
-def slicing(
-    pvc: Annotated[
-        str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")
-    ] = "pvc-node",
-    h100: Annotated[
-        str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
-    ] = "h100-node",
+@dataclass(frozen=True)
+class SlicingOptions:
+    """Which rows are reproduced, and what is written."""
+
+    pvc: Annotated[str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")] = (
+        "pvc-node"
+    )
+    h100: Annotated[str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")] = (
+        "h100-node"
+    )
     reading: Annotated[
         str,
         typer.Option(
             help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
         ),
-    ] = "all-factors",
-    rows: Rows = "",
+    ] = "all-factors"
+    rows: Rows = ""
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
-    ] = "",
+    ] = ""
     every: Annotated[
         bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
-    ] = False,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
-) -> None:
+    ] = False
+    out: Out = None
+    png: Png = False
+    report: Report = None
+    json: Json = False
+
+
+@reproduce.command()
+@with_options
+def slicing(options: SlicingOptions) -> None:
     """Slicing Is All You Need: figures 2 and 3, and what its text says of them with a verdict.
 
     A, B and C of the universal product are cut into row blocks, column blocks and 2D blocks. Each partitioning is
@@ -130,14 +137,18 @@ def slicing(
     from meshweave_studies.papers import SLICING, reproduce_slicing, select
     from meshweave_studies.slicing.readings import READINGS
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(SLICING, split_names(rows), split_names(figures))
-    machines = load_cluster(pvc), load_cluster(h100)
-    reading_named(READINGS, reading)
+    outputs = Outputs(options.out, options.png, options.report, options.json)
+    selection = select(SLICING, split_names(options.rows), split_names(options.figures))
+    machines = load_cluster(options.pvc), load_cluster(options.h100)
+    reading_named(READINGS, options.reading)
     outputs.check()
     outputs.write(
         reproduce_slicing(
-            *machines, selection, reading=reading, all_partitionings=every, progress_bar=progress_bar
+            *machines,
+            selection,
+            reading=options.reading,
+            all_partitionings=options.every,
+            progress_bar=progress_bar,
         )
     )
 

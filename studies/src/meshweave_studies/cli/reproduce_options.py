@@ -11,6 +11,7 @@ import typer
 from meshweave.base.errors import DescriptionError, UnsupportedError, printable
 from meshweave.base.outputs import claim_output
 from meshweave.cli.options import JSON_HELP, print_json
+from meshweave.report.tables import text_console, text_table
 
 if TYPE_CHECKING:
     from meshweave_studies import Reproduction
@@ -93,27 +94,20 @@ _STYLES = {"holds": "green", "near": "yellow", "differs": "red"}
 
 
 def _print_tables(reproduction: Reproduction) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from meshweave_studies.tables import format_number, verdict_summary
 
-    console = Console(width=max(Console().width, 160) if not Console().is_terminal else None, highlight=False)
+    console = text_console(160)
     if reproduction.rows:
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        subject = reproduction.summary.subject
-        for column in ("row", subject, "published", "ours", "unit", "verdict", "remark"):
-            right = column in ("published", "ours")
-            table.add_column(
-                column, justify="right" if right else "left", no_wrap=column not in ("unit", "remark")
-            )
+        head = ("row", reproduction.summary.subject, "published", "ours", "unit", "verdict", "remark")
+        rows = []
         for row in reproduction.rows:
             verdict = Text(row.verdict, style=_STYLES.get(row.verdict, ""))
             numbers = format_number(row.published), format_number(row.ours)
-            table.add_row(row.id, row.model, *numbers, row.unit, verdict, Text(row.remark))
-        console.print(table)
+            rows.append((row.id, row.model, *numbers, row.unit, verdict, Text(row.remark)))
+        left = {*head} - {"published", "ours"}
+        console.print(text_table(head, rows, left, whole={*head} - {"unit", "remark"}))
         console.print(verdict_summary(reproduction))
     for figure in reproduction.figures:
         typer.echo(figure.markdown())

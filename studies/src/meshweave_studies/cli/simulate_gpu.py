@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,17 +12,12 @@ import typer
 from meshweave.base.errors import ProgramError, UnsupportedError, printable
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s, to_s
-from meshweave.cli.entries import ConfigOption, SettingsOption
+from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json
 from meshweave.cli.simulate import read_program_case
-from meshweave.cli.simulate_options import (
-    ClusterOption,
-    LimitsOption,
-    LogicalOption,
-    Lowering,
-    LowerOption,
-)
+from meshweave.cli.simulate_options import MachineOptions
 from meshweave.describe.machine.gpu import ARBITRATIONS
+from meshweave.report.tables import text_console, text_table
 from meshweave.report.timeline import write_chrome
 from meshweave_studies.gpu import Arbiter
 from meshweave_studies.gpu.case import GpuCase, simulate_gpu_case
@@ -63,25 +59,28 @@ StarvationOption = Annotated[
 ]
 
 
-def simulate_gpu(
-    what: Annotated[str, typer.Argument(help="A program text file, '-' for one on stdin, or an algorithm.")],
-    cluster: ClusterOption = None,
-    logical: LogicalOption = False,
-    lower: LowerOption = Lowering.none,
-    arbitration: ArbitrationOption = None,
-    threshold: ThresholdOption = "auto",
-    starvation: StarvationOption = None,
+@dataclass(frozen=True)
+class GpuOptions:
+    """How the memory arbitrates, and what is written."""
+
+    arbitration: ArbitrationOption = None
+    threshold: ThresholdOption = "auto"
+    starvation: StarvationOption = None
     trace: Annotated[
         Path | None, OutputOption(help="Write a Chrome / Perfetto trace with memory as counter tracks.")
-    ] = None,
+    ] = None
     report: Annotated[
         Path | None,
         OutputOption(help="Write a page here: kernels, and memory over time; self-contained HTML."),
-    ] = None,
-    settings: SettingsOption = [],  # noqa: B006, typer copies it
-    config: ConfigOption = 0,
-    limits: LimitsOption = True,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
+
+
+@with_options
+def simulate_gpu(
+    what: Annotated[str, typer.Argument(help="A program text file, '-' for one on stdin, or an algorithm.")],
+    machine: MachineOptions,
+    options: GpuOptions,
 ) -> None:
     """Simulate a program on a cluster whose chip has a GPU in detail, down to caches and memory controllers.
 
@@ -92,24 +91,24 @@ def simulate_gpu(
 
     More:    meshweave simulate-gpu t3_ring --cluster t3-8 --arbitration communication-aware --starvation 2000
     """
-    arbiter = read_arbiter(arbitration, threshold, starvation)
-    case = read_program_case(what, cluster, logical, lower, settings, config, limited=limits)
+    arbiter = read_arbiter(options.arbitration, options.threshold, options.starvation)
+    case = read_program_case(what, machine)
     try:
         simulated = simulate_gpu_case(case, arbiter)
     except ProgramError as error:
         raise ProgramError(f"{printable(what)}: {error}") from None
-    if trace is not None:
-        write_chrome(trace, [simulated.trace()])
-    if report is not None:
+    if options.trace is not None:
+        write_chrome(options.trace, [simulated.trace()])
+    if options.report is not None:
         from meshweave_studies.gpu.memory_page import memory_page
 
         shown = (_lead(simulated), simulated.trace(), _traffic(simulated), _waits(simulated))
-        write_file(report, memory_page(case.title, case.subject, *shown))
-    if json:
+        write_file(options.report, memory_page(case.title, case.subject, *shown))
+    if options.json:
         print_json([simulated.to_json()])
         return
     _print(simulated)
-    for path in (trace, report):
+    for path in (options.trace, options.report):
         if path is not None:
             typer.echo(f"written: {path}")
 
@@ -167,25 +166,14 @@ def _waits(simulated: GpuCase) -> str:
 
 
 def _print(simulated: GpuCase) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     case = simulated.case
-    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
+    console = text_console()
     console.print(f"\n{case.title}", style="bold", markup=False)
     console.print(f"  {case.subject}, {simulated.gpu.name} in detail", markup=False)
     console.print(f"  duration {_lead(simulated)}", markup=False)
     console.print(f"  {_waits(simulated)}", markup=False)
-    kernels = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="kernels", title_justify="left")
-    for column in ("kernel", "from", "took"):
-        kernels.add_column(column, justify="left" if column == "kernel" else "right")
-    for name, start, end in simulated.run.spans:
-        kernels.add_row(name, format_s(to_s(start)), format_s(to_s(end - start)))
-    console.print(kernels)
-    traffic = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="memory traffic", title_justify="left")
-    for column in ("of", "bytes"):
-        traffic.add_column(column, justify="left" if column == "of" else "right")
-    for name, count in _traffic(simulated).items():
-        traffic.add_row(name, format_bytes(count))
-    console.print(traffic)
+    spans = simulated.run.spans
+    kernels = [(name, format_s(to_s(start)), format_s(to_s(end - start))) for name, start, end in spans]
+    console.print(text_table(("kernel", "from", "took"), kernels, ("kernel",), title="kernels"))
+    traffic = [(name, format_bytes(count)) for name, count in _traffic(simulated).items()]
+    console.print(text_table(("of", "bytes"), traffic, ("of",), title="memory traffic"))

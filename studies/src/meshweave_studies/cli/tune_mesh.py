@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import print_json, print_table, read_dtype
+from meshweave.cli.options import OldSequenceOption, print_json, read_dtype, read_sequence
 from meshweave.cli.tune_block import BatchOption, DtypeOption, JsonOption, SequenceOption
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
+from meshweave.report.tables import print_table
 from meshweave_studies.matrix.device_meshes import MeshTime, comes_in_shapes, rank_meshes
 from meshweave_studies.matrix.hierarchy import CommunicationMatrix, GivenPairs, MatrixLayer, UniformPairs
 from meshweave_studies.matrix.matrix_file import load_cluster_or_matrix
@@ -28,7 +29,8 @@ def mesh(
     ],
     model: Annotated[str, typer.Option(help="A catalog model, or its file.")] = "gpt3",
     batch: BatchOption = 4,
-    seq: SequenceOption = 2048,
+    sequence: SequenceOption = 2048,
+    seq: OldSequenceOption = None,
     dtype: DtypeOption = "bfloat16",
     printed: Annotated[
         bool, typer.Option("--printed", help="Divide B1' by d2 on every layer, as equation 3 is printed.")
@@ -49,7 +51,7 @@ def mesh(
     times = rank_meshes(
         described,
         load_model(model),
-        Workload(batch, seq, read_dtype(dtype)),
+        Workload(batch, read_sequence(sequence, seq), read_dtype(dtype)),
         corrected=corrected,
         sharing="printed" if printed else "devices",
         measured=matrix.measured,

@@ -111,7 +111,7 @@ class Kernels:
 
     @property
     def peers(self) -> frozenset[int]:
-        """Return how many places on the GPUs are that this one sends to."""
+        """Return the GPUs that this one sends to, each by how many places after this one it stands."""
         stores = (unit for kernel in self.kernels for unit in kernel.units)
         remote = (StoreTarget.REMOTE, StoreTarget.REMOTE_UPDATE)
         to = {unit[_PEER] for unit in stores if unit[_STORE] in remote}

@@ -52,7 +52,7 @@ class RunCase:
         """Return what makes two rows figures of the same run."""
         of, model = self.problem, self.problem.model
         shape = model.num_layers, model.hidden, model.ffn_hidden
-        return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.seq, self.choices
+        return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.sequence, self.choices
 
 
 def case_of(

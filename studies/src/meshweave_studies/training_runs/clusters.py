@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.machine.cluster import Cluster, HostsNetwork, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun
 
@@ -47,19 +46,6 @@ def cluster_of(run: PublishedRun) -> Cluster:
     if name is None:
         raise NoPredictionError(f"the catalog has no cluster of {stated[2]}")
     try:
-        return _sized(load_cluster(name), count)
+        return load_cluster(name).with_chips(count)
     except DescriptionError as error:
         raise NoPredictionError(str(error)) from None
-
-
-def _sized(cluster: Cluster, count: int) -> Cluster:
-    """Return a cluster of `count` chips; larger NVLink domains than hosts of 8 are filled evenly."""
-    network = cluster.network
-    if isinstance(network, HostsNetwork) and network.chips_per_host > 8 and count % network.chips_per_host:
-        most = network.chips_per_host
-        per_host = max(size for size in range(1, most + 1) if count % size == 0)
-        network = replace(
-            network, num_hosts=count // per_host, chips_per_host=per_host, nics_per_host=min(per_host, most)
-        )
-        return replace(cluster, network=network)
-    return cluster.with_chips(count)

@@ -35,8 +35,8 @@ def model_flops(case: RunCase, step: Step) -> float:
     parameters, of = stated_parameters(case.run), case.problem
     if parameters is None:
         return float(step.flops("all"))
-    attention = 4 * of.model.num_layers * of.model.hidden * of.seq**2
-    return 3.0 * of.batch * (2 * parameters * of.seq + attention)
+    attention = 4 * of.model.num_layers * of.model.hidden * of.sequence**2
+    return 3.0 * of.batch * (2 * parameters * of.sequence + attention)
 
 
 def published_seconds(case: RunCase, step: Step) -> float:
@@ -46,7 +46,7 @@ def published_seconds(case: RunCase, step: Step) -> float:
     if metric == "step time s":
         return value
     if metric == "tokens/s/gpu":
-        return of.batch * of.seq / (value * chips)
+        return of.batch * of.sequence / (value * chips)
     if metric == "samples/s/gpu":
         return of.batch / (value * chips)
     if metric == "tflop/s/gpu (hardware)":

@@ -52,7 +52,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield attention of whole groups, or that of a ring."""
+        """Yield the equations of attention, of whole groups of heads or of a ring."""
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
             yield from ring_meanings(at)
@@ -63,7 +63,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield its gradient."""
+        """Yield the equations of the gradient of queries, keys and values, of whole groups or of a ring."""
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
             return
@@ -89,7 +89,7 @@ class AttentionRecord(NodeRecord[Attention]):
         known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield attention and its gradient, in each turn of a ring."""
+        """Yield the kernels of attention and of its gradient, one for each turn of a ring."""
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
@@ -112,7 +112,7 @@ class AttentionRecord(NodeRecord[Attention]):
         writer.writer.call(at.fn("attention"), (out, sums), (inner,), "attention", shape)
 
     def write_gradient(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write its gradient."""
+        """Write the call of the gradient of attention, or the turns of a ring."""
         edge, arriving = at.node.ins[0], writer.arriving(at)
         out = writer.contribution(at, edge)
         if writer.roles.ring_axis is not None:

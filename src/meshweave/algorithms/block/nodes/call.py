@@ -66,7 +66,7 @@ class CallRecord(NodeRecord[AnyNode]):
         return TensorPart(name, at.element)
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield its edges by units, and their gradients."""
+        """Yield the tensors of the edges seen by units, such as heads, and of their gradients."""
         for name, features in self._ends(at):
             for prefix in ("", "D"):
                 shape = (*at.layer.tokens, features.count, features.unit)
@@ -82,7 +82,7 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Same(at.out, self._units(at.out))
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield its gradients by the input and by parameters."""
+        """Yield the equations of the gradients by the input and by the parameters."""
         arriving = at.arriving
         if at.node.makes.unit > 1:
             arriving = f"D{at.out}"
@@ -97,12 +97,12 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Function(of, at.fn(f"{self.fn}_weight_grad"), (*ins, of), reduce="sum")
 
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add its result."""
+        """Add the result of the function to the tensors of a dense run."""
         parameters = (known[name] for name in self._parameters(at))
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add its gradients."""
+        """Add the gradients of the function to the tensors of a dense run."""
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution(at.node.ins[0])] = gradient
@@ -129,7 +129,7 @@ class CallRecord(NodeRecord[AnyNode]):
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write its gradient; that by parameters is not waited for."""
+        """Write the call of the gradient; nothing waits for the gradient of parameters."""
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

@@ -27,13 +27,13 @@ class LinearRecord(NodeRecord[Linear]):
     node_type = Linear
 
     def tensors(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Tensor]:
-        """Yield the product before its bias."""
+        """Yield the tensor of the product to which a bias is then added."""
         if at.node.bias:
             edge = at.tensor(at.node.out)
             yield Tensor(f"{edge.name}_product", edge.shape, edge.dtype)
 
     def meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the product, and the sum with its bias."""
+        """Yield the equations of the product and, with a bias, of the sum."""
         weight = at.own(at.node.weight)
         if not at.node.bias:
             yield Product(at.out, at.operand, weight)
@@ -60,7 +60,7 @@ class LinearRecord(NodeRecord[Linear]):
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})
 
     def compute(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Add the product with its bias."""
+        """Add the product, bias included, to the tensors of a dense run."""
         out = known[at.operand] @ known[at.own(at.node.weight)]
         known[at.out] = functions["add_bias"](out, known[at.own(at.node.bias_name)]) if at.node.bias else out
 

@@ -32,7 +32,7 @@ class NormRecord(NodeRecord[Norm]):
     node_type = Norm
 
     def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
-        """Yield the sums of rows of both parts."""
+        """Yield the tensors of sums over features that the norm and its gradient need, one row a token."""
         for prefix in ("", "D"):
             name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
             yield Tensor(name, shape, at.problem.statistics_dtype)
@@ -50,7 +50,7 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
 
     def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the gradients by its input and its parameters."""
+        """Yield the equations of the gradients by the input and the parameters of the norm."""
         two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
@@ -75,13 +75,13 @@ class NormRecord(NodeRecord[Norm]):
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Add the gradients by its input and its parameters."""
+        """Add the gradients by input and parameters of the norm to the tensors of a dense run."""
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
 
     def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the norm, its gradients, and sums of rows."""
+        """Yield the kernels of the norm, of its gradients, and of the sums over features."""
         shape = sizes.tokens(roles.residual), sizes.features(at.node.features, roles.residual)
         for (part, name), passes in zip(PARTS, (2, 3), strict=True):
             yield sizes.streamed("norm", shape, passes, part, name)
@@ -100,7 +100,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write its gradient, and that of its parameters, which is not waited for."""
+        """Write the calls of the gradients; nothing waits for those of parameters."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]

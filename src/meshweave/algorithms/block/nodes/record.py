@@ -54,21 +54,21 @@ class NodeRecord(ABC, Generic[AnyNode]):
 
     @abstractmethod
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add what it makes to the tensors of a dense run."""
+        """Add what the node makes to the tensors of a dense run."""
 
     @abstractmethod
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
         """Add its contributions to gradients of edges, and the gradients of its parameters."""
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield its kernels on the first rank, which has the largest shards."""
+        """Yield the kernels of the node on the first rank, which has the largest shards."""
         del at, roles, sizes
         yield from ()
 
     @abstractmethod
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write its forward part."""
+        """Write the ops of the forward part of the node."""
 
     @abstractmethod
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write its backward part."""
+        """Write the ops of the gradient of the node."""

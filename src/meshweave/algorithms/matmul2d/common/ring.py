@@ -102,7 +102,7 @@ class RingProduct:
 
     @property
     def part_size(self) -> int:
-        """The size of the largest part."""
+        """Return the size of the largest part."""
         return -(-self.cut_size // self.num_parts)
 
     @property
@@ -378,7 +378,7 @@ class _RingProgramBuilder:
 
 
 def launch_group(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
-    """Return which of the `count` ring steps of an iteration this is; only the first pays the launch.
+    """Return the mark of step `index` of `count` ring steps that are launched together: the first pays for it.
 
     In a ring of one direction every step is a launch of its own.
     """

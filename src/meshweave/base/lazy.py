@@ -1,0 +1,63 @@
+"""Modules whose public names are imported at their first use: the front door and its namespaces.
+
+    _HOME = {"algorithms.contract": "Gradient", "algorithms.block": "BlockConfig BlockProblem"}
+    __all__ = lazy_names(__name__, [_HOME])
+
+A table names the module below `meshweave` in which each public name stands. For type checkers a module has the
+same names as imports under TYPE_CHECKING; a test compares both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class LazyModule(ModuleType):
+    """A module that imports a public name at its first use.
+
+    Python sets a submodule as an attribute of its package when it is imported. That does not hide a public name
+    which is spelled the same: `meshweave.simulate` stays a function.
+    """
+
+    _homes: dict[str, str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in self._homes and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        home = vars(self).get("_homes", {}).get(name)
+        if home is None:
+            raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
+        value = getattr(import_module(home), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *self._homes})
+
+
+def lazy_names(
+    module: str, homes: Iterable[Mapping[str, str]], kind: type[LazyModule] = LazyModule
+) -> list[str]:
+    """Let a module import public names at their first use; return them in order, for its `__all__`.
+
+    Args:
+        module: its `__name__`.
+        homes: tables of the names in each module below `meshweave`.
+        kind: the class that the module gets.
+    """
+    itself = sys.modules[module]
+    modules = {
+        name: f"meshweave.{home}"
+        for table in homes
+        for home, names in table.items()
+        for name in names.split()
+    }
+    vars(itself)["_homes"] = modules
+    itself.__class__ = kind
+    return sorted(modules)

@@ -1,0 +1,113 @@
+"""Clusters in words: `64 x H100, 8 a host, 8 x 400Gb`.
+
+A phrase counts chips, names their kind, and may say how many share a host and which NICs a host has. What it
+leaves out is that of the catalog's usual host of the chip: the entry whose `usual_for` has the chip's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from meshweave.base.errors import DescriptionError, nearest_word, printable
+from meshweave.describe.catalog import catalog_text, cluster_names
+from meshweave.describe.files import parse_table
+from meshweave.describe.like import table_like
+
+FORM = "64 x H100, 8 a host, 8 x 400Gb"
+_CHIPS = re.compile(r"(\d{1,9})\s*(?:[x×*]\s*)?(\S.*)", re.IGNORECASE)
+_PER_HOST = re.compile(r"(\d{1,9})\s*(?:chips?|gpus?)?\s*(?:a|per)\s*(?:host|node)", re.IGNORECASE)
+_NICS = re.compile(
+    r"(?:(\d{1,9})\s*[x×*]\s*)?(\d{1,9}(?:\.\d{1,6})?)\s*([gt])(b|bit|byte)(?:/s|ps)?", re.IGNORECASE
+)
+_UNITS = {"g": 1e9, "t": 1e12}
+
+
+def is_phrase(text: str) -> bool:
+    """Return whether a text may describe a cluster in words: it begins with a number, and names no file."""
+    return re.match(r"\s*\d", text) is not None and not text.lower().endswith((".toml", ".json"))
+
+
+def phrase_table(phrase: str) -> tuple[dict[str, Any], int]:
+    """Return the table of a cluster file that a phrase means, and the chips that the phrase counts.
+
+    Raises:
+        DescriptionError: the phrase has no such form, or no entry of the catalog is usual for the chip.
+    """
+    first, *others = (part.strip() for part in phrase.split(","))
+    stated = _CHIPS.fullmatch(first)
+    if stated is None:
+        _refuse(phrase, f"'{printable(first)}' is no number of chips and their kind")
+    chips = int(stated[1])
+    name, host = usual_host(stated[2])
+    if others and host["network"].get("kind") != "hosts":
+        _refuse(phrase, f"{name} has no hosts with NICs; give the number of chips alone")
+    network: dict[str, Any] = {}
+    for part in others:
+        if of_host := _PER_HOST.fullmatch(part):
+            network |= _hosts(phrase, chips, int(of_host[1]), host["network"])
+        elif not (of_nics := _NICS.fullmatch(part)):
+            _refuse(phrase, f"'{printable(part)}' is neither chips a host nor NICs of a host")
+    for part in others:
+        if of_nics := _NICS.fullmatch(part):
+            network["nic"] = {"link_bytes_per_s": _bytes_per_s(of_nics), "source": "as stated"}
+            if of_nics[1]:
+                network["nics_per_host"] = int(of_nics[1])
+    title = ", ".join([f"{chips} x {stated[2]}", *others])
+    return {"name": title, "like": name, "network": network}, chips
+
+
+def _hosts(phrase: str, chips: int, per_host: int, usual: dict[str, Any]) -> dict[str, Any]:
+    if not per_host or chips % per_host:
+        _refuse(phrase, f"{chips} chips are not hosts of {per_host}")
+    nics = int(usual["nics_per_host"]) * per_host // int(usual["chips_per_host"])
+    return {"num_hosts": chips // per_host, "chips_per_host": per_host, "nics_per_host": max(nics, 1)}
+
+
+def usual_host(chip: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the table of the catalog's usual host of a chip.
+
+    Raises:
+        DescriptionError: no entry is usual for it; the error names those that there are.
+    """
+    known = _usual_hosts()
+    wanted = _plain(chip)
+    if wanted not in known:
+        titles = {plain: title for plain, (title, _) in known.items()}
+        near = nearest_word(wanted, titles)
+        meant = f" (did you mean '{titles[near]}'?)" if near else ""
+        raise DescriptionError(
+            f"the catalog has no usual host of '{printable(chip)}'{meant}; it has those of "
+            f"{', '.join(sorted(titles.values()))}"
+        )
+    name = known[wanted][1]
+    return name, table_like(
+        "clusters", parse_table(catalog_text("clusters", name), f"{name}.toml", "toml"), name
+    )
+
+
+@lru_cache(maxsize=1)
+def _usual_hosts() -> dict[str, tuple[str, str]]:
+    """Return by plain name of a chip its title and the entry that is usual for it."""
+    return {_plain(title): (title, name) for title, name in _titles()}
+
+
+def _titles() -> Iterator[tuple[str, str]]:
+    for name in cluster_names():
+        for title in parse_table(catalog_text("clusters", name), f"{name}.toml", "toml").get("usual_for", ()):
+            yield title, name
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _bytes_per_s(stated: re.Match[str]) -> float:
+    in_bits = not stated[4].lower().startswith("by") and stated[4] != "B"
+    return float(stated[2]) * _UNITS[stated[3].lower()] / (8 if in_bits else 1)
+
+
+def _refuse(phrase: str, why: str) -> NoReturn:
+    raise DescriptionError(f"cluster '{printable(phrase)}': {why}; give words such as '{FORM}'")

@@ -1,0 +1,32 @@
+"""The max-plus recurrence that everything timed in closed form follows: a task begins when what it waits for ends.
+
+    end(task) = max(0, end(other) for other in waits(task)) + duration(task)
+
+Tasks come in an order in which each stands after those that it waits for. Ends lie in the places of a list. A
+place may be a task, the time at which a lane is free, the end of a task of an earlier turn, or a transfer:
+whatever has a time that others wait for.
+
+Callers are skeletons (`estimate.skeletons`), layers of a step (`algorithms.step.block_time`) and the actions of
+schedules (`algorithms.pipeline.progress`). Where chains of packets make the ranks of a grid differ, a time is an
+array over ranks and a task more than a duration: `csrc/skeleton.cpp` follows that, and `estimate.timeline` is its
+definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def follow(tasks: Iterable[tuple[int, int, Sequence[int]]], ends: list[int]) -> None:
+    """Set the end of each task.
+
+    Args:
+        tasks: (place, duration, places that it waits for) of each, in order.
+        ends: times by place, which are read and written.
+    """
+    for place, duration, waits in tasks:
+        begin = 0
+        for other in waits:
+            if ends[other] > begin:
+                begin = ends[other]
+        ends[place] = begin + duration

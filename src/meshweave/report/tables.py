@@ -1,0 +1,50 @@
+"""Tables and consoles of text, which all verbs print with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def text_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    left: Collection[str] = (),
+    *,
+    title: str = "",
+    whole: Collection[str] | None = None,
+) -> Table:
+    """Return a table of text.
+
+    Args:
+        left: the columns that are aligned to the left; the others are to the right.
+        title: stands above it, to the left.
+        whole: the columns whose cells are never broken; None for those of which a terminal has the room.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in head:
+        is_whole = whole is not None and column in whole
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=is_whole)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def text_console(least_width: int = 124) -> Console:
+    """Return a console on stdout: as wide as a terminal, or else at least so many columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=max(console.width, least_width), highlight=False)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], num_left: int) -> None:
+    """Print a table, its first `num_left` columns aligned to the left, the others to the right."""
+    text_console(130).print(text_table(head, rows, head[:num_left]))
