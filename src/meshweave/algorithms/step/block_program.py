@@ -21,10 +21,10 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
-from meshweave.algorithms.step.buckets import StageSettings
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.units import Unit, local_shape
 from meshweave.algorithms.step.write_units import layer_names, write_units
 from meshweave.base.errors import UnsupportedError

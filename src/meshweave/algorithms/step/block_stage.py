@@ -16,8 +16,9 @@ from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.program import COMPUTE
 from meshweave.algorithms.pipeline.slots import Stashes
-from meshweave.algorithms.step.buckets import StageBuckets, StageSettings
+from meshweave.algorithms.step.buckets import StageBuckets
 from meshweave.algorithms.step.layer_runs import LAYER, LayerAt, layer_runs
+from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.units import (
     CONSTANTS,
     PER_MICRO_BATCH,

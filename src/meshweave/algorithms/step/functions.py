@@ -14,7 +14,7 @@ import numpy as np
 
 from meshweave.algorithms.block.functions import Functions, Values, array_module, like
 from meshweave.algorithms.contract import Array, Arrays
-from meshweave.algorithms.step.buckets import StageSettings, runs_of
+from meshweave.algorithms.step.stage_settings import StageSettings, runs_of
 from meshweave.algorithms.step.units import Unit
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
