@@ -93,7 +93,7 @@ class StepRun:
         self._functions = StepFunctions(
             written.units, functions(block), written.mesh_of(rank), rank, self._update, torch.zeros
         )
-        tensors = {}
+        tensors: dict[str, Values] = {}
         for (unit, stage), own in self._own.items():
             tensors |= {f"{prefix}{stage}_{unit}": own for prefix in ("w", "new")}
         table = self._functions.table()

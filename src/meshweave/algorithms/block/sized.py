@@ -39,7 +39,7 @@ BackwardPart = Literal["", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class TaskAccess:
     """The buffers that a task reads and writes, and which of the gradients that a part of a layer is for.
 
     Attributes:
@@ -53,7 +53,7 @@ class Access:
     is_backward: bool
 
     @classmethod
-    def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> Access:
+    def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
         """Return the access of an op. Gradients of weights have no tokens."""
         writes = tuple(writes)
         makes: BackwardPart = ""
@@ -61,8 +61,8 @@ class Access:
             makes = "input_grad"
         elif any(each.tensor.startswith("D") and not each.has_tokens for each in writes):
             makes = "weight_grad"
-        names = (frozenset(each.buffer for each in views if each.tensor) for views in (reads, writes))
-        return cls(*names, makes, any(each.tensor.startswith("D") for each in writes))
+        read, written = (frozenset(each.buffer for each in views if each.tensor) for views in (reads, writes))
+        return cls(read, written, makes, any(each.tensor.startswith("D") for each in writes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SizedTask:
     work_of: Callable[[int], Work]
     after: tuple[int, ...]
     times: int
-    access: Access
+    access: TaskAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SizedProduct:
     name: str
     problem: Matmul2dProblem
     after: Mapping[str, tuple[int, ...]]
-    access: Access
+    access: TaskAccess
 
     def problem_of(self, sequences: int) -> Matmul2dProblem:
         """Return the product for so many sequences a rank."""
@@ -197,7 +197,7 @@ class SizedWriter(SkeletonWriter):
     def _add_task(self, op: Pending, work: Work, chunk: int) -> None:
         super()._add_task(op, work, chunk)
         after = tuple(int(name) for name, _ in self._tasks[-1].after)
-        access = Access.of(op.reads, op.writes)
+        access = TaskAccess.of(op.reads, op.writes)
         self._sized.append(SizedTask(op.lane, op.work_of, after, op.times, access))
 
     def _add_product(self, name: str, problem: Matmul2dProblem, ops: Mapping[str, Pending]) -> None:
@@ -207,7 +207,7 @@ class SizedWriter(SkeletonWriter):
         after = {lane: tuple(map(int, names)) for lane, names in part.after}
         accesses = [(op.reads, op.writes) for op in ops.values()]
         reads, writes = (chain.from_iterable(views) for views in zip(*accesses, strict=True))
-        self._sized.append(SizedProduct(name, problem, after, Access.of(reads, writes)))
+        self._sized.append(SizedProduct(name, problem, after, TaskAccess.of(reads, writes)))
 
     def sized(self) -> SizedSkeleton:
         """Return all tasks."""
