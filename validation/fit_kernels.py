@@ -27,11 +27,13 @@ import numpy as np
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
 from meshweave.cost.product_table import TableInterpolation, item_bytes
+from meshweave.describe.catalog import kernels_names
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.measured_file import (
     ATTENTION,
     COLLECTIVES,
+    LOW_PRECISIONS,
     MEASURED,
     PRODUCTS,
     MeasuredKernel,
@@ -53,16 +55,24 @@ PAGE = ROOT / "validation" / "results" / "kernels.md"
 CATALOG = ROOT / "src" / "meshweave" / "catalog" / "kernels"
 PARTS = 5
 MIDDLE_M = 2048
-DATA = "AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0, state of 2026-08-21), two thirds of its rows"
+DATA = (
+    "AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0, states of 2026-08 and 2026-09), a part of its rows"
+)
 
 DEVICES = {
     "A100-SXM4-80GB": Hardware(108, 312e12, 2.039e12),
     "H100-SXM5-80GB": Hardware(132, 989.5e12, 3.35e12),
     "H200-SXM": Hardware(132, 989.5e12, 4.8e12),
-    "B200-SXM": None,
-    "GB200": None,
+    "B200-SXM": Hardware(148, 2.25e15, 8e12),
+    "B300-SXM": Hardware(148, 2.25e15, 8e12),
+    "GB200": Hardware(148, 2.5e15, 8e12),
+    "GB300": Hardware(148, 2.5e15, 8e12),
 }
 """SMs, peak bfloat16 FLOP/s without sparsity and memory bandwidth, of NVIDIA's datasheets."""
+PEAK_TIMES = {"bfloat16": 1, "fp8": 2, "fp8_tensor": 2, "fp8_block": 2, "nvfp4": 4}
+"""Peaks of dtypes over that of bfloat16, of the same datasheets; that of nvfp4 on B300 and GB300 is 6."""
+LIKE = {"B300-SXM": "B200-SXM", "GB300": "GB200"}
+"""Devices without measured attention or collectives, and the one whose constants stand for theirs."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +128,11 @@ def fitted(group: Group, chosen: Any) -> ChipKernels:
     if group.kind == ATTENTION:
         attention = fit_attention(attention_columns(sizes), seconds, hardware)
         return ChipKernels(group.device, DATA, attention=((group.group, attention),))
-    is_fp8 = group.group == "fp8"
-    peak = (2 if is_fp8 else 1) * hardware.peak_flops_per_s
-    known = Hardware(hardware.units, peak, hardware.memory_bytes_per_s)
-    tiles = "gpu-by-m" if is_fp8 else "gpu"
-    products = fit_products(sizes, seconds, known, tiles, item_bytes(group.group), is_cast=is_fp8)
+    is_cast = group.group in LOW_PRECISIONS
+    times = 6 if group.group == "nvfp4" and group.device in LIKE else PEAK_TIMES[group.group]
+    known = Hardware(hardware.units, times * hardware.peak_flops_per_s, hardware.memory_bytes_per_s)
+    tiles = "gpu-by-m" if group.group == "fp8" else "gpu"
+    products = fit_products(sizes, seconds, known, tiles, item_bytes(group.group), is_cast=is_cast)
     return ChipKernels(group.device, DATA, products=((group.group, products),))
 
 
@@ -176,7 +186,8 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
     for entries in (products, attention):
         entries += [("float16", constants) for dtype, constants in entries if dtype == "bfloat16"]
     streaming = dict(products).get("bfloat16")
-    said = ". Element-wise calls are not measured: launch and memory of products" if streaming else ""
+    said = f". Attention and collectives are those of {LIKE[device]}" if device in LIKE else ""
+    said += ". Element-wise calls are not measured: launch and memory of products" if streaming else ""
     return ChipKernels(
         device,
         f"Fitted by validation/fit_kernels.py on {DATA}; errors on parts that were not fitted stand in "
@@ -186,8 +197,18 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
         tuple(entry for known in fits for entry in known.collectives),
         (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
         switch_reduces=not device.startswith("A100"),  # NVLink SHARP came with the switch of H100
-        sustained_share=load_kernels(device.lower()).sustained_share,  # of validation/fit_stacks.py
+        sustained_share=_sustained_share(device),
     )
+
+
+def _sustained_share(device: str) -> float:
+    """Return the share that validation/fit_stacks.py fitted, 1 where it has none."""
+    return load_kernels(device.lower()).sustained_share if device.lower() in kernels_names() else 1.0
+
+
+def borrowed(device: str, by_device: dict[str, list[ChipKernels]]) -> list[ChipKernels]:
+    """Return the fits of attention and collectives that stand for those of a device without any."""
+    return [fit for fit in by_device[LIKE[device]] if not fit.products] if device in LIKE else []
 
 
 def main(say: Callable[[str], None] = print) -> None:
@@ -223,7 +244,7 @@ def main(say: Callable[[str], None] = print) -> None:
             score.to_json() for score in overall([Score(**score) for score in scores_json])
         ]
     for device, fits in by_device.items():
-        text = kernels_toml(joined(device, fits))
+        text = kernels_toml(joined(device, fits + borrowed(device, by_device)))
         (CATALOG / f"{device.lower()}.toml").write_text(text, encoding="utf-8")
     PAGE.write_text(results_page(results), encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

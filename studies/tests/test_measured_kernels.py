@@ -46,7 +46,7 @@ def error_of(text: str) -> str:
 
 def test_the_kind_follows_from_the_columns() -> None:
     kinds = [shipped_measured(name).kind for name in SHIPPED]
-    assert kinds == ["products", "attention", "collectives", "products"]
+    assert kinds == ["products", "attention", "collectives", "products", "attention", "products"]
     turned = parse_measured("k,latency_ms,more,n,m,dtype,device\n3,0.5,x,2,1,fp8,H\n\n", "f.csv")
     assert turned.kind == PRODUCTS and turned.rows[0].sizes == (1, 2, 3)
     assert turned.rows[0].seconds == 0.5e-3

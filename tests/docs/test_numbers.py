@@ -19,7 +19,7 @@ import pytest
 import meshweave as mw
 from meshweave.base.units import format_s
 from meshweave.cli.app import run_app
-from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
+from meshweave.describe.machine.measured_file import LOW_PRECISIONS, TPU_PRODUCTS, shipped_measured
 from meshweave.execute.jax.tpu import TPU_TARGETS
 from meshweave_studies.meshslice.measured_mesh import local_shapes
 from meshweave_studies.meshslice.readings import READINGS as PAPER_READINGS
@@ -323,7 +323,10 @@ def test_kernels_in_the_guide() -> None:
 
     rows = [
         row("products, m >= 256, bfloat16", errors("products", "model", "m >= 256", ("bfloat16",))),
-        row("products, m >= 256, fp8", errors("products", "model", "m >= 256", ("fp8",))),
+        *(
+            row(f"products, m >= 256, {dtype}", errors("products", "model", "m >= 256", (dtype,)))
+            for dtype in LOW_PRECISIONS
+        ),
         row("products, m < 256", errors("products", "model", "m < 256")),
         row("the same by a table, m >= 256", errors("products", "table", "m >= 256")),
         row("attention", errors("attention", "model", "all")),

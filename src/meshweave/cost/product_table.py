@@ -19,16 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.products import product_seconds
 from meshweave.describe.machine.kernels import ProductModel, ProductTable
+from meshweave.describe.machine.measured_file import LOW_PRECISIONS
 
 Array = NDArray[np.float64]
 _OCTAVES = 4.0
 _ALIGNED_TO, _UNALIGNED_OCTAVES = 8, 2.0
 _NOISE = 0.1
-_ITEM_BYTES = {"float32": 4, "float64": 8, "fp8": 1, "int8": 1}
+_ITEM_BYTES = {"float32": 4, "float64": 8, "int8": 1, **dict.fromkeys(LOW_PRECISIONS, 1)}
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a dtype that kernels have constants for."""
+    """Return the bytes of an element of a dtype that kernels have constants for; of 4 bits and their scales 1."""
     return _ITEM_BYTES.get(dtype, 2)
 
 

@@ -105,7 +105,7 @@ def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.Capture
     assert run_app([*arguments, "dgx-h100:16"]) == 0
     assert "no measured kernels" not in capsys.readouterr().out
     products = ["plan", "--products", "llama-2-7b", "--batch", "8", "--algorithms", "collective", "--cluster"]
-    assert run_app([*products, "dgx-b200"]) == 0
+    assert run_app([*products, "hgx-h20"]) == 0
     assert "has no measured kernels" in " ".join(capsys.readouterr().out.split()[:25])
 
 

@@ -16,6 +16,8 @@ from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import ProductConstants, ProductModel
+from meshweave.describe.machine.kernels_file import KERNEL_DTYPES
+from meshweave.describe.machine.measured_file import LOW_PRECISIONS
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
@@ -250,7 +252,7 @@ class StepProblem:
         dtype: of weights and activations.
         gradient_dtype: of accumulated gradients and of their reduction.
         optimizer: "adam", "momentum" or "sgd".
-        product_dtype: of products of layers where it is another, such as "fp8".
+        product_dtype: of products of layers where it is another, such as "fp8" or "fp8_block" (`LOW_PRECISIONS`).
         attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
         attention_share: the FLOP rate of the attention kernel over that of the chip's constants; below 1 for an
             older kernel.
@@ -288,7 +290,7 @@ class StepProblem:
         Workload(self.batch, self.sequence, self.dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
-            ("product_dtype", (None, "fp8", *DTYPES)),
+            ("product_dtype", (None, *KERNEL_DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
             ("loss", _LOSSES),
@@ -304,6 +306,19 @@ class StepProblem:
             raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
         if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
             raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
+        if self.product_dtype in LOW_PRECISIONS:
+            self._check_low_precision(self.product_dtype)
+
+    def _check_low_precision(self, dtype: str) -> None:
+        """Raise DescriptionError where the chip has no constants of products in a precision below 16 bits."""
+        chip = self.cluster.chip
+        measured = [name for name, _ in chip.kernels.products] if chip.kernels else []
+        if dtype not in measured:
+            known = [name for name in measured if name in LOW_PRECISIONS]
+            raise DescriptionError(
+                f"step: products in {dtype} were not measured on chip {chip.name}; "
+                + (f"it has {', '.join(known)}" if known else "leave product_dtype out")
+            )
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
         """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""

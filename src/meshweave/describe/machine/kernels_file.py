@@ -41,9 +41,15 @@ from meshweave.describe.machine.kernels import (
     ProductTable,
     SystolicConstants,
 )
-from meshweave.describe.machine.measured_file import PRODUCTS, SHIPPED, read_measured, shipped_measured
+from meshweave.describe.machine.measured_file import (
+    LOW_PRECISIONS,
+    PRODUCTS,
+    SHIPPED,
+    read_measured,
+    shipped_measured,
+)
 
-KERNEL_DTYPES = (*DTYPES, "fp8")
+KERNEL_DTYPES = (*DTYPES, *LOW_PRECISIONS)
 """Dtypes that kernels may have constants for. `fp8` includes the cast of A from bfloat16."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=0.0, le=1e6)]

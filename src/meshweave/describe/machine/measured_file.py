@@ -41,9 +41,21 @@ _OPS = {
     "alltoall": "all_to_all",
     "all_to_all": "all_to_all",
 }
-_DTYPES = ("bfloat16", "float16", "float32", "fp8")
+LOW_PRECISIONS = ("fp8", "fp8_tensor", "fp8_block", "nvfp4")
+"""Precisions of products below 16 bits, by how operands are scaled.
+
+fp8: a scale a row of A and a column of B; fp8_tensor: one a tensor; fp8_block: one a 1 x 128 part of A and a
+128 x 128 block of B; nvfp4: 4 bits, one a 16 elements. A is cast within the measured time, B before.
+"""
+_DTYPES = ("bfloat16", "float16", "float32", *LOW_PRECISIONS)
 _MOST = 2**48
-MEASURED = ("gpu_gemm.csv", "gpu_attention.csv", "gpu_collectives.csv")
+MEASURED = (
+    "gpu_gemm.csv",
+    "gpu_attention.csv",
+    "gpu_collectives.csv",
+    "gpu_gemm_lowp.csv",
+    "gpu_attention_blackwell.csv",
+)
 """The files of the catalog with measured times."""
 TPU_PRODUCTS = "tpu_gemm.csv"
 """The file of the catalog with products as the TPU compiler expects them."""
