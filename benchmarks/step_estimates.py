@@ -79,7 +79,6 @@ def row_of(number: int) -> dict[str, Any]:
         "simulated_s": simulated.time_s,
         "error": step.time_s / simulated.time_s - 1,
         "fold": simulated.fold,
-        "calls_because": simulated.calls_because,
         "took_s": round(time.perf_counter() - begin, 2),
     }
 

@@ -19,7 +19,7 @@ MODEL = {
 LLAMA = {**MODEL, "num_kv_heads": 2, "gated_ffn": True}
 FEW = (
     {"data": 2, "tensor": 2, "strategy": "megatron_sp"},
-    {"data": 2, "pipeline": 2, "zero": 1, "micro_batch": 2},
+    {"data": 2, "pipeline": 2, "zero": 3, "micro_batch": 2, "schedule": "zb-h1"},
 )
 MORE = (
     {"pipeline": 2, "tensor": 2, "strategy": "megatron"},
@@ -29,6 +29,8 @@ MORE = (
     {"data": 2, "pipeline": 2, "virtual_stages": 2},
     {"pipeline": 4, "schedule": "gpipe"},
     {"data": 4, "zero": 1},
+    {"data": 2, "context": 2, "zero": 2, "recompute": "full"},
+    {"data": 2, "pipeline": 2, "virtual_stages": 2, "schedule": "dualpipev", "zero": 1},
 )
 
 

@@ -106,7 +106,7 @@ def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> 
 
     plan = read_plan(what)
     if plan.kind == "step":
-        return [step_case(plan, machine.cluster, options.place, calls=options.calls or None)]
+        return [step_case(plan, machine.cluster, options.place)]
     best = [plan.best.algorithm]
     return plan_cases(
         plan,

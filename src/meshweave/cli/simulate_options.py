@@ -59,13 +59,6 @@ MeshOption = Annotated[
 PlaceOption = Annotated[
     int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
 ]
-CallsOption = Annotated[
-    bool,
-    typer.Option(
-        "--calls",
-        help="Of a plan of a step: layers are calls of their estimated time, in place of their programs.",
-    ),
-]
 LowerOption = Annotated[
     Lowering,
     typer.Option(
@@ -123,7 +116,6 @@ class PlannedOptions:
     algorithms: AlgorithmsOption = "best"
     mesh: MeshOption = None
     place: PlaceOption = 1
-    calls: CallsOption = False
     against: AgainstOption = None
     fast: FastOption = False
     ranks: RanksOption = ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from meshweave.algorithms.step import Parallelism, Step, step_of
-from meshweave.algorithms.step.laid import LaidStep
-from meshweave.algorithms.step.program import lay_step, outside_s
+from meshweave.algorithms.step.block_program import lay_step
+from meshweave.algorithms.step.program import outside_s
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.tune.cases import SimulationCase
@@ -32,10 +32,8 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step
     return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
 
 
-def step_case(
-    plan: Plan, cluster: str | None = None, place: int = 1, *, calls: bool | None = None
-) -> SimulationCase:
-    """Return a configuration of the plan of a step as a case; `calls` is as for `simulate_step`.
+def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:
+    """Return a configuration of the plan of a step as a case.
 
     Raises:
         DescriptionError: as `planned_step`.
@@ -43,7 +41,7 @@ def step_case(
         UnsupportedError: no program is written for steps of this kind.
     """
     step = planned_step(plan, cluster, place)
-    laid = lay_step(step, calls=calls)
+    laid = lay_step(step)
     p = step.parallelism
     degrees = ", ".join(f"{name} {p.size(name)}" for name in reversed(p.order))
     title = f"{plan.model}, a step: {degrees}"
@@ -51,12 +49,10 @@ def step_case(
         f"{step.num_micro_batches} micro-batches of {p.micro_batch} x {plan.sequence} tokens, {p.strategy}, "
         f"{p.schedule}, ZeRO-{p.zero}, on {p.num_ranks} chips of {step.problem.cluster.name}"
         + (f", of which one in {laid.fold} is simulated: the others do the same" if laid.fold > 1 else "")
-        + (f"; layers are calls of their estimated time: {laid.calls_because}" if laid.calls_because else "")
     )
-    inside_s = partial(_inside_s, step, laid)
-    return SimulationCase(title, title, "", subject, laid.program, laid.machine, inside_s)
+    return SimulationCase(title, title, "", subject, laid.program, laid.machine, partial(_inside_s, step))
 
 
-def _inside_s(step: Step, laid: LaidStep) -> float:
+def _inside_s(step: Step) -> float:
     """Return the seconds of the estimate that the program of a step takes."""
-    return step.time_s - outside_s(step, laid)
+    return step.time_s - outside_s(step)

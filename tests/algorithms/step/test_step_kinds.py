@@ -10,11 +10,9 @@ import pytest
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.step import step_of
-from meshweave.algorithms.step.block_program import lay_block_step
 from meshweave.algorithms.step.layers import bare_layer_s, layer_time
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.table import STRATEGIES
-from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.memory import step_flops
@@ -55,8 +53,6 @@ def test_layers_of_two_kinds_take_the_mean_of_both() -> None:
     assert layer.forward.total_s == pytest.approx((8 * kinds[0] + 24 * kinds[1]) / 32, rel=1e-12)
     whole = layer.forward.total_s + layer.backward.total_s
     assert bare_layer_s(mixed, EIGHT) == pytest.approx(whole, rel=1e-9)
-    with pytest.raises(UnsupportedError, match="layers of one kind"):
-        lay_block_step(step_of(mixed, EIGHT))
 
 
 def test_parts_beside_each_other_are_reduced_once() -> None:

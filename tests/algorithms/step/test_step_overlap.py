@@ -12,7 +12,7 @@ from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, Blo
 from meshweave.algorithms.block.roles import Roles, Side
 from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, ring_parts
 from meshweave.algorithms.block.two_d import IncludedProducts
-from meshweave.algorithms.step import StepProblem, simulate_step, step_of
+from meshweave.algorithms.step import StepProblem
 from meshweave.algorithms.step.block_time import _without_gradients
 from meshweave.algorithms.step.layers import hidden_between_sites_s, layer_time
 from meshweave.estimate import skeleton_ps
@@ -136,14 +136,6 @@ def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
         assert steps[overlap].problem.overlap == overlap
         assert steps[overlap].time_s == pytest.approx(read.step.best.step_s)
     assert steps["sites"].time_s > steps["layers"].time_s
-
-
-def test_a_step_by_sites_is_simulated_with_layers_of_their_estimated_time() -> None:
-    parallelism = mw.Parallelism(tensor=8, strategy="megatron_sp", micro_batch=4)
-    step = step_of(problem_of(overlap="sites"), parallelism)
-    simulated = simulate_step(step)
-    assert "one by one" in simulated.calls_because
-    assert simulated.time_s == pytest.approx(step.time_s, rel=0.02)
 
 
 def test_an_unknown_overlap_is_refused() -> None:

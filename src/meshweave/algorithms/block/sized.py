@@ -8,15 +8,17 @@ where the batch is in one chunk; included 2D products are filled in for a size a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Literal, NamedTuple
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import AxisDims
 from meshweave.algorithms.block.skeleton_writer import Pending, SkeletonWriter
+from meshweave.algorithms.block.writer import Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.skeleton import Part, Skeleton, Task
@@ -32,6 +34,37 @@ class FlatTask(NamedTuple):
     times: int = 1
 
 
+BackwardPart = Literal["", "input_grad", "weight_grad"]
+"""Which part of the backward part: both, what leads to the gradient of the residual, or the rest of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAccess:
+    """The buffers that a task reads and writes, and which of the gradients that a part of a layer is for.
+
+    Attributes:
+        makes: "input_grad" for the gradient of the residual before all layers, "weight_grad" for one of a weight.
+        is_backward: whether it makes any gradient.
+    """
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+    makes: BackwardPart
+    is_backward: bool
+
+    @classmethod
+    def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
+        """Return the access of an op. Gradients of weights have no tokens."""
+        writes = tuple(writes)
+        makes: BackwardPart = ""
+        if any(each.tensor == "DX" for each in writes):
+            makes = "input_grad"
+        elif any(each.tensor.startswith("D") and not each.has_tokens for each in writes):
+            makes = "weight_grad"
+        read, written = (frozenset(each.buffer for each in views if each.tensor) for views in (reads, writes))
+        return cls(read, written, makes, any(each.tensor.startswith("D") for each in writes))
+
+
 @dataclass(frozen=True, slots=True)
 class SizedTask:
     """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences on a rank."""
@@ -40,6 +73,7 @@ class SizedTask:
     work_of: Callable[[int], Work]
     after: tuple[int, ...]
     times: int
+    access: TaskAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +88,7 @@ class SizedProduct:
     name: str
     problem: Matmul2dProblem
     after: Mapping[str, tuple[int, ...]]
+    access: TaskAccess
 
     def problem_of(self, sequences: int) -> Matmul2dProblem:
         """Return the product for so many sequences a rank."""
@@ -62,7 +97,7 @@ class SizedProduct:
         return replace(self.problem, m=self.problem.m * sequences)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SizedSkeleton:
     """The tasks of rank 0, in an order in which each comes after those that it waits for.
 
@@ -82,11 +117,33 @@ class SizedSkeleton:
         """Return the most sequences that a rank has of a batch."""
         return -(-batch // self.batch_parts)
 
-    def steps(self, sequences: int, config: BlockConfig) -> list[FlatTask]:
-        """Return the tasks for so many sequences a rank, those of products among them."""
+    @cached_property
+    def for_weights(self) -> frozenset[int]:
+        """Return the numbers of the backward tasks that lead to gradients of weights alone."""
+        begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
+        numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
+        return frozenset(number for number in numbers if number >= begin)
+
+    def _leading_to(self, part: BackwardPart) -> frozenset[int]:
+        needed, numbers = set[str](), set[int]()
+        for number, task in reversed(list(enumerate(self.tasks))):
+            if task.access.makes == part or task.access.writes & needed:
+                needed |= task.access.reads
+                numbers.add(number)
+        return frozenset(numbers)
+
+    def steps(self, sequences: int, config: BlockConfig, part: BackwardPart = "") -> list[FlatTask]:
+        """Return the tasks for so many sequences a rank, those of products among them.
+
+        Args:
+            part: "input_grad" leaves out those that lead to gradients of weights alone, "weight_grad" all others.
+        """
         steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
-        for task in self.tasks:
+        for number, task in enumerate(self.tasks):
+            if part and (number in self.for_weights) != (part == "weight_grad"):
+                last.append(())
+                continue
             if isinstance(task, SizedTask):
                 after = tuple(step for other in task.after for step in last[other])
                 last.append((len(steps),))
@@ -140,14 +197,17 @@ class SizedWriter(SkeletonWriter):
     def _add_task(self, op: Pending, work: Work, chunk: int) -> None:
         super()._add_task(op, work, chunk)
         after = tuple(int(name) for name, _ in self._tasks[-1].after)
-        self._sized.append(SizedTask(op.lane, op.work_of, after, op.times))
+        access = TaskAccess.of(op.reads, op.writes)
+        self._sized.append(SizedTask(op.lane, op.work_of, after, op.times, access))
 
     def _add_product(self, name: str, problem: Matmul2dProblem, ops: Mapping[str, Pending]) -> None:
         self._add_part(Skeleton(()), ops)
         part = self._tasks[-1]
         assert isinstance(part, Part)
         after = {lane: tuple(map(int, names)) for lane, names in part.after}
-        self._sized.append(SizedProduct(name, problem, after))
+        accesses = [(op.reads, op.writes) for op in ops.values()]
+        reads, writes = (chain.from_iterable(views) for views in zip(*accesses, strict=True))
+        self._sized.append(SizedProduct(name, problem, after, TaskAccess.of(reads, writes)))
 
     def sized(self) -> SizedSkeleton:
         """Return all tasks."""

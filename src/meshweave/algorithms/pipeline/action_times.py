@@ -39,6 +39,7 @@ class ActionTimes:
         input_grad: likewise.
         weight_grad: likewise.
         transfer: of each edge between stages, per micro-batch and direction; none within a rank.
+        saved: what a whole backward takes less than both gradients one after the other; () for nothing.
 
     Raises:
         LayoutError: the lists of stages differ in length, or a time is negative.
@@ -48,12 +49,27 @@ class ActionTimes:
     input_grad: tuple[int, ...]
     weight_grad: tuple[int, ...]
     transfer: tuple[int, ...]
+    saved: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.input_grad) == len(self.weight_grad):
             raise LayoutError("forward, input and weight gradients need one time for each stage")
         if min((*self.forward, *self.input_grad, *self.weight_grad, *self.transfer), default=0) < 0:
             raise LayoutError("times of actions must not be negative")
+
+    @cached_property
+    def backward(self) -> tuple[int, ...]:
+        """Return what a whole backward of each stage takes."""
+        saved = self.saved or (0,) * len(self.forward)
+        parts = zip(self.input_grad, self.weight_grad, saved, strict=True)
+        return tuple(soon + late - less for soon, late, less in parts)
+
+    @property
+    def joined(self) -> ActionTimes:
+        """Return times of gradients that take as long in two as in one: no schedule takes longer with them."""
+        late = zip(self.weight_grad, self.saved or (0,) * len(self.forward), strict=True)
+        less = tuple(max(ticks - saved, 0) for ticks, saved in late)
+        return ActionTimes(self.forward, self.input_grad, less, self.transfer)
 
     @classmethod
     def uniform(
@@ -79,7 +95,7 @@ class ActionTimes:
         if kind is ActionKind.WEIGHT_GRAD:
             return self.weight_grad[stage]
         if kind is ActionKind.BACKWARD:
-            return self.input_grad[stage] + self.weight_grad[stage]
+            return self.backward[stage]
         return 0
 
 

@@ -7,15 +7,13 @@ which axes gradients are still to be summed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
-from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.parts import BlockParts
-from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.problem import AXES
-from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
@@ -23,45 +21,48 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
-from meshweave.algorithms.step.buckets import StageSettings
-from meshweave.algorithms.step.laid import LaidStep
-from meshweave.algorithms.step.layers import (
-    best_config,
-    eager_logits_s,
-    extra_s,
-)
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.result import Step
-from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
+from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.units import Unit, local_shape
+from meshweave.algorithms.step.write_units import layer_names, write_units
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_ps
-from meshweave.cost.calls import flops_per_s
 from meshweave.cost.folded import FoldedMachine
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import HostsNetwork
-from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Call, Op
-from meshweave.ir.program.statements import rewrite
 
 REPLICAS = "r"
 """What the names of meshes of replicas begin with, before the pipeline rank."""
 
 
-def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
+@dataclass(frozen=True)
+class LaidStep:
+    """The program of a step and the machine that it is on.
+
+    Attributes:
+        fold: how many chips each simulated rank stands for.
+    """
+
+    program: Program
+    machine: Machine
+    fold: int
+
+
+def lay_step(step: Step, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, layers of several kinds,
-            layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype, layers whose sites run one by one, or sizes that
+            tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -78,6 +79,47 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
     part = cluster.with_chips(cluster.num_chips // copies)
     machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
     return LaidStep(program, machine, copies)
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage of a step lies.
+
+    Attributes:
+        mesh, replicas: its ranks, with the axes of blocks and with those of replicas.
+        layers: by the names of its units the numbers of their layers in the model; (0,) for an end.
+    """
+
+    mesh: Mesh
+    replicas: Mesh
+    layers: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class WrittenStep:
+    """The program of a step, and what its buckets are.
+
+    Attributes:
+        units: the pieces of the model by name.
+        stages: where each stage lies.
+        settings: how its buckets are kept.
+        loss_copies: how many ranks of a pipeline rank have the losses of the same tokens.
+    """
+
+    program: Program
+    units: dict[str, Unit]
+    stages: dict[int, StagePlace]
+    settings: StageSettings
+    loss_copies: int
+
+    def mesh_of(self, rank: int) -> Mesh:
+        """Return the mesh of the pipeline rank that a rank belongs to, with the axes of blocks."""
+        return next(place.mesh for place in self.stages.values() if rank in place.mesh)
+
+
+def write_step(step: Step) -> WrittenStep:
+    """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
+    return _StepWriter(step, 1).written()
 
 
 def replica_copies(step: Step) -> int:
@@ -107,8 +149,6 @@ class _StepWriter:
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
-        if len(self.problem.kinds) > 1:
-            raise UnsupportedError("the program of a step has layers of one kind, and not of several")
         if self.problem.overlap == "sites":
             raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
@@ -123,44 +163,11 @@ class _StepWriter:
             p.zero,
             stack.regathers,
             stack.overlap,
-            0.0 if stack.waits_for_gathers else stack.overlap,
+            stack.waits_for_gathers,
             stack.waits_for_tensor,
         )
-        self.units: dict[Piece, Unit] = {}
-
-    # --- pieces -----------------------------------------------------------------------------------------
-
-    def _unit(self, piece: Piece) -> Unit:
-        problem, p = self.problem, self.p
-        rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
-        if piece == "layers":
-            seconds = extra_s(problem, p)
-        elif piece == "head":
-            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
-            seconds = first, second, 0.0
-        else:
-            seconds = 0.0, 0.0, 0.0
-        flops = round(seconds[0] * rate), round(seconds[1] * rate), round(seconds[2] * rate)
-        name = "layer" if piece == "layers" else piece
-        return Unit(name, self._parts(piece), flops, p.shards if self.settings.is_sharded else 1)
-
-    def _parts(self, piece: Piece) -> BlockParts:
-        problem, p = self.problem, self.p
-        inner = strategy_of(problem, replace(p, context=1))
-        entry = StrategyAround(inner, (BATCH, RING))
-        data = self.here.data
-        shape = data, p.context, *p.tensor_mesh
-        work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
-        block = BlockProblem.of(problem.model, work, shape)
-        if piece != "layers":
-            ranks = p.tensor_size
-            block = replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
-        config = best_config(problem, p)
-        recompute = p.recompute if piece == "layers" else "none"
-        parts = entry.parts(block, config, piece=piece, recompute=recompute)
-        if p.context > 1 and piece == "layers":
-            parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
-        return parts
+        self.layers = layer_names(self.problem)
+        self.units: dict[str, Unit] = {}
 
     # --- meshes -----------------------------------------------------------------------------------------
 
@@ -199,13 +206,27 @@ class _StepWriter:
         )
         return replace(mesh, ranks=tuple(ranks))
 
+    def written(self) -> WrittenStep:
+        """Return the program with what its buckets are."""
+        program, stages, begin = self.program(), dict[int, StagePlace](), 0
+        for number, rank in enumerate(self.step.stages.stage_ranks):
+            layers: dict[str, tuple[int, ...]] = {}
+            for place, name in enumerate(self._layers_of(number)):
+                layers[name] = (*layers.get(name, ()), begin + place)
+            begin += self.step.stage_layers[number]
+            layers |= {unit.name: (0,) for unit, _ in self._units_of(number) if not unit.is_layer}
+            stages[number] = StagePlace(self._mesh(rank), self._replica_mesh(rank), layers)
+        mesh = stages[0].mesh
+        sums = self.units["head"].parts.sums["loss"] if "head" in self.units else ()
+        copies = mesh.num_ranks // prod(mesh.size(axis) for axis in sums)
+        return WrittenStep(program, self.units, stages, self.settings, copies)
+
     # --- the pipeline -----------------------------------------------------------------------------------
 
     def program(self) -> Program:
         """Return the program."""
-        self.units = {"layers": self._unit("layers")}
-        if self.problem.model.vocab_size:
-            self.units |= {"embedding": self._unit("embedding"), "head": self._unit("head")}
+        shards = self.p.shards if self.settings.is_sharded else 1
+        self.units = write_units(self.problem, self.p, self.here.data, shards)
         step, p = self.step, self.p
         stages = tuple(self._stage(number) for number in range(p.num_stages))
         edges = tuple(self._edge(number) for number in range(p.num_stages - 1))
@@ -219,14 +240,12 @@ class _StepWriter:
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
-            units = self._units_of(number)
-            layers = ("layer",) * self.step.stage_layers[number]
             return BlockStage(
                 number,
                 mesh,
                 replicas,
-                units,
-                layers,
+                self._units_of(number),
+                self._layers_of(number),
                 self.settings,
                 boundaries,
                 stashes,
@@ -237,9 +256,14 @@ class _StepWriter:
         transfers: Transfers = "blocking" if self.problem.stack.blocks_transfers else "overlapped"
         return pipeline_program(problem, schedule, transfers, title="step", writes_stage=stage)
 
+    def _layers_of(self, number: int) -> tuple[str, ...]:
+        """Return the names of the units of a stage's layers."""
+        begin = sum(self.step.stage_layers[:number])
+        return self.layers[begin : begin + self.step.stage_layers[number]]
+
     def _units_of(self, number: int) -> tuple[tuple[Unit, int], ...]:
-        count = self.step.stage_layers[number]
-        units = [(self.units["layers"], count)] if count else []
+        counts = Counter(self._layers_of(number))
+        units = [(self.units[name], counts[name]) for name in sorted(counts)]
         if "embedding" in self.units and number == 0:
             units.insert(0, (self.units["embedding"], 1))
         if "head" in self.units and number == self.p.num_stages - 1:
@@ -256,7 +280,7 @@ class _StepWriter:
 
     def _residual(self) -> tuple[int, ...]:
         """Return the shape of a rank's part of the residual."""
-        program = self.units["layers"].parts.forward
+        program = self.units[self.layers[0]].parts.forward
         return local_shape(program, program.buffer_of["x"])
 
     def _edge(self, source: int) -> Edge:
@@ -278,17 +302,6 @@ class _StepWriter:
         request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
         whole = schedule_by_name(name, request, step.stages.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
-
-
-def _striped(program: Program) -> Program:
-    """Return a program whose rings attend to half of the keys in every turn, as the estimate has them."""
-
-    def striped(op: Op) -> tuple[Op, ...]:
-        if isinstance(op, Call) and op.work == "attention":
-            op = replace(op, shape=(*op.shape[:3], op.shape[2] // 2 + 1, op.shape[4]))
-        return (op,)
-
-    return replace(program, body=rewrite(program.body, striped))
 
 
 def _strided(

@@ -16,8 +16,9 @@ from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.program import COMPUTE
 from meshweave.algorithms.pipeline.slots import Stashes
-from meshweave.algorithms.step.buckets import StageBuckets, StageSettings
+from meshweave.algorithms.step.buckets import StageBuckets
 from meshweave.algorithms.step.layer_runs import LAYER, LayerAt, layer_runs
+from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.units import (
     CONSTANTS,
     PER_MICRO_BATCH,
@@ -45,7 +46,7 @@ _PARTS: dict[ActionKind, PartKind] = {
 
 
 @dataclass(frozen=True)
-class _Action:
+class _StagePart:
     """A part of a stage, for micro-batch `at`."""
 
     part: PartKind
@@ -184,11 +185,11 @@ class BlockStage:
         """Yield the statements of an action that computes; others have none."""
         part = _PARTS.get(kind)
         if part == "forward":
-            yield from self._forward(_Action(part, micro_batch, label))
+            yield from self._forward(_StagePart(part, micro_batch, label))
         elif part is not None:
-            yield from self._backward(_Action(part, micro_batch, label))
+            yield from self._backward(_StagePart(part, micro_batch, label))
 
-    def _forward(self, action: _Action) -> Iterator[Statement]:
+    def _forward(self, action: _StagePart) -> Iterator[Statement]:
         at = action.at
         for name in ("embedding", "head"):
             if name in self.units:
@@ -219,7 +220,7 @@ class BlockStage:
             out = self.buckets.whole(f"{unit.name}_{buffer.name}", dims, slot)
             yield Call(fn=buffer.name, outs=(out,), ins=(), args=(at,), lane=COMPUTE, name=buffer.name)
 
-    def _layer(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
+    def _layer(self, layer: LayerAt, action: _StagePart) -> Iterator[Statement]:
         streams = {"x": self._stream(layer.place, action.at), "z": self._stream(layer.place + 1, action.at)}
         yield from self._include(self._of_layer(layer.kind, layer.number), streams, action)
 
@@ -234,7 +235,7 @@ class BlockStage:
             else:
                 yield from body
 
-    def _backward(self, action: _Action) -> Iterator[Statement]:
+    def _backward(self, action: _StagePart) -> Iterator[Statement]:
         """Yield a backward action, or the part of it that is for one of both gradients."""
         at = action.at
         if action.part != "weight_grad":
@@ -276,7 +277,7 @@ class BlockStage:
     def _head(self) -> _Layer | None:
         return self._of_layer("head", 0) if "head" in self.units else None
 
-    def _layer_back(self, layer: LayerAt, action: _Action) -> Iterator[Statement]:
+    def _layer_back(self, layer: LayerAt, action: _StagePart) -> Iterator[Statement]:
         streams = {
             "x": self._stream(layer.place, action.at),
             "dz": self._gradient(layer.place + 1, action.at),
@@ -286,7 +287,7 @@ class BlockStage:
         yield from self._unit_backward(self._of_layer(layer.kind, layer.number), streams, action, after)
 
     def _unit_backward(
-        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None
+        self, layer: _Layer, streams: Mapping[str, View], action: _StagePart, after: _Layer | None
     ) -> Iterator[Statement]:
         """Yield the backward part of a layer; `after` is what comes after it in the model."""
         yield from self._include(layer, streams, action, after)
@@ -294,7 +295,7 @@ class BlockStage:
             yield from self.buckets.gradients(*layer, action.at)
 
     def _include(
-        self, layer: _Layer, streams: Mapping[str, View], action: _Action, after: _Layer | None = None
+        self, layer: _Layer, streams: Mapping[str, View], action: _StagePart, after: _Layer | None = None
     ) -> Iterator[Statement]:
         """Yield the include of a part of a layer after what makes its weights, and what software adds."""
         (unit, number), part = layer, action.part

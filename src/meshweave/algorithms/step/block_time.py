@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.node_writer import GRADIENTS
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.block.sized import FlatTask, SizedSkeleton
+from meshweave.algorithms.block.sized import BackwardPart, FlatTask, SizedSkeleton
 from meshweave.algorithms.step.placement import block_axes, machine_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.strategies import strategy_of
@@ -109,6 +109,22 @@ def whole_time(
     return time, config
 
 
+def split_time(
+    problem: StepProblem, parallelism: Parallelism, vocabulary: int = 0, product_dtype: str | None = None
+) -> tuple[PartTime, PartTime] | None:
+    """Return the time of the backward part of a block in two, gradient of the residual and gradients of weights.
+
+    None where broadcasts are chains, whose tasks are not told apart. Raises as `forward_and_whole`.
+    """
+    if _is_estimated(problem, parallelism):
+        return None
+    forward, _ = forward_and_whole(problem, parallelism, vocabulary, product_dtype)
+    _, config = whole_time(problem, parallelism, vocabulary, product_dtype)
+    what = True, vocabulary, product_dtype
+    first = _config_time(problem, parallelism, what, config, "input_grad").part
+    return first - forward.part, _config_time(problem, parallelism, what, config, "weight_grad").part
+
+
 def piece_time(
     problem: StepProblem, parallelism: Parallelism, training: bool, config: BlockConfig, piece: Piece
 ) -> BlockTime:
@@ -153,13 +169,17 @@ def block_of(
 
 
 def _config_time(
-    problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig
+    problem: StepProblem,
+    parallelism: Parallelism,
+    what: _What,
+    config: BlockConfig,
+    part: BackwardPart = "",
 ) -> BlockTime:
     axes = block_axes(parallelism)
     if _is_estimated(problem, parallelism):
         skeleton = _skeleton(problem, parallelism, what, config)
         return _estimated(skeleton, machine_of(problem, axes), problem.stack.waits_for_tensor)
-    steps = _steps(problem, parallelism, what, config)
+    steps = _steps(problem, parallelism, what, config, part)
     known = problem.cache("transfers").setdefault(axes, {})
     return steps.time(machine_of(problem, axes), known, problem.stack.waits_for_tensor)
 
@@ -227,19 +247,21 @@ class _PricedTasks:
         return BlockTime(part, self.kernels)
 
 
-def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> _PricedTasks:
+def _steps(
+    problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig, part: BackwardPart
+) -> _PricedTasks:
     known = problem.cache("steps")
     training, vocabulary, product_dtype = what
     entry = strategy_of(problem, parallelism)
     family = entry.name, parallelism.tensor_mesh, parallelism.context, training, vocabulary
-    key = family, product_dtype, parallelism.micro_batch, config
+    key = family, product_dtype, parallelism.micro_batch, config, part
     if key not in known:
         sized = problem.cache("sized")
         if family not in sized:
             block = block_of(problem, parallelism, training, vocabulary)
             sized[family] = entry.sized_skeleton(block, problem.overlap)
         of: SizedSkeleton = sized[family]
-        steps = of.steps(of.sequences(parallelism.micro_batch), config)
+        steps = of.steps(of.sequences(parallelism.micro_batch), config, part)
         known[key] = _PricedTasks(steps, product_dtype, problem)
     made: _PricedTasks = known[key]
     return made

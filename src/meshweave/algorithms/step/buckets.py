@@ -22,13 +22,13 @@ gradients of the one after.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 from meshweave.algorithms.pipeline.program import COMPUTE, PARAMETERS
 from meshweave.algorithms.step.compose import ADAM_STEP_BYTES
 from meshweave.algorithms.step.layer_runs import LAYER
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.stage_settings import Run, StageSettings, runs_of
 from meshweave.algorithms.step.units import Unit
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -36,53 +36,6 @@ from meshweave.ir.program import Buffer, Repeat, Statement, Tensor, When
 from meshweave.ir.program.expressions import Index, equal
 from meshweave.ir.program.ops import AllGather, AllReduce, Call, Op, ReduceScatter, Zero
 from meshweave.ir.program.views import FULL, Range, View
-
-
-@dataclass(frozen=True)
-class StageSettings:
-    """What the stages of a step share.
-
-    Attributes:
-        dtype, gradient_dtype: of weights and activations, and of buckets of gradients.
-        groups: the names of the axes of replicas on the mesh of replicas: those that shard first.
-        num_sharding: how many of the groups shard.
-        zero: what they shard, as `Parallelism.zero` says.
-        regathers: whether weights are gathered for each forward part although they are kept whole until the
-            backward one (ZeRO-2).
-        overlap: the share of each reduction that runs beside the layers.
-        gather_overlap: likewise of each gather.
-        waits_for_tensor: whether nothing runs beside the collectives of a layer.
-    """
-
-    dtype: str
-    gradient_dtype: str
-    groups: tuple[str, ...]
-    num_sharding: int = 0
-    zero: int = 0
-    regathers: bool = False
-    overlap: float = 1.0
-    gather_overlap: float = 1.0
-    waits_for_tensor: bool = False
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether optimizer states are sharded."""
-        return self.num_sharding > 0
-
-    @property
-    def shards_weights(self) -> bool:
-        """Return whether weights are freed after each part of a layer."""
-        return self.is_sharded and self.zero == 3
-
-    @property
-    def gathers_each(self) -> bool:
-        """Return whether each micro-batch gathers weights."""
-        return self.shards_weights or (self.is_sharded and self.zero == 2 and self.regathers)
-
-    @property
-    def reduces_each(self) -> bool:
-        """Return whether the gradients of each micro-batch are reduced."""
-        return self.zero >= 2 and bool(self.groups)
 
 
 class StageBuckets:
@@ -185,15 +138,13 @@ class StageBuckets:
 
     # --- views ------------------------------------------------------------------------------------------
 
-    def _own(self, unit: Unit, prefix: str, layer: Index, run: tuple[int, int] | None = None) -> View:
+    def _own(self, unit: Unit, prefix: str, layer: Index, run: Run | None = None) -> View:
         """Return what the rank keeps of a layer's weights ("w") or gradients ("dw"), or of a run of its bucket."""
         shards = unit.shards if self.settings.is_sharded else 1
         part = self._range(unit, layer, shards, run)
         return View(self._tensor(unit, prefix.upper()).lower(), (part,), 0)
 
-    def _at_level(
-        self, unit: Unit, prefix: str, layer: Index, level: int, run: tuple[int, int] | None = None
-    ) -> View:
+    def _at_level(self, unit: Unit, prefix: str, layer: Index, level: int, run: Run | None = None) -> View:
         """Return a layer's bucket, or a run of it, scattered over so many groups."""
         slots = self._slots(unit, prefix, level)
         if not slots:
@@ -204,16 +155,11 @@ class StageBuckets:
         return View(self.name(self._part(unit, prefix, level)), (part,), 0)
 
     @staticmethod
-    def _range(unit: Unit, layer: Index, parts: int, run: tuple[int, int] | None) -> Range:
+    def _range(unit: Unit, layer: Index, parts: int, run: Run | None) -> Range:
         size = unit.elements // parts
         if run is None or run == (0, unit.elements):
             return Range(layer * size, layer * size + size)
         return Range(layer * size + run[0] // parts, layer * size + run[1] // parts)
-
-    def _runs(self, unit: Unit, share: float) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """Return the run of a bucket whose collectives run beside the layers, and that which is waited for."""
-        cut = round(share * unit.elements / unit.shards) * unit.shards
-        return (0, cut) if cut else None, (cut, unit.elements) if cut < unit.elements else None
 
     # --- weights ----------------------------------------------------------------------------------------
 
@@ -260,7 +206,7 @@ class StageBuckets:
         yield from self._gathers_beside(unit, layer, is_forward=is_forward)
         if self._gathers_for(unit, is_forward):
             waited = list(self._gather(unit, layer, True))
-            if settings.gather_overlap:
+            if settings.gathers_beside:
                 yield from self._before_gather(waited, ())
             yield from waited
             yield from then
@@ -298,18 +244,18 @@ class StageBuckets:
 
     def _gather(self, unit: Unit, layer: Index, is_waited: bool) -> Iterator[Op]:
         settings = self.settings
-        run = self._runs(unit, settings.gather_overlap)[is_waited]
-        if run is None:
-            return
-        for level in reversed(range(settings.num_sharding)):
-            yield AllGather(
-                out=self._at_level(unit, "w", layer, level, run),
-                src=self._at_level(unit, "w", layer, level + 1, run),
-                over=f"{self.replicas.name}.{settings.groups[level]}",
-                dim=0,
-                lane=COMPUTE if settings.gather_overlap == 0 else PARAMETERS,
-                name=f"gather weights {self.number}",
-            )
+        for is_late, run in enumerate(runs_of(unit, settings)):
+            if run is None or (settings.waits_for_gathers or bool(is_late)) != is_waited:
+                continue
+            for level in reversed(range(settings.num_sharding)):
+                yield AllGather(
+                    out=self._at_level(unit, "w", layer, level, run),
+                    src=self._at_level(unit, "w", layer, level + 1, run),
+                    over=f"{self.replicas.name}.{settings.groups[level]}",
+                    dim=0,
+                    lane=PARAMETERS if settings.gathers_beside else COMPUTE,
+                    name=f"gather weights {self.number}",
+                )
 
     def matrix(self, unit: Unit, name: str, dims: int, layer: Index) -> View:
         """Return a matrix of weights of a layer."""
@@ -343,7 +289,7 @@ class StageBuckets:
                 yield When(equal(at, self.last), ops)
             return
         yield from self._reductions(unit, layer, True)
-        beside, waited = self._runs(unit, settings.overlap)
+        beside, waited = runs_of(unit, settings)
         if beside and waited:
             yield self._reduced(self._own(unit, "dw", layer, waited))
 
@@ -364,7 +310,7 @@ class StageBuckets:
     def _reductions(self, unit: Unit, layer: Index, is_waited: bool) -> Iterator[Op]:
         """Yield the sums of the gradients of a layer, over tensor-parallel ranks and over replicas."""
         settings, label = self.settings, f"reduce gradients {self.number}"
-        run = self._runs(unit, settings.overlap)[is_waited]
+        run = runs_of(unit, settings)[is_waited]
         if run is None:
             return
         lane = COMPUTE if settings.overlap == 0 else PARAMETERS
@@ -411,7 +357,8 @@ class StageBuckets:
             if other is not unit
         ]
         return Call(
-            fn="optimizer",
+            fn=f"optimizer_{unit.name}",
+            args=(self.number,),
             outs=(names["NEW"],),
             ins=(names["W"], names["DW"], *others),
             flops=own,

@@ -21,6 +21,7 @@ from meshweave.algorithms.step.block_time import (
     compute_ps,
     forward_and_whole,
     piece_time,
+    split_time,
     whole_time,
 )
 from meshweave.algorithms.step.placement import block_axes
@@ -93,6 +94,44 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     elif parallelism.recompute == "selective":
         again = PartTime(sum(_attention_s(problem, parallelism, "forward")), 0.0, first.part.context_s)
     return LayerTime(forward, backward, again)
+
+
+Split = tuple[PartTime, PartTime]
+"""The backward part of a piece, without recomputation, in two: gradient of the residual, gradients of weights."""
+
+
+def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
+    """Return the backward part of a layer in two; passes over gradients are of the second.
+
+    None where the tasks of the strategy are not told apart (`split_time`).
+    """
+    totals = PartTime(), PartTime()
+    for share, kind in problem.kinds:
+        split = split_time(kind, parallelism, 0, problem.product_dtype)
+        if split is None:
+            return None
+        first, whole = forward_and_whole(kind, parallelism, 0, problem.product_dtype)
+        late_s = _accumulation_s(kind, parallelism)
+        soon_s = _added_s(kind, parallelism, whole.kernels - first.kernels, "backward") - late_s
+        added = zip(totals, split, (soon_s, late_s), strict=True)
+        soon, late = (total + share * (part + PartTime(more_s)) for total, part, more_s in added)
+        totals = soon, late
+    return totals
+
+
+def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
+    """Return the backward parts of embedding, and of norm, logits and loss, in two; None as `layer_split`."""
+    begins, _ = ends_time(problem, parallelism)
+    none = PartTime(), PartTime()
+    vocabulary = problem.model.vocab_size
+    if not vocabulary:
+        return none, none
+    split, plain = (split_time(problem, parallelism, each) for each in (vocabulary, 0))
+    if split is None or plain is None:
+        return None
+    logits_s = eager_logits_s(problem, parallelism, problem.stack.logit_bytes[1])
+    head = split[0] - plain[0] + PartTime(logits_s), split[1] - plain[1] - begins.backward
+    return (PartTime(), begins.backward), head
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:

@@ -67,7 +67,7 @@ class _Graph:
 
     def time(self, times: ActionTimes) -> PipelineTime:
         """Return when the ranks are done."""
-        whole = tuple(a + b for a, b in zip(times.input_grad, times.weight_grad, strict=True))
+        whole = times.backward
         values = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
         values += [sum(values[part] for part in parts) for parts in self.overlaps]
         ends = self.actions.ends([values[number] for number in self.durations], times.transfer)
@@ -128,6 +128,14 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
     """Return for each stage the pipeline rank that has it: dealt out in turn, or for some schedules in a V."""
     placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
     return looped(num_ranks, virtual_stages) if placement is None else placement
+
+
+@lru_cache(maxsize=4096)
+def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
+    """Return whether a schedule has gradients of weights apart from those of the residual."""
+    entry = SCHEDULES.named(name).for_stages(virtual_stages)
+    schedule = _graph(entry.name, num_ranks, virtual_stages, 2 * num_ranks).schedule
+    return any(leaf.kind is ActionKind.WEIGHT_GRAD for leaf in schedule.leaves())
 
 
 @lru_cache(maxsize=4096)

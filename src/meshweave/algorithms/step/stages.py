@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
@@ -13,9 +13,15 @@ from meshweave.algorithms.step.data_parallel import (
     exposed_after,
     exposed_before,
 )
-from meshweave.algorithms.step.layers import LayerTime, ends_time, layer_time
+from meshweave.algorithms.step.layers import LayerTime, ends_split, ends_time, layer_split, layer_time
 from meshweave.algorithms.step.memory import boundary_bytes, residual_is_whole
-from meshweave.algorithms.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
+from meshweave.algorithms.step.pipeline import (
+    PipelineTime,
+    least_makespan_ps,
+    ranks_of_stages,
+    splits_backward,
+    time_pipeline,
+)
 from meshweave.algorithms.step.placement import boundary_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.base.units import to_ps, to_s
@@ -31,6 +37,9 @@ class StageTime:
         recompute_s: recomputation.
         ends_s: embedding and loss.
         data_s: gathers of weights and reductions of gradients that nothing hides.
+        reduced_s: of these the reductions, and gathers before the backward part.
+        split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
+            None where nobody runs them apart, or it is not known.
     """
 
     forward_s: float
@@ -39,6 +48,8 @@ class StageTime:
     recompute_s: float
     ends_s: float
     data_s: float
+    reduced_s: float = 0.0
+    split_s: tuple[float, float] | None = None
 
     @property
     def total_s(self) -> float:
@@ -76,31 +87,35 @@ class Stages:
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
         """Return the times of the stages and of the transfers between them, in picoseconds.
 
-        The gradient of inputs has recomputation and half of the rest, the gradient of weights the other half. A
-        stack that waits for what it sends has transfers in the times of stages.
+        Where nobody runs gradients apart, or it is not known, that of inputs has recomputation and half of the
+        rest, that of weights the other half. A stack that waits for what it sends has transfers in the times of
+        stages.
         """
-        ticks: dict[int, tuple[int, int, int]] = {}  # of each time, which many stages share
+        ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:
             if id(time) not in ticks:
                 whole, again = to_ps(time.backward_s), to_ps(time.recompute_s)
-                half = max(whole - again, 0) // 2
-                ticks[id(time)] = to_ps(time.forward_s), whole - half, half
+                late = max(whole - again, 0) // 2
+                soon = whole - late
+                if time.split_s is not None:
+                    soon, late = (to_ps(max(each, 0.0)) for each in time.split_s)
+                ticks[id(time)] = to_ps(time.forward_s), soon, late, max(soon + late - whole, 0)
         of_stages = [ticks[id(time)] for time in self.times]
-        forward, inputs, weights = (list(each) for each in zip(*of_stages, strict=True))
+        forward, inputs, weights, saved = (list(each) for each in zip(*of_stages, strict=True))
         hop = to_ps(self.transfer_s)
         if with_transfers and self.problem.stack.blocks_transfers:
             forward = [ticks + hop for ticks in forward[:-1]] + forward[-1:]
             inputs = inputs[:1] + [ticks + hop for ticks in inputs[1:]]
         waits = with_transfers and not self.problem.stack.blocks_transfers
         transfers = (hop if waits else 0,) * (len(self.times) - 1)
-        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers)
+        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
         """Return when the pipeline ranks are done, with or without the time of transfers."""
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
-            total += self.micro_batches * (sum(times.input_grad) + sum(times.weight_grad))
+            total += self.micro_batches * sum(times.backward)
             return PipelineTime(total, (total,), (0,) * len(self.times))
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
 
@@ -110,7 +125,7 @@ class Stages:
         if p.pipeline == 1:
             return self.pipeline().makespan_ps
         numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
-        return least_makespan_ps(*numbers, self.action_times())
+        return least_makespan_ps(*numbers, self.action_times().joined)
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -216,7 +231,8 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
         if key not in known:
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
             gathers_s, reduces_s = _sharded_s(problem, parallelism, count, layer, data_parallel, *key[1:])
-            known[key] = _stage_time(count, layer, at_ends, gathers_s, reduces_s)
+            time = _stage_time(count, layer, at_ends, gathers_s, reduces_s)
+            known[key] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
         times.append(known[key])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
@@ -254,6 +270,31 @@ def _sharded_s(
     return gathers_s, reduces_s
 
 
+def _split_s(
+    problem: StepProblem,
+    parallelism: Parallelism,
+    time: StageTime,
+    count: int,
+    is_first: bool,
+    is_last: bool,
+) -> tuple[float, float] | None:
+    """Return the seconds of the backward part of a stage in two, where its schedule runs them apart.
+
+    Exposed reductions follow the gradients of weights.
+    """
+    p = parallelism
+    if p.pipeline == 1 or not splits_backward(p.schedule, p.pipeline, p.virtual_stages):
+        return None
+    of_layer, of_ends = layer_split(problem, p), ends_split(problem, p)
+    if of_layer is None or of_ends is None:
+        return None
+    ends = [end for end, is_here in zip(of_ends, (is_first, is_last), strict=True) if is_here]
+    soon, late = (count * of_layer[part].total_s + sum(end[part].total_s for end in ends) for part in (0, 1))
+    joint_s = time.backward_s - time.recompute_s - time.reduced_s
+    late = max(late, joint_s - soon)
+    return soon + time.recompute_s, late + time.reduced_s
+
+
 def _stage_time(
     count: int, layer: LayerTime, ends: list[LayerTime], gathers_s: float, reduces_s: float
 ) -> StageTime:
@@ -266,6 +307,7 @@ def _stage_time(
         count * layer.recompute.total_s,
         sum(ends_s),
         gathers_s + reduces_s,
+        reduces_s,
     )
 
 

@@ -1,0 +1,69 @@
+"""What the stages of a step share: how buckets are kept, and what runs beside the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.algorithms.step.units import Unit
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What the stages of a step share.
+
+    Attributes:
+        dtype, gradient_dtype: of weights and activations, and of buckets of gradients.
+        groups: the names of the axes of replicas on the mesh of replicas: those that shard first.
+        num_sharding: how many of the groups shard.
+        zero: what they shard, as `Parallelism.zero` says.
+        regathers: whether weights are gathered for each forward part although they are kept whole until the
+            backward one (ZeRO-2).
+        overlap: the share of each reduction and gather that runs beside the layers.
+        waits_for_gathers: whether no gather does.
+        waits_for_tensor: whether nothing runs beside the collectives of a layer.
+    """
+
+    dtype: str
+    gradient_dtype: str
+    groups: tuple[str, ...]
+    num_sharding: int = 0
+    zero: int = 0
+    regathers: bool = False
+    overlap: float = 1.0
+    waits_for_gathers: bool = False
+    waits_for_tensor: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether optimizer states are sharded."""
+        return self.num_sharding > 0
+
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether weights are freed after each part of a layer."""
+        return self.is_sharded and self.zero == 3
+
+    @property
+    def gathers_beside(self) -> bool:
+        """Return whether some of each gather runs beside the layers."""
+        return self.overlap > 0 and not self.waits_for_gathers
+
+    @property
+    def gathers_each(self) -> bool:
+        """Return whether each micro-batch gathers weights."""
+        return self.shards_weights or (self.is_sharded and self.zero == 2 and self.regathers)
+
+    @property
+    def reduces_each(self) -> bool:
+        """Return whether the gradients of each micro-batch are reduced."""
+        return self.zero >= 2 and bool(self.groups)
+
+
+Run = tuple[int, int]
+"""The first element of a bucket, and the one after the last."""
+
+
+def runs_of(unit: Unit, settings: StageSettings) -> tuple[Run | None, Run | None]:
+    """Return the run of a bucket whose collectives run beside the layers, and that which is waited for."""
+    cut = round(settings.overlap * unit.elements / unit.shards) * unit.shards
+    return (0, cut) if cut else None, (cut, unit.elements) if cut < unit.elements else None

@@ -1,0 +1,102 @@
+"""Write the pieces of a step's model for a pipeline rank: its layers of each kind, and both ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.pieces import Piece
+from meshweave.algorithms.block.roles import BATCH, RING
+from meshweave.algorithms.step.layers import best_config, eager_logits_s, extra_s
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
+from meshweave.algorithms.step.units import Unit
+from meshweave.cost.calls import flops_per_s
+from meshweave.describe.model.workload import Workload
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Call, Op
+from meshweave.ir.program.statements import rewrite
+
+
+def layer_names(problem: StepProblem) -> tuple[str, ...]:
+    """Return the name of the unit of each layer of the model, in order.
+
+    Layers of several kinds take turns as evenly as their numbers allow, those of the first kind first: a model's
+    description has the numbers alone.
+    """
+    count, shares = problem.model.num_layers, [share for share, _ in problem.kinds]
+    if len(shares) == 1:
+        return ("layer",) * count
+    names, placed = list[str](), [0] * len(shares)
+    for number in range(1, count + 1):
+        due = [share * number - before for share, before in zip(shares, placed, strict=True)]
+        kind = max(range(len(due)), key=lambda each: round(due[each], 9))
+        placed[kind] += 1
+        names.append(f"layer{kind}")
+    return tuple(names)
+
+
+def block_of_piece(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockProblem:
+    """Return the block of a piece on the whole mesh of a pipeline rank, with `data` of the replicas.
+
+    A vocabulary is padded to a multiple of the tensor-parallel ranks.
+    """
+    p = parallelism
+    work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
+    block = BlockProblem.of(problem.model, work, (data, p.context, *p.tensor_mesh))
+    if piece == "layers":
+        return block
+    ranks = p.tensor_size
+    return replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
+
+
+def write_units(problem: StepProblem, parallelism: Parallelism, data: int, shards: int) -> dict[str, Unit]:
+    """Return the units of a step by name: "embedding", the kinds of layers, "head".
+
+    Args:
+        data: the replicas along the data axis that the program has.
+        shards: over how many ranks buckets are sharded.
+
+    Raises:
+        UnsupportedError: a strategy has no parts of this kind.
+    """
+    rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
+
+    def unit(name: str, piece: Piece, of: StepProblem, seconds: tuple[float, float, float]) -> Unit:
+        first, second, late = (round(each * rate) for each in seconds)
+        return Unit(name, _parts(of, parallelism, piece, data), (first, second, late), shards)
+
+    units = {}
+    for name, (_, kind) in zip(sorted(set(layer_names(problem))), problem.kinds, strict=True):
+        units[name] = unit(name, "layers", kind, extra_s(kind, parallelism))
+    if not problem.model.vocab_size:
+        return units
+    forward_s, backward_s = (
+        eager_logits_s(problem, parallelism, num_bytes) for num_bytes in problem.stack.logit_bytes
+    )
+    units["embedding"] = unit("embedding", "embedding", problem, (0.0, 0.0, 0.0))
+    units["head"] = unit("head", "head", problem, (forward_s, backward_s, 0.0))
+    return units
+
+
+def _parts(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockParts:
+    p = parallelism
+    entry = StrategyAround(strategy_of(problem, replace(p, context=1)), (BATCH, RING))
+    block = block_of_piece(problem, p, piece, data)
+    recompute = p.recompute if piece == "layers" else "none"
+    parts = entry.parts(block, best_config(problem, p), piece=piece, recompute=recompute)
+    if p.context > 1 and piece == "layers":
+        parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
+    return parts
+
+
+def _striped(program: Program) -> Program:
+    """Return a program whose rings attend to half of the keys in every turn, as the estimate has them."""
+
+    def striped(op: Op) -> tuple[Op, ...]:
+        if isinstance(op, Call) and op.work == "attention":
+            op = replace(op, shape=(*op.shape[:3], op.shape[2] // 2 + 1, op.shape[4]))
+        return (op,)
+
+    return replace(program, body=rewrite(program.body, striped))

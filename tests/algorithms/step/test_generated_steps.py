@@ -1,0 +1,120 @@
+"""Generated steps: the program has the collectives that the closed form prices, and takes about as long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshweave as mw
+from meshweave.algorithms.step import SoftwareStack, Step, simulate_step, step_program
+from meshweave.algorithms.step.block_program import write_step
+from meshweave.base.errors import LayoutError
+from meshweave.ir.program.expressions import evaluate
+from meshweave.ir.program.ops import AllGather, AllReduce, ReduceScatter
+from sampling import examples
+
+GPT = mw.Transformer("gpt", 8, 2048, 16, 16, 128, 8192, 51200, False, "made up", tied_embeddings=False)
+LLAMA = mw.Transformer("llama", 16, 4096, 32, 8, 128, 14336, 128256, True, "made up", tied_embeddings=False)
+MIXED = replace(LLAMA, num_layers=12, architecture=replace(LLAMA.architecture, window=512, windowed_layers=8))
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Draw a step on 16 chips of hosts."""
+    schedule, stages = draw(st.sampled_from(SCHEDULES))
+    tensor, pipeline, context = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 1, 2)))
+    data = 16 // (tensor * pipeline * context)
+    options: dict[str, Any] = {
+        "tp": tensor,
+        "pp": pipeline,
+        "cp": context,
+        "vp": stages if pipeline > 1 else 1,
+        "schedule": schedule if pipeline > 1 else "1f1b",
+        "zero": draw(st.integers(0, 3)),
+        "strategy": draw(st.sampled_from(["megatron", "megatron_sp"])),
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "stack": SoftwareStack(
+            overlap=draw(st.sampled_from([0, 1])), regathers=draw(st.booleans()), launch_s=2e-6
+        ),
+    }
+    try:
+        model = draw(st.sampled_from([GPT, LLAMA, MIXED]))
+        batch = data * draw(st.sampled_from([4, 8]))
+        return mw.step(model, "dgx-a100:16", batch=batch, sequence=2048, **options)
+    except LayoutError:
+        return mw.step(GPT, "dgx-a100:16", batch=16, sequence=2048, zero=options["zero"])
+
+
+@pytest.mark.slow
+@examples(10)
+@given(steps())
+def test_the_simulation_of_any_step_is_near_to_its_estimate(step: Step) -> None:
+    assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=TOLERANCE)
+
+
+TOLERANCE = 0.08
+"""Traffic of several kinds shares links in a simulation; the mean is held below."""
+
+
+def test_the_mean_error_of_sharded_and_split_steps_is_small() -> None:
+    errors = []
+    for options in (
+        {"tp": 4, "zero": 2},
+        {"zero": 3},
+        {"tp": 2, "pp": 2, "zero": 3},
+        {"tp": 4, "pp": 2, "schedule": "zb-h1"},
+        {"tp": 2, "pp": 2, "vp": 2, "schedule": "zbv", "recompute": "full"},
+        {"tp": 2, "pp": 2, "vp": 2, "schedule": "dualpipev"},
+    ):
+        step = mw.step(GPT, "dgx-a100:16", batch=32, sequence=2048, **options)
+        errors.append(abs(step.time_s / simulate_step(step).time_s - 1))
+    assert sum(errors) / len(errors) < 0.02
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_of_sharded_steps_are_folded(zero: int) -> None:
+    step = mw.step(replace(GPT, num_layers=3), "dgx-a100:32", batch=16, sequence=256, tp=8, zero=zero)
+    folded, every = simulate_step(step), simulate_step(step, folds=False)
+    assert folded.fold == 4
+    assert folded.simulation.duration_s == every.simulation.duration_s
+
+
+def moved_elements(step: Step) -> Counter[tuple[str, str]]:
+    """Return the elements of whole buckets in collectives of replicas of rank 0, by kind and axis."""
+    program, total = step_program(step).expanded, Counter[tuple[str, str]]()
+    for op, env in program.unbound_ops_on_rank(0):
+        if not isinstance(op, (AllGather, ReduceScatter, AllReduce)) or ".replica" not in str(op.over):
+            continue
+        (run,) = (op.out if isinstance(op, AllGather) else op.src).selectors
+        size = evaluate(run.stop, env) - evaluate(run.start, env)
+        total[op.kind, str(op.over).rpartition(".")[2]] += size
+    return total
+
+
+@pytest.mark.parametrize("overlap", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    ("zero", "regathers", "gathers", "reductions"),
+    [(0, False, 0, 1), (1, False, 1, 1), (2, False, 1, 4), (2, True, 4, 4), (3, False, 8, 4)],
+)
+def test_buckets_are_moved_as_often_as_zero_says(
+    overlap: float, zero: int, regathers: bool, gathers: int, reductions: int
+) -> None:
+    """Of 4 micro-batches; a table is gathered once for each."""
+    stack = SoftwareStack(overlap=overlap, regathers=regathers)
+    step = mw.step(
+        replace(GPT, num_layers=4), "dgx-a100:8", batch=16, sequence=64, tp=2, zero=zero, stack=stack
+    )
+    units = write_step(step).units
+    tables = units["embedding"].elements + units["head"].elements
+    layers = 4 * units["layer"].elements
+    moved = moved_elements(step)
+    scattered = "reduce_scatter" if zero else "all_reduce"
+    assert moved[scattered, "replica0"] == reductions * (layers + tables)
+    of_tables = gathers // 2 if zero == 3 else gathers
+    assert moved["all_gather", "replica0"] == gathers * layers + of_tables * tables
