@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_a_layer_by_sites_is_the_programs_of_its_sites(entry: BlockAlgorithm) ->
     problem = BlockProblem(BATCH, SEQUENCE, HIDDEN, HEADS, HEADS, WIDTH, FFN, shape, dtype="float32")
     roles = entry.roles_of(problem)
     config = BlockConfig(slices=2) if isinstance(entry, IncludedProducts) else BlockConfig()
-    by_sites = _without_gradients(entry.skeleton(problem, config, overlap="sites"))
+    by_sites = _without_gradients(entry.skeleton(problem, replace(config, overlap="sites")))
     whole = skeleton_ps(_without_gradients(entry.skeleton(problem, config)), duration)
     assert whole <= skeleton_ps(by_sites, duration)
     expected = products_ps(problem, config, roles) + statistics_ps(problem, roles)
