@@ -139,12 +139,26 @@ def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
     assert steps["sites"].time_s > steps["layers"].time_s
 
 
-def test_a_step_by_sites_is_simulated_with_layers_of_their_estimated_time() -> None:
-    parallelism = mw.Parallelism(tensor=8, strategy="megatron_sp", micro_batch=4)
-    step = step_of(problem_of(overlap="sites"), parallelism)
-    simulated = simulate_step(step)
-    assert "one by one" in simulated.calls_because
-    assert simulated.time_s == pytest.approx(step.time_s, rel=0.02)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tensor": 8},
+        {"tensor": 4, "pipeline": 2, "recompute": "full"},
+        {"tensor": 2, "context": 2, "pipeline": 2},
+        {"tensor": (2, 2), "strategy": "atp", "data": 2},
+    ],
+    ids=str,
+)
+def test_a_step_by_sites_is_simulated_by_the_programs_of_its_layers(degrees: dict[str, Any]) -> None:
+    parallelism = mw.Parallelism(**{"strategy": "megatron_sp", "micro_batch": 2, **degrees})
+    times = {}
+    for overlap in ("layers", "sites"):
+        step = step_of(problem_of(overlap=overlap), parallelism)
+        simulated = simulate_step(step)
+        assert not simulated.calls_because
+        assert simulated.time_s == pytest.approx(step.time_s, rel=0.02)
+        times[overlap] = simulated.time_s
+    assert times["sites"] > times["layers"]
 
 
 def test_an_unknown_overlap_is_refused() -> None:

@@ -60,8 +60,8 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, layers of several kinds,
-            layers whose sites run one by one, or sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype, layers of several kinds, or sizes that tensor-parallel
+            ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -109,8 +109,6 @@ class _StepWriter:
         p, stack = self.p, self.problem.stack
         if len(self.problem.kinds) > 1:
             raise UnsupportedError("the program of a step has layers of one kind, and not of several")
-        if self.problem.overlap == "sites":
-            raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
         sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
