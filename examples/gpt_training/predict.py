@@ -99,7 +99,7 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
         low, high = (middle, high) if estimated_s(middle) > compute_s else (low, middle)
     cluster = _cluster(high, memory_rate, link, dist.get_world_size())
     return mw.algorithms.StepProblem(
-        transformer_of(size), cluster, batch, size.sequence, "float32", overlap="sites"
+        transformer_of(size), cluster, batch, size.sequence, "float32"
     )
 
 
@@ -113,7 +113,6 @@ def planned(problem: mw.algorithms.StepProblem) -> mw.Parallelism:
             batch=problem.batch,
             sequence=problem.sequence,
             dtype=problem.dtype,
-            overlap=problem.overlap,
             cp=1,
             zero=0,
             recompute="none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from meshweave.ir.program.text import to_text
 from meshweave.ir.skeleton import Skeleton, skeleton_of
 from meshweave.ir.work import Compute, Work, traffic
 from meshweave.simulate.reference import simulate
+from sampling import mostly_slow
 
 AROUND = [
     StrategyAround(entry, roles)
@@ -85,7 +87,7 @@ def works(skeleton: Skeleton) -> Counter[Work]:
     return known
 
 
-@pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.title)
+@pytest.mark.parametrize("entry", mostly_slow(STRATEGIES, 10), ids=lambda entry: entry.title)
 def test_a_program_by_sites_computes_the_reference_in_any_order(entry: BlockAlgorithm) -> None:
     for problem in entry.examples() if entry in ENTRIES else (replace(EVEN, exact=True),):
         stated = replace(problem, mesh_shape=shape_of(entry)) if entry in AROUND else problem
@@ -102,10 +104,13 @@ def test_a_program_by_sites_computes_the_reference_in_any_order(entry: BlockAlgo
                     np.testing.assert_array_equal(outputs[tensor], value)
 
 
-@pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.title)
-@pytest.mark.parametrize("layers", [1, 2])
-def test_program_and_skeleton_by_sites_are_one(entry: BlockAlgorithm, layers: int) -> None:
+CASES = list(product(STRATEGIES, (1, 2)))
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, 19), ids=lambda case: f"{case[0].title}, {case[1]}")
+def test_program_and_skeleton_by_sites_are_one(case: tuple[BlockAlgorithm, int]) -> None:
     """Ops, bytes, and the time by any duration of ops; of included products the time of the slowest rank."""
+    entry, layers = case
     problem = replace(EVEN, mesh_shape=shape_of(entry), layers=layers, biases=layers == 2)
     problem = replace(problem, vocabulary=16 if layers == 2 else 0)
     for config in configs(entry, problem):
@@ -122,7 +127,7 @@ def test_program_and_skeleton_by_sites_are_one(entry: BlockAlgorithm, layers: in
         assert skeleton_ps(skeleton, duration) == skeleton_ps(read, duration)
 
 
-@pytest.mark.parametrize("entry", STRATEGIES, ids=lambda entry: entry.title)
+@pytest.mark.parametrize("entry", mostly_slow(STRATEGIES, 6), ids=lambda entry: entry.title)
 def test_by_sites_the_same_bytes_move_and_no_less_time_passes(entry: BlockAlgorithm) -> None:
     problem = replace(EVEN, mesh_shape=shape_of(entry))
     for config in configs(entry, problem):

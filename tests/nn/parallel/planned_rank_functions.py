@@ -24,7 +24,7 @@ def trained(context: RankContext, payload: Mapping[str, Any]) -> dict[str, dict[
     """Return by plan file what a step by it was off by, and what was said."""
     torch.set_num_threads(1)
     folder = Path(payload["folder"])
-    return {name: one_step(kind, mw.load_plan(folder / name)) for name, kind in payload["plans"].items()}
+    return {name: one_step(kind, mw.tune.load_plan(folder / name)) for name, kind in payload["plans"].items()}
 
 
 def one_step(kind: str, plan: mw.Plan) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, mw.
         make(kind).config.save_pretrained(folder / kind)
         for name, fixed in FIXED.items() if kind == "llama" else [("", {})]:
             file = f"{kind}{name}.json"
-            made[file] = mw.plan(folder / kind, "dgx-h100:4", batch=BATCH, seq=SEQUENCE, **fixed)
+            made[file] = mw.plan(folder / kind, "dgx-h100:4", batch=BATCH, sequence=SEQUENCE, **fixed)
             made[file].save(folder / file)
     return folder, made
 
