@@ -12,6 +12,7 @@ import pytest
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import BATCH, RING
+from meshweave.algorithms.block.split import split_backward
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.block.writer import COMPUTE, NEXT_SITE
 from meshweave.algorithms.step.strategies import StrategyAround
@@ -169,6 +170,20 @@ def test_parts_by_sites_are_proved(name: str, recompute: str) -> None:
     for program in (parts.forward, parts.backward):
         assert validate(program).skipped == ()
         assert any(getattr(op, "fn", "") == NEXT_SITE for op in program.ops())
+
+
+@pytest.mark.parametrize("name", ["megatron_sp", "collective_block"])
+def test_backward_parts_by_sites_are_proved_in_two(name: str) -> None:
+    """What the second one is given is what that of whole layers is given."""
+    entry = next(each for each in ENTRIES if each.name == name)
+    problem = replace(EVEN, mesh_shape=shape_of(entry), exact=True, biases=True)
+    split, whole = (
+        split_backward(entry.parts(problem, BlockConfig(overlap=each))) for each in ("sites", "layers")
+    )
+    assert set(split.passed) == set(whole.passed)
+    assert split.input_grad is not None and whole.input_grad is not None
+    assert validate(split.input_grad).skipped == validate(whole.input_grad).skipped
+    assert validate(split.weight_grad).skipped == validate(whole.weight_grad).skipped
 
 
 @pytest.mark.parametrize("piece", ["embedding", "head"])
