@@ -1,11 +1,11 @@
 """How far the estimate of a training step is from its simulation: programs of all layers, with contention.
 
-    python benchmarks/step_estimates.py [--save] [--seconds 150]
+    python benchmarks/step_estimates.py [--save] [--seconds 150] [--overlap sites]
 
 Random configurations of four models on four clusters: degrees, strategy, ZeRO-0 or 1, schedule, recomputation,
 and whether reductions overlap. Replicas that are alike are folded. "error" is estimate over simulation, less one.
 With --save, rows of an unfinished run are kept and the next run goes on behind them; each row depends on its
-number alone.
+number alone. Saved rows have the overlap of whole layers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import random
 import statistics
 import time
-from typing import Any
+from typing import Any, get_args
 
 from machine import RESULTS, save
 
 import meshweave as mw
+from meshweave.algorithms.block.problem import Overlap
 
 COUNT = 200
 MODELS = ("gpt3", "llama-2-7b", "llama-3-8b", "llama-3-70b")
@@ -28,7 +29,7 @@ LEAST = {"gpt3": 32, "llama-2-7b": 1, "llama-3-8b": 1, "llama-3-70b": 16}
 """Chips over which the weights of each model are cut at least."""
 
 
-def draw(number: int) -> mw.algorithms.Step:
+def draw(number: int, overlap: Overlap) -> mw.algorithms.Step:
     """Return the step of a row."""
     chance = random.Random(number)
     while True:
@@ -54,14 +55,15 @@ def draw(number: int) -> mw.algorithms.Step:
                 recompute=chance.choice(("none", "selective", "full")),
                 strategy=chance.choice(("megatron", "megatron_sp")),
                 stack=mw.SoftwareStack(overlap=chance.choice((0, 1))),
+                overlap=overlap,
             )
         except mw.MeshweaveError:  # heads or layers do not divide so far
             continue
 
 
-def row_of(number: int) -> dict[str, Any]:
+def row_of(number: int, overlap: Overlap) -> dict[str, Any]:
     """Return a row: what was laid out, estimate, simulation and error."""
-    step = draw(number)
+    step = draw(number, overlap)
     p, begin = step.parallelism, time.perf_counter()
     simulated = mw.simulation.simulate_step(step)
     degrees = {"dp": p.data, "pp": p.pipeline, "cp": p.context, "tp": p.tensor_size, "vp": p.virtual_stages}
@@ -90,14 +92,17 @@ def main() -> None:
     )
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--overlap", choices=get_args(Overlap), default="layers")
     options = parser.parse_args()
+    if options.save and options.overlap != "layers":
+        parser.error("saved rows have the overlap of whole layers; leave --save or --overlap out")
     path, rows = RESULTS / "step_estimates.json", []
     if options.save and path.exists():
         rows = json.loads(path.read_text())["rows"]
     rows = [] if len(rows) == COUNT else rows
     begin = time.perf_counter()
     while len(rows) < COUNT and time.perf_counter() - begin < options.seconds:
-        rows.append(row_of(len(rows)))
+        rows.append(row_of(len(rows), options.overlap))
         last = rows[-1]
         print(
             f"{len(rows):3} {last['model']:12} {last['cluster']:14} {last['error']:+.2%} {last['took_s']} s",

@@ -94,7 +94,7 @@ def name_of(fields: Mapping[str, Any]) -> str:
 
 def predicted(cluster: Cluster) -> list[tuple[Step, float]]:
     """Return each configuration's step with its estimate, and the seconds of its simulation."""
-    problem = StepProblem(Transformer(**MODEL), cluster, BATCH, SEQ, "float32")
+    problem = StepProblem(Transformer(**MODEL), cluster, BATCH, SEQ, "float32", overlap="layers")
     out = []
     for fields in CASES:
         step = step_of(problem, parallelism_of(fields))

@@ -261,7 +261,12 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
         print(f"calibrated: {constants}", file=sys.stderr, flush=True)
     cluster = calibrated(lab.cluster(), constants)
     problem = StepProblem(
-        Transformer(**payload["model"]), cluster, payload["batch"], payload["seq"], "float32"
+        Transformer(**payload["model"]),
+        cluster,
+        payload["batch"],
+        payload["seq"],
+        "float32",
+        overlap="layers",
     )
     world = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     out = []

@@ -215,6 +215,7 @@ def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
         gradient_dtype=run.gradients,
         attention_share=share,
         loss="eager",
+        overlap="layers",
         dropout=run.dropout > 0,
         stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0)),
     )

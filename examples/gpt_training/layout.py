@@ -72,8 +72,8 @@ def parallelism_of_plan(path: Path, num_ranks: int, *, accepts_sites: bool = Fal
     chosen = _checked(mw.Parallelism(**steps.best.degrees.model_dump()), num_ranks)
     if chosen.tensor_size > 1 and steps.overlap != "sites" and not accepts_sites:
         raise mw.errors.PlanError(
-            f"{path} was planned with the overlap of whole layers, whose products run one by one here; plan with "
-            "--overlap sites, or give --accept-sites"
+            f"{path} was planned with the overlap of whole layers, whose products run one by one here; plan "
+            "without --overlap layers, or give --accept-sites"
         )
     return chosen
 

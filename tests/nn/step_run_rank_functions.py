@@ -27,7 +27,7 @@ def run_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str
     torch.set_num_threads(1)
     model = Transformer(**payload["model"])
     cluster = load_cluster(payload["cluster"])
-    problem = StepProblem(model, cluster, payload["batch"], payload["seq"], dtype="float32")
+    problem = StepProblem(model, cluster, payload["batch"], payload["sequence"], dtype="float32")
     weights, batches = random_weights(problem), random_batches(problem, 2)
     expected = reference_steps(problem, weights, batches, ADAM)
     out = []

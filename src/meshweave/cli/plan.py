@@ -66,8 +66,8 @@ StackOption = Annotated[
 OverlapOption = Annotated[
     str,
     typer.Option(
-        help="What communication of a layer may run beside: layers, for all that a program of the layer has "
-        "beside it; sites, for its own product alone, as in a model of mw.parallelize."
+        help="What communication of a layer runs beside: sites, for its own product alone, as in a model of "
+        "mw.parallelize; layers, for all that a program of the whole layer could have beside it."
     ),
 ]
 _RESERVE = "5%"
@@ -99,7 +99,7 @@ class PlanVerbOptions:
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False
     stack: StackOption = "none"
-    overlap: OverlapOption = "layers"
+    overlap: OverlapOption = "sites"
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None

@@ -2,8 +2,7 @@
 
 Each strategy is an algorithm for `BlockProblem`, and each mesh a problem of its own. All configs of all strategies
 are priced on all meshes: closed forms over skeletons take milliseconds, also with thousands of chips.
-`ranking.simulate_best` then simulates the first few with contention. Where sites of a layer run one by one, the
-programs of its products are simulated, and what contention adds to them is added to the estimate.
+`ranking.simulate_best` then simulates the first few with contention.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.problem import AXES, Overlap
-from meshweave.algorithms.block.sites import product_parts, product_sites
 from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -24,10 +22,8 @@ from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.estimate import Estimate, estimate
-from meshweave.simulate import simulate
 from meshweave.tune.ranked import RankedConfig
-from meshweave.tune.ranking import simulate_best, simulated_config, solvers
+from meshweave.tune.ranking import simulate_best, solvers
 
 MeshShape = tuple[int, ...]
 """The sizes of a mesh (rows, columns) or (depth, rows, columns)."""
@@ -134,23 +130,8 @@ def rank_blocks(
             cluster,
             max_simulated,
             lambda count: progress(len(meshes) + count, total),
-            simulated_config if overlap == "layers" else _simulated_by_sites,
         )
     return BlockRanking(model, workload, cluster, layers, tuple(ranked), search.num_priced)
-
-
-def _simulated_by_sites(ranked: RankedConfig, cluster: Cluster) -> RankedConfig:
-    """Return a config with what its layers take, one site after another, where contention slows its products."""
-    entry, problem = ranked.algorithm, ranked.problem
-    assert isinstance(entry, BlockAlgorithm) and isinstance(problem, BlockProblem)
-    added_s, roles = 0.0, entry.roles_of(problem)
-    for site in product_sites(problem):
-        parts = product_parts(site, problem, ranked.config, roles, problem.mesh)
-        for program in (parts.forward, parts.backward) if problem.training else (parts.forward,):
-            machine = Machine.of(cluster, program, logical=True)
-            added_s += simulate(program, machine).duration_s - estimate(program, machine).total_s
-    added_s *= problem.layers
-    return replace(ranked, simulated=(ranked.estimate.total_s + added_s, ranked.estimate.exposed_s + added_s))
 
 
 class _Search:
@@ -172,21 +153,20 @@ class _Search:
                 continue
             for config in known[name].candidates(problem, self.cluster):
                 try:
-                    priced = self._estimate(known[name], problem, config, machine)
+                    config = self._placed(known[name], config)
+                    priced = known[name].estimate(problem, config, machine)
                 except (LayoutError, UnsupportedError) as error:
                     self.refusals.append(f"{name}: {error}")
                     continue
                 self._keep(RankedConfig(known[name], problem, config, priced), problem.mesh_shape)
 
-    def _estimate(
-        self, entry: Algorithm[Any, Any], problem: BlockProblem, config: Any, machine: Machine
-    ) -> Estimate:
-        """Return the estimate by the overlap of the search. Raises UnsupportedError where it cannot be told."""
+    def _placed(self, entry: Algorithm[Any, Any], config: Any) -> Any:
+        """Return a config with the overlap of the search. Raises UnsupportedError where an entry has no other."""
         if self.overlap == "layers":
-            return entry.estimate(problem, config, machine)
+            return config
         if not isinstance(entry, BlockAlgorithm):
             raise UnsupportedError("its program is known as a whole, and not site by site")
-        return entry.estimate(problem, config, machine, self.overlap)
+        return replace(config, overlap=self.overlap)
 
     def _keep(self, ranked: RankedConfig, mesh_shape: MeshShape) -> None:
         self.num_priced += 1

@@ -116,7 +116,8 @@ class StepsRecord(Record):
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
-        overlap: what communication of a layer was priced to run beside: the attribute of `StepProblem`.
+        overlap: what communication of a layer was priced to run beside: the attribute of `StepProblem`;
+            files without it have that of whole layers.
         is_complete: whether the search ran to its end.
         num_exact: the first rows that no configuration of the space is faster than; the others are the best of
             those that were priced.

@@ -90,19 +90,14 @@ def simulate_best(
     cluster: Cluster,
     count: int,
     progress: Callable[[int], None] = lambda count: None,
-    simulated_one: Callable[[RankedConfig, Cluster], RankedConfig] | None = None,
 ) -> list[RankedConfig]:
     """Return the configs with the first `count` simulated, these the fastest first, and the others after them.
 
-    Args:
-        simulated_one: simulates a config; None for its program.
-
-    Raises:
-        UnsupportedError: the machine cannot place a group.
+    Raises UnsupportedError where the machine cannot place a group.
     """
     simulated = []
     for number, config in enumerate(ranked[:count]):
-        simulated.append((simulated_one or simulated_config)(config, cluster))
+        simulated.append(simulated_config(config, cluster))
         progress(number + 1)
     return [*sorted(simulated, key=lambda config: config.seconds), *ranked[count:]]
 

@@ -100,7 +100,7 @@ def _rows(entry: BlockAlgorithm, problem: BlockProblem) -> Iterator[Any]:
     for config in configs:
         yield _tried(lambda: _lines(entry.program(problem, config)))
         for overlap in ("layers", "sites"):
-            yield _tried(lambda: repr(entry.skeleton(problem, config, overlap=overlap)))
+            yield _tried(lambda: repr(entry.skeleton(problem, replace(config, overlap=overlap))))
         for piece in (
             ("layers", "embedding", "head")[: 3 if problem.vocabulary else 1] if problem.training else ()
         ):

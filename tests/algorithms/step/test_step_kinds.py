@@ -69,7 +69,7 @@ def test_parts_beside_each_other_are_reduced_once() -> None:
     ]
     assert moved[1] == moved[0] * 3 // 4  # forward one sum in place of two; backward one for each norm
     assert moved[2] == moved[0] // 2
-    by_sites = entry.skeleton(replace(block, graph=graphs[2]), BlockConfig(), overlap="sites")
+    by_sites = entry.skeleton(replace(block, graph=graphs[2]), BlockConfig(overlap="sites"))
     assert (
         sum(isinstance(task.work, Transfer) for _, task in by_sites.counted_tasks()) == 4
     )  # as models run them

@@ -13,7 +13,7 @@ HEADS = {**SIZES, "num_key_value_heads": 4, "intermediate_size": 32, "max_positi
 
 
 def make(kind: str, **options: Any) -> nn.Module:
-    """Return a model with random weights: "gpt2", "llama", "qwen2", "mistral" of transformers, or a plain one."""
+    """Return a model with random weights: one of the classes of transformers below, or a plain one."""
     if kind.startswith("plain"):
         return _random({"plain gpt": PlainGpt, "plain llama": PlainLlama}[kind](**options))
     import transformers
@@ -24,8 +24,9 @@ def make(kind: str, **options: Any) -> nn.Module:
         config: Any = transformers.GPT2Config(**{**sizes, **no, **options})
         model: nn.Module = transformers.GPT2LMHeadModel(config)
     else:
-        prefix = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[kind]
-        sizes = {**HEADS, **({"sliding_window": 5} if kind == "mistral" else {}), **options}
+        prefix = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "seed_oss": "SeedOss"}[kind]
+        own = {"mistral": {"sliding_window": 5}, "seed_oss": {"head_dim": 4}}.get(kind, {})
+        sizes = {**HEADS, **own, **options}
         config = getattr(transformers, f"{prefix}Config")(**sizes)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     return _random(model)

@@ -41,7 +41,7 @@ def test_features_of_torch() -> None:
     assert "did you mean" in unknown
     assert "mesh axes" in flat
     whole_layers, by_sites, accepted = ranks[0]["overlap"]
-    assert "run one by one; plan with overlap='sites'" in whole_layers
+    assert "run one by one; plan without overlap='layers'" in whole_layers
     assert by_sites == accepted == "megatron_sp on 2x1 ranks"
 
 

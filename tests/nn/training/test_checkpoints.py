@@ -246,7 +246,7 @@ def test_a_plan_with_the_overlap_of_whole_layers_is_taken_only_where_it_is_accep
         mw.plan("llama-3-8b", "dgx-h100:2", overlap=overlap, memory_bytes=1 << 40, **options).save(path)
         if overlap == "layers":
             with pytest.raises(
-                mw.errors.PlanError, match=r"plan with --overlap sites, or give --accept-sites"
+                mw.errors.PlanError, match=r"plan without --overlap layers, or give --accept-sites"
             ):
                 parallelism_of_plan(path, 2)
         assert parallelism_of_plan(path, 2, accepts_sites=overlap == "layers").tensor == 2

@@ -35,10 +35,9 @@ def write_skeleton(
     roles: Roles,
     mesh: Mesh,
     piece: Piece | None = None,
-    overlap: Overlap = "layers",
 ) -> Skeleton:
-    """Return the tasks of rank 0 of that program, or of one piece of the model; by sites, of their programs."""
-    writer = SkeletonWriter(problem, config, mesh, batch_dims(roles), overlap)
+    """Return the tasks of rank 0 of that program, or of one piece of the model."""
+    writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:
         _layers(problem, roles, writer).write()
     else:

@@ -13,6 +13,7 @@ from meshweave.algorithms.block.nodes import record_of
 from meshweave.algorithms.block.place import LayerPlace, NodePlace, head_of, layers_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.algorithms.contract import Array
 from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.program import Tensor
@@ -59,7 +60,7 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
 def functions_of(problem: BlockProblem) -> Functions:
     """Return the functions that the programs of a problem call, by name: real ones, or those of integers."""
     layer = layers_of(problem)[0]
-    table = end_functions(problem)
+    table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
     for at in layer.nodes:
         functions = record_of(at.node).functions(at.node, problem)
         table |= {at.fn(name): function for name, function in functions.items()}

@@ -17,6 +17,7 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.sides import layout_of
+from meshweave.algorithms.block.writer import Stored
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.memory import Recompute
@@ -88,9 +89,12 @@ def parts_of_writer(
     """
     mesh = writer.mesh
     layers.declare()
+    writer.begin_part(_arriving(layers, writer, ("X", "Z")))
     layers.write_forward()
     writer.cut()
     first = tuple(writer.statements)
+    if recompute != "full":
+        writer.begin_part(_arriving(layers, writer, ("DX", "DZ")))
     layers.write_backward()
     writer.cut()
     back = _again(first, recompute) + tuple(writer.statements[len(first) :])
@@ -108,6 +112,12 @@ def parts_of_writer(
         for landed in layers.unsummed.values()
     }
     return BlockParts(forward, backward, kept, sums)
+
+
+def _arriving(layers: LayersPiece, writer: ProgramWriter, names: tuple[str, ...]) -> list[Stored]:
+    """Return the residuals, or gradients of them, that are inputs of a piece."""
+    residuals = (layers.stored[name] for name in names if name in layers.stored)
+    return [stored for stored in residuals if writer.buffers[stored.buffer].kind == "input"]
 
 
 def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statement, ...]:

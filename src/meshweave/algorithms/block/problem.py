@@ -189,15 +189,19 @@ class BlockConfig:
         slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
             fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
         packets: the packets of each broadcast and reduction of a 2D product.
+        overlap: what communication runs beside: see `Overlap`.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
     slices: int = 0
     packets: int = 1
+    overlap: Overlap = "layers"
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
         if self.slices:
             text = f"S={self.slices}" + (f" D={self.packets}" if self.packets > 1 else "")
+        if self.overlap == "sites":
+            text += ", by sites"
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,7 +10,15 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
+from meshweave.algorithms.block.writer import (
+    COMPUTE,
+    NEXT_SITE,
+    BlockWriter,
+    Kind,
+    Part,
+    SequenceWindow,
+    Stored,
+)
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
@@ -43,6 +51,8 @@ CHUNK = Var("k")
 """The number of the chunk, in loops over chunks."""
 TURN = Var("t")
 """The number of the turn, in loops of a ring."""
+ARRIVES = ""
+"""In place of a lane: what the first ops of a program wait for."""
 
 
 class ProgramWriter(BlockWriter):
@@ -60,6 +70,10 @@ class ProgramWriter(BlockWriter):
         self._body: list[Statement] = []
         self._lanes: dict[str, None] = {COMPUTE: None}
         self._batch = extent(mesh, Side("batch", problem.batch), batch_dims)
+        self._awaited: dict[str, tuple[View, ...]] = {}
+        self._written: dict[str, tuple[View, ...]] = {}
+        self._begun: set[str] = set()
+        self._fresh: set[str] = set()
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -137,8 +151,9 @@ class ProgramWriter(BlockWriter):
         return self.extent(side, stored.dims)
 
     def _do(self, op: Op) -> None:
+        self._wait(op.lane, op.reads)
         self._body.append(op)
-        self._lanes[op.lane] = None
+        self._note(op.lane, op.writes)
 
     @property
     def is_between_loops(self) -> bool:
@@ -158,6 +173,49 @@ class ProgramWriter(BlockWriter):
         multiplied, self._multiplied = self._multiplied, set()
         yield
         self._body, self._multiplied = body, multiplied
+
+    # --- sites --------------------------------------------------------------------------------------------------
+
+    def begin_part(self, arriving: Iterable[Stored]) -> None:
+        """Begin another program, whose sites wait for what arrives for it, and for nothing before it."""
+        self._begin_site({ARRIVES: tuple(map(self._view, arriving))})
+
+    def end_site(self) -> None:
+        """Let what follows wait for all that was written; for a writer that `is_by_sites`.
+
+        The first op of a site in each lane waits for what the last ops of the site before wrote in other lanes:
+        after a call that reads it and does nothing, where the op reads neither it nor something of its own site.
+        What goes round a ring needs no such call, since the compute lane reads all of it before attention ends.
+        """
+        self.cut()
+        if self._written:
+            self._begin_site(self._written)
+
+    def _begin_site(self, awaited: dict[str, tuple[View, ...]]) -> None:
+        self._awaited, self._written, self._begun, self._fresh = awaited, {}, set(), set()
+
+    def _wait(self, lane: str, reads: Iterable[View]) -> None:
+        """Let an op wait for the site before, where it is the first of its own site in a lane."""
+        if not self.is_by_sites or lane in self._begun:
+            return
+        self._begun.add(lane)
+        views = {view: None for other, views in self._awaited.items() if other != lane for view in views}
+        read = dict.fromkeys(reads)
+        if views.keys() <= read.keys() or any(view.buffer in self._fresh for view in read):
+            return
+        self.statements.append(Call(fn=NEXT_SITE, outs=(), ins=tuple(views), lane=lane, name="next site"))
+
+    def _note(self, lane: str, writes: Iterable[View]) -> None:
+        """Note what the op that was written last in a lane writes."""
+        self._lanes[lane] = None
+        if self.is_by_sites:
+            self._written[lane] = tuple(map(self._all_chunks, writes))
+            self._fresh.update(view.buffer for view in self._written[lane])
+
+    def _all_chunks(self, view: View) -> View:
+        if self.num_chunks == 1:
+            return view
+        return replace(view, selectors=(FULL, *view.selectors[1:]))
 
     # --- compute ------------------------------------------------------------------------------------------------
 
@@ -196,7 +254,9 @@ class ProgramWriter(BlockWriter):
         views = tuple((formal, self._view(stored)) for formal, stored in (("a", a), ("b", b), ("c", out)))
         lanes = tuple((lane.name, lane.name) for lane in program.lanes)
         for lane, _ in lanes:
-            self._lanes[lane] = None
+            self._wait(lane, ())
+        for lane, _ in lanes:
+            self._note(lane, (self._view(out),))
         own: tuple[Index, ...] = tuple(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2])
         here = (*own, FULL, FULL)
         meshes = ((program.meshes[0].name, Submesh(mesh, here)),)
@@ -209,7 +269,9 @@ class ProgramWriter(BlockWriter):
     def zero(self, out: Stored) -> None:
         """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
         op = Zero(out=self._view(out), lane=COMPUTE)
+        self._wait(COMPUTE, ())
         (self._body if out.has_tokens else self.statements).append(op)
+        self._note(COMPUTE, op.writes)
 
     def copy(self, out: Stored, src: Stored) -> None:
         """Add out = src on the chunk."""

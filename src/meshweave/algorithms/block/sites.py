@@ -101,7 +101,7 @@ def product_parts(
     Raises:
         LayoutError: the roles fit no product.
     """
-    writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
+    writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     piece = ProductPiece(problem, roles, writer, site=site)
     layer = piece.layers[0]
     tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
@@ -164,7 +164,7 @@ def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: M
     The problem has no biases; with family "gpt" queries and keys come as they are multiplied. Inputs are "qkv0" in
     groups of heads and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
     """
-    writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
+    writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     layer = attention_of(problem)
     tensors = list({tensor.name: tensor for tensor in layer_tensors(layer, roles)}.values())
     meanings = [*layer_meanings(layer, roles), *layer_gradient_meanings(layer, roles)]
@@ -241,6 +241,11 @@ def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
         (On(mesh.name, tuple(writer.statements)),),
         (Same(RESULT, OPERAND),),
     )
+
+
+def _alone(config: BlockConfig) -> BlockConfig:
+    """Return a config for the program of one site, which has no other beside it."""
+    return replace(config, overlap="layers")
 
 
 def _batch_dims(roles: Roles) -> AxisDims:

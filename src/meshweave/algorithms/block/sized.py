@@ -191,7 +191,9 @@ class SizedWriter(SkeletonWriter):
     ) -> None:
         sizes = zip(batch_dims, mesh.shape, strict=True)
         self._batch_parts = math.prod(size for dim, size in sizes if dim == "batch")
-        super().__init__(replace(problem, batch=self._batch_parts), BlockConfig(), mesh, batch_dims, overlap)
+        super().__init__(
+            replace(problem, batch=self._batch_parts), BlockConfig(overlap=overlap), mesh, batch_dims
+        )
         self._sized: list[SizedTask | SizedProduct] = []
 
     def _add_task(self, op: Pending, work: Work, chunk: int) -> None:

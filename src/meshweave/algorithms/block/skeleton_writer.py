@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
@@ -58,16 +58,8 @@ def _no_work(_: int) -> Work:
 class SkeletonWriter(BlockWriter):
     """The tasks of rank 0, as they are written."""
 
-    def __init__(
-        self,
-        problem: BlockProblem,
-        config: BlockConfig,
-        mesh: Mesh,
-        batch_dims: AxisDims,
-        overlap: Overlap = "layers",
-    ) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
-        self.is_by_sites = overlap == "sites"
         self._site_begin = 0
         self._site_before: frozenset[int] = frozenset()
         self._tasks: list[Task | SkeletonPart] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block.parts import BlockParts, reaching, read_first
+from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Lane, On, Program, Statement
 from meshweave.ir.program.meanings import sources_of
@@ -61,15 +62,31 @@ def _cut(
 ) -> tuple[tuple[Statement, ...], tuple[Statement, ...]]:
     """Return the statements that lead to buffers of weights but not to those of the residual last, others first.
 
-    What leads to neither, as the end of a forward part that is computed again, stays in the first part.
+    What leads to neither, as the end of a forward part that is computed again, stays in the first part. So do
+    calls that only wait (`next_site`): there they wait for what the first part makes.
     """
     of_residual, of_weights = _leading_to(statements, residual), _leading_to(statements, weights)
     second = of_weights - of_residual
     numbered = list(enumerate(statements))
-    return (
-        tuple(statement for number, statement in numbered if number not in second),
-        tuple(statement for number, statement in numbered if number in second),
+    kept, left = (
+        tuple(statement for number, statement in numbered if (number in second) == is_second)
+        for is_second in (False, True)
     )
+    elsewhere = _written(left) - _written(kept)
+    first = [_waiting_less(each, elsewhere) if isinstance(each, Call) else each for each in kept]
+    return tuple(each for each in first if each is not None), left
+
+
+def _written(statements: Iterable[Statement]) -> set[str]:
+    return {view.buffer for op in ops_of(statements) for view in op.writes}
+
+
+def _waiting_less(call: Call, elsewhere: set[str]) -> Call | None:
+    """Return a call, of those that only wait without what is written elsewhere; None for one with nothing left."""
+    if call.fn != NEXT_SITE:
+        return call
+    ins = tuple(view for view in call.ins if view.buffer not in elsewhere)
+    return replace(call, ins=ins) if ins else None
 
 
 def _leading_to(statements: Sequence[Statement], wanted: Iterable[str]) -> set[int]:

@@ -140,22 +140,14 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
-    def estimate(
-        self, problem: BlockProblem, config: BlockConfig, machine: Machine, overlap: Overlap = "layers"
-    ) -> Estimate:
+    def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
         """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
-        return estimate_skeleton(self.skeleton(problem, config, overlap=overlap), machine)
+        return estimate_skeleton(self.skeleton(problem, config), machine)
 
-    def skeleton(
-        self,
-        problem: BlockProblem,
-        config: BlockConfig,
-        piece: Piece | None = None,
-        overlap: Overlap = "layers",
-    ) -> Skeleton:
-        """Return the tasks of rank 0 of the program, or of one piece of the model, or of its sites one by one."""
+    def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
+        """Return the tasks of rank 0 of the program, or of one piece of the model."""
         self._check(problem, config)
-        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece, overlap)
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
         """Return the tasks of rank 0 in one chunk for any number of sequences, whatever batch `problem` has."""

@@ -24,6 +24,8 @@ from meshweave.ir.program.expressions import Index
 
 COMPUTE = "compute"
 """The lane of everything that is no communication."""
+NEXT_SITE = "next_site"
+"""The call that does nothing, once what it reads is there: the lane that it is in then goes on."""
 
 Kind = Literal["input", "output", "temp"]
 Part = Literal["", "input_grad", "weight_grad"]
@@ -71,17 +73,16 @@ class BlockWriter(ABC):
     Attributes:
         batch_dims: how the batch lies on the mesh, in the operands of every op.
         chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
+        is_by_sites: whether nothing of a site runs beside another: a site is a product with its moves, a sum of
+            statistics, or attention.
     """
-
-    is_by_sites = False
-    """Whether nothing of a site runs beside another: a site is a product with its moves, a sum of statistics, or
-    attention."""
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         self.problem, self.config, self.mesh, self.batch_dims = problem, config, mesh, batch_dims
         self.largest_batch = largest_extent(mesh, Side("batch", problem.batch), batch_dims)
         self.chunk = -(-self.largest_batch // config.chunks)
         self.num_chunks = -(-self.largest_batch // self.chunk)
+        self.is_by_sites = config.overlap == "sites"
         self._names: set[str] = set()
         self._multiplied: set[tuple[str, Index]] = set()
 
@@ -152,9 +153,9 @@ class BlockWriter(ABC):
     @abstractmethod
     def _end_loop(self) -> None: ...
 
+    @abstractmethod
     def end_site(self) -> None:
         """Let what follows wait for all that was written; for a writer that `is_by_sites`."""
-        raise AssertionError("this writer writes whole layers")
 
     @abstractmethod
     def call(

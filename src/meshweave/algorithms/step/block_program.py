@@ -61,8 +61,8 @@ def lay_step(step: Step, *, folds: bool = True) -> LaidStep:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
     Raises:
-        UnsupportedError: products in another dtype, layers whose sites run one by one, or sizes that
-            tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype, or sizes that tensor-parallel ranks do not share
+            evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -149,8 +149,6 @@ class _StepWriter:
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
-        if self.problem.overlap == "sites":
-            raise UnsupportedError("the program of a step has layers whose sites overlap, and not one by one")
         if self.problem.product_dtype is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
         sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))

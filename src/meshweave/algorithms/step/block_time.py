@@ -102,8 +102,9 @@ def whole_time(
         if (reason := entry.refusal(block)) is not None:
             raise LayoutError(f"{entry.name} {reason}")
         configs = (BlockConfig(),) if entry.max_equal_slices == 1 else entry.candidates(block)
+        placed = (replace(config, overlap=problem.overlap) for config in configs)
         what = True, vocabulary, product_dtype
-        timed = ((_config_time(problem, parallelism, what, config), config) for config in configs)
+        timed = ((_config_time(problem, parallelism, what, config), config) for config in placed)
         known[key] = min(timed, key=lambda each: each[0].part.total_s)
     time, config = known[key]
     return time, config
@@ -131,7 +132,7 @@ def piece_time(
     """Return the time of a piece of a block alone, forward or (`training`) forward and backward."""
     entry = strategy_of(problem, parallelism)
     block = block_of(problem, parallelism, training, problem.model.vocab_size or 0)
-    skeleton = _without_gradients(entry.skeleton(block, config, piece, problem.overlap))
+    skeleton = _without_gradients(entry.skeleton(block, config, piece))
     return _estimated(skeleton, machine_of(problem, block_axes(parallelism)), problem.stack.waits_for_tensor)
 
 
@@ -259,7 +260,7 @@ def _steps(
         sized = problem.cache("sized")
         if family not in sized:
             block = block_of(problem, parallelism, training, vocabulary)
-            sized[family] = entry.sized_skeleton(block, problem.overlap)
+            sized[family] = entry.sized_skeleton(block, config.overlap)
         of: SizedSkeleton = sized[family]
         steps = of.steps(of.sequences(parallelism.micro_batch), config, part)
         known[key] = _PricedTasks(steps, product_dtype, problem)
@@ -308,9 +309,7 @@ def _skeleton(problem: StepProblem, parallelism: Parallelism, what: _What, confi
     block = block_of(problem, parallelism, training, vocabulary)
     key = entry.name, block, config, product_dtype
     if key not in known:
-        known[key] = _adapted(
-            _without_gradients(entry.skeleton(block, config, overlap=problem.overlap)), product_dtype
-        )
+        known[key] = _adapted(_without_gradients(entry.skeleton(block, config)), product_dtype)
     skeleton: Skeleton = known[key]
     return skeleton
 

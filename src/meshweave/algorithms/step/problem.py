@@ -262,8 +262,8 @@ class StepProblem:
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: what the software adds, in constants.
-        overlap: what communication of a layer may run beside: "layers", all that the program of the whole layer
-            has beside it; "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
+        overlap: what communication of a layer runs beside: "sites", the product that it belongs to, as in a model
+            of `meshweave.parallelize`; "layers", whatever a program of the whole layer could have beside it.
         reserve: what stays free of a chip's memory: a share below 1, or bytes.
 
     Raises:
@@ -283,7 +283,7 @@ class StepProblem:
     loss: Literal["fused", "eager", "sharded"] = "fused"
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
-    overlap: Overlap = "layers"
+    overlap: Overlap = "sites"
     reserve: float = 0.05
 
     def __post_init__(self) -> None:

@@ -322,13 +322,13 @@ def parallelize(
     Args:
         module: the model.
         plan: the name of a strategy ("megatron_sp", "atp", "meshslice_block", ...), which takes its sizes from
-            `device_mesh`; a `Parallelism`, a `Step`, or the path of a plan file.
+            `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file.
         device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
             and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
         mapping: which modules of the model are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
-            for a `Step` or plan file that was priced with the overlap of whole layers, and counts on it.
+            for a plan that was priced with overlap "layers", and counts on it.
         check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
             with few layers and words; False trains it unproved, and says so in the log.
         context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the

@@ -26,12 +26,13 @@ from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
+from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import catalog_differences
 from meshweave.tune.plan_file import load_plan
 from meshweave.tune.step_cases import planned_step
 
-PlanLike = str | Path | Parallelism | Step
-"""The name of a strategy, a `Parallelism`, a `Step`, or the path of a plan file."""
+PlanLike = str | Path | Parallelism | Step | Plan
+"""The name of a strategy, a `Parallelism`, a `Step`, a plan of a step, or the path of a plan file."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ def resolve(
         plan = plan.parallelism
     if isinstance(plan, Parallelism):
         return _of_parallelism(plan, device_mesh, config, context)
-    if isinstance(plan, Path) or str(plan).endswith(".json"):
-        loaded = load_plan(Path(plan))
-        for sentence in catalog_differences(loaded):
+    if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
+        plan = load_plan(Path(plan))
+        for sentence in catalog_differences(plan):
             warnings.warn(sentence, stacklevel=2)
-        return resolve(planned_step(loaded), device_mesh, config, overlap, context)
+    if isinstance(plan, Plan):
+        place = 1 if device_mesh is not None else _place_without_pipeline(plan)
+        return resolve(planned_step(plan, place=place), device_mesh, config, overlap, context)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
@@ -81,6 +84,20 @@ def resolve(
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
 
 
+def _place_without_pipeline(plan: Plan) -> int:
+    """Return the place of the fastest configuration without pipeline ranks in a plan's ranking; 1 without any."""
+    ranked = plan.step.ranked
+    place = next((at for at, row in enumerate(ranked, 1) if row.degrees.pipeline == 1), 1)
+    if place > 1:
+        slower = ranked[place - 1].step_s / ranked[0].step_s - 1
+        warnings.warn(
+            f"the plan's best has {ranked[0].degrees.pipeline} pipeline ranks, which mw.pipeline runs; "
+            f"parallelize takes place {place} of the ranking, without them, {slower:.1%} slower",
+            stacklevel=2,
+        )
+    return place
+
+
 def _check_overlap(step: Step, accepted: Overlap | None) -> None:
     """Raise PlanError where a plan counts on overlap between sites, which run one by one here."""
     if accepted == "sites" or step.problem.overlap == "sites":
@@ -89,8 +106,8 @@ def _check_overlap(step: Step, accepted: Overlap | None) -> None:
     if lost_s > _NOTHING_S:
         raise PlanError(
             f"the plan by {step.parallelism.strategy} hides {1e6 * lost_s:.3g} us more of each layer and "
-            "micro-batch than parallelize does, whose products run one by one; plan with overlap='sites', or give "
-            "parallelize overlap='sites' to do without"
+            "micro-batch than parallelize does, whose products run one by one; plan without overlap='layers', or "
+            "give parallelize overlap='sites' to do without"
         )
 
 
@@ -112,6 +129,12 @@ def _of_parallelism(
         )
     if p.zero_group not in (None, p.replicas):
         raise UnsupportedError(f"zero_group is {p.zero_group}; ranks that shard weights are all or none here")
+    if p.recompute == "selective":
+        warnings.warn(
+            "the plan computes attention again, and parallelize keeps what it makes: a step takes less time and "
+            "more memory than planned",
+            stacklevel=2,
+        )
     around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:

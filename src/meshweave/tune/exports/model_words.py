@@ -59,9 +59,10 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
         for name, value in row.settings.items()
         if name not in told
     ]
-    if row.plan.step.overlap == "layers" and row.tensor * row.degrees.context > 1:
+    if row.tensor * row.degrees.context > 1:
+        beside = {"layers": "all that its program allows", "sites": "the product that it belongs to"}
         sentences.append(
-            "Communication of a layer is priced beside all that its program allows; what "
+            f"Communication of a layer is priced beside {beside[row.plan.step.overlap]}; what "
             f"{target} overlaps there is its own to set."
         )
     return sentences

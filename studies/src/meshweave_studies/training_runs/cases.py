@@ -119,7 +119,7 @@ def case_of(
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
-            attention_share=attention, loss=loss, stack=software, reserve=0.0,
+            attention_share=attention, loss=loss, stack=software, overlap="layers", reserve=0.0,
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None

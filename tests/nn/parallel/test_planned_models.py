@@ -1,0 +1,53 @@
+"""A plan straight from `plan` trains a model: `parallelize` refuses none of its own library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from planned_rank_functions import BATCH, SEQUENCE
+from reference_models import make
+
+import meshweave as mw
+from meshweave.execute.ranks.launch import launch
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+KINDS = ("llama", "mistral", "qwen2", "gpt2", "seed_oss")
+FIXED: dict[str, dict[str, Any]] = {
+    "": {},
+    " by tensor ranks": {"tp": 4},
+    " by a mesh": {"tp": (2, 2), "strategy": ["meshslice_block", "collective_block"]},
+}
+"""What a plan is told beside model, cluster, batch and sequence: nothing, and for one model some more."""
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, mw.Plan]]:
+    folder, made = tmp_path_factory.mktemp("plans"), {}
+    for kind in KINDS:
+        make(kind).config.save_pretrained(folder / kind)
+        for name, fixed in FIXED.items() if kind == "llama" else [("", {})]:
+            file = f"{kind}{name}.json"
+            made[file] = mw.plan(folder / kind, "dgx-h100:4", batch=BATCH, sequence=SEQUENCE, **fixed)
+            made[file].save(folder / file)
+    return folder, made
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(400)
+def test_a_plan_without_a_flag_trains_as_one_process_does(plans: tuple[Path, dict[str, mw.Plan]]) -> None:
+    folder, made = plans
+    assert all(plan.step.overlap == "sites" for plan in made.values())
+    payload = {"folder": str(folder), "plans": {name: name.split()[0].removesuffix(".json") for name in made}}
+    for answer in launch("planned_rank_functions:trained", 4, payload, timeout_s=300, env=HERE):
+        assert answer.keys() == made.keys()
+        for name, of in answer.items():
+            assert of["loss"] < 1e-10, (name, of)
+            assert of["weights"] < 1e-9, (name, of)
+            has_pipeline = made[name].step.best.degrees.pipeline > 1
+            assert ["which mw.pipeline runs" in text for text in of["said"]] == [True] * has_pipeline
