@@ -240,7 +240,10 @@ class ModelPair:
             )
         if torch.finfo(made.narrowest).bits < torch.finfo(self.dtype).bits:  # products in half precision
             self.dtype = made.narrowest
-            own, _ = self._tried(lambda: self._run_original(made.narrowest))
+            # As FSDP2 has it: buffers, such as frequencies, stay as they are. Not every model runs so.
+            own, _ = self._tried(lambda: self._run_original(made.narrowest, casts_buffers=False))
+            if own is None:
+                own, _ = self._tried(lambda: self._run_original(made.narrowest))
         right = self._tried(lambda: self._run_original(WIDE))[0] if fits else None
         if own is None or right is None:
             right, own = own or right, None
@@ -266,8 +269,8 @@ class ModelPair:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks.ranks)))
         return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
 
-    def _run_original(self, dtype: torch.dtype | None) -> ModelRun:
-        with prepared(self.model, dtype, training=self.training):
+    def _run_original(self, dtype: torch.dtype | None, casts_buffers: bool = True) -> ModelRun:
+        with prepared(self.model, dtype, training=self.training, casts_buffers=casts_buffers):
             before = torch.get_rng_state()
             parts = self.given.parts
             values: dict[str, Tensor] = {}
