@@ -20,15 +20,12 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
 from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.rounding import EXACT, Rounding
 from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
 from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
-EXACT = 1e-9
-"""The error in double precision, relative to a tensor's norm, that the order of sums explains."""
-_ROUNDINGS = 8.0
-"""How many times the original's own rounding, in its type, the error of a parallelised model may be."""
 _ABSOLUTE = 1e-4
 """Of the root mean square of the largest gradient: what counts as nothing beside it."""
 
@@ -305,12 +302,13 @@ class ModelPair:
     def _compare(
         self, dtype: torch.dtype | None, made: ModelRun, right: ModelRun, own: ModelRun | None
     ) -> Difference | None:
+        rounding = Rounding(self.dtype, right, own)
         values = [
             Compared(
                 name,
                 LocalTensor(made.values[name], None, self.given.part),
                 right.values[name],
-                *self._allowed(right, own, name),
+                *rounding.allowed(name),
                 hint=self._loss_hint() if name.startswith("loss") else "",
             )
             for name in ("logits", "output", "loss of labels", "loss")
@@ -321,7 +319,7 @@ class ModelPair:
             if made.drew and not right.drew:
                 return replace(difference, cause="random numbers are drawn: dropout is active")
             return first_module(self, dtype, difference)
-        return self._first(self._gradients(made, right, own))
+        return self._first(self._gradients(made, right, rounding))
 
     def _loss_hint(self) -> str:
         """Return what is likely where logits agree and the loss does not."""
@@ -334,7 +332,7 @@ class ModelPair:
             f"{targets.numel()} have a target), or a sum over words or ranks"
         )
 
-    def _gradients(self, made: ModelRun, right: ModelRun, own: ModelRun | None) -> list[Compared]:
+    def _gradients(self, made: ModelRun, right: ModelRun, rounding: Rounding) -> list[Compared]:
         """Return the gradients beside those of the original, the last parameter's first, as they are computed."""
         largest = max((float(g.square().mean()) for g in right.grads.values() if g is not None), default=0.0)
         floor = _ABSOLUTE * math.sqrt(largest)
@@ -342,7 +340,7 @@ class ModelPair:
         for name in reversed([*self.original, *(each for each in self.own if each not in self.original)]):
             actual, wanted = made.grads.get(name), right.grads.get(name)
             local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
-            allowed, _ = self._allowed(right, own, name)
+            allowed, _ = rounding.allowed(name)
             eps = EXACT if self.dtype == WIDE else torch.finfo(self.dtype).eps
             items.append(
                 Compared(
@@ -367,20 +365,6 @@ class ModelPair:
                 f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of it"
             )
         return ""
-
-    def _allowed(self, right: ModelRun, own: ModelRun | None, name: str) -> tuple[float, float]:
-        """Return the relative error that rounding explains, and that of each element beside."""
-        if self.dtype == WIDE:
-            return EXACT, 0.0
-        eps = torch.finfo(self.dtype).eps
-        least = min(64 * eps, 0.03)
-        if own is None:
-            return min(256 * eps, 0.05), 0.0
-        a, b = (run.values.get(name, run.grads.get(name)) for run in (own, right))
-        if a is None or b is None or not float(b.norm()):
-            return least, eps
-        off = float((a.double() - b.double()).norm() / b.double().norm())
-        return least + _ROUNDINGS * off, 0.0
 
 
 _OTHER_WEIGHTS = "it was changed, or filled from other weights"
