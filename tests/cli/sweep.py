@@ -327,7 +327,9 @@ def _allowed_s(folder: Path, table: dict[str, Kind], command: str) -> float:
     """Return the processor seconds that mutations of a command may take: three times its own, or `CPU_S`."""
     if command not in _unmutated_s:
         args = command_line(folder, table, "", command)
-        _unmutated_s[command] = run_forked(_case_action(args, folder, lambda: None), _LONGEST_UNMUTATED_S).cpu_s
+        _unmutated_s[command] = run_forked(
+            _case_action(args, folder, lambda: None), _LONGEST_UNMUTATED_S
+        ).cpu_s
     return max(CPU_S, 3 * _unmutated_s[command])
 
 

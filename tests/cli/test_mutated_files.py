@@ -31,7 +31,10 @@ def _sweep(folder: Path, seed: int, count: int) -> None:
         statuses[case.kind, case.outcome.status] += 1
         num_cut += case.is_cut
         if number % 500 == 499:
-            print(f"{number + 1} of {count}: {len(faults)} faults, {num_cut} ended before their time", flush=True)
+            print(
+                f"{number + 1} of {count}: {len(faults)} faults, {num_cut} ended before their time",
+                flush=True,
+            )
         if case.fault:
             (folder / f"fault-{number}").write_bytes(case.data)
             faults.append(f"{number}: {case.kind}: {' '.join(arg[:80] for arg in case.args)}: {case.fault}")
