@@ -241,7 +241,10 @@ class ModelPair:
             own, _ = self._tried(lambda: self._run_original(made.narrowest, casts_buffers=False))
             if own is None:
                 own, _ = self._tried(lambda: self._run_original(made.narrowest))
-        right = self._tried(lambda: self._run_original(WIDE))[0] if fits else None
+        wide = (
+            WIDE if fits else torch.float32 if torch.finfo(self.dtype).bits <= 16 and self._fits(12) else None
+        )
+        right = self._tried(lambda: self._run_original(wide))[0] if wide is not None else None
         if own is None or right is None:
             right, own = own or right, None
         assert right is not None
@@ -260,11 +263,13 @@ class ModelPair:
         failed = self.ranks.failures(error)
         return (None if failed else made), failed
 
-    def _fits(self) -> bool:
-        """Return whether all ranks of this host have memory for the original in double precision."""
+    def _fits(self, bytes_each: int = 24) -> bool:
+        """Return whether all ranks of this host have memory for the original: by default in double precision."""
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks.ranks)))
-        return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
+        return all(
+            self.ranks.say(bool(bytes_each * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values()
+        )
 
     def _run_original(self, dtype: torch.dtype | None, casts_buffers: bool = True) -> ModelRun:
         with prepared(self.model, dtype, training=self.training, casts_buffers=casts_buffers):

@@ -27,7 +27,7 @@ class Rounding:
 
     Args:
         dtype: in which the parallelised model was run.
-        right: the original in double precision, or in its own type where that is all there is memory for.
+        right: the original in double precision, or where memory is short in single precision or its own type.
         own: the original in its own type; None without the former.
     """
 
