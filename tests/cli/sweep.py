@@ -259,13 +259,17 @@ def refuse_processes() -> None:
 
 @dataclass(frozen=True)
 class SweepCase:
-    """One mutated input: its kind, the command line, and what came of it."""
+    """One mutated input: its kind, the command line, and what came of it.
+
+    One that `is_cut` was ended after `_LONGEST_S`, less than it may take: whole studies take minutes.
+    """
 
     kind: str
     args: list[str]
     data: bytes
     outcome: Outcome
     fault: str
+    is_cut: bool = False
 
 
 def _case_action(args: list[str], folder: Path, put: Callable[[], None]) -> Callable[[], Any]:
@@ -315,7 +319,7 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_LONGEST_S = 200.0
+_LONGEST_S, _LONGEST_UNMUTATED_S = 60.0, 300.0
 _unmutated_s: dict[str, float] = {}
 
 
@@ -323,7 +327,9 @@ def _allowed_s(folder: Path, table: dict[str, Kind], command: str) -> float:
     """Return the processor seconds that mutations of a command may take: three times its own, or `CPU_S`."""
     if command not in _unmutated_s:
         args = command_line(folder, table, "", command)
-        _unmutated_s[command] = run_forked(_case_action(args, folder, lambda: None), _LONGEST_S).cpu_s
+        _unmutated_s[command] = run_forked(
+            _case_action(args, folder, lambda: None), _LONGEST_UNMUTATED_S
+        ).cpu_s
     return max(CPU_S, 3 * _unmutated_s[command])
 
 
@@ -352,15 +358,17 @@ def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
             _clear(path)
             data, put = _spoil(rng, path, table[spoilt])
         outcome = run_forked(_case_action(args, folder, put))
+        allowed_s: float = CPU_S
         if outcome.is_late:
-            most_s = _allowed_s(folder, table, unmutated(verb, command))
+            allowed_s = _allowed_s(folder, table, unmutated(verb, command))
             _clear(scratch)
             scratch.mkdir()
             if spoilt:
                 _clear(path)
-            outcome = run_forked(_case_action(args, folder, put), most_s) if most_s > CPU_S else outcome
+            outcome = run_forked(_case_action(args, folder, put), min(allowed_s, _LONGEST_S))
         statuses = (0, 1, 2) if args[:1] == ["verify"] else (0, 2)
         fault = outcome.fault(statuses)
         if args[:2] == ["lab", "check"] and outcome.status == 2 and outcome.out:
             fault = ""  # a lab that no such machine can build
-        yield SweepCase(spoilt or verb, args, data, outcome, fault)
+        is_cut = outcome.is_late and outcome.cpu_s <= allowed_s
+        yield SweepCase(spoilt or verb, args, data, outcome, "" if is_cut else fault, is_cut)

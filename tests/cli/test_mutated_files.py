@@ -26,13 +26,21 @@ def _sweep(folder: Path, seed: int, count: int) -> None:
         run_app(["lab", "check"])  # what is slow to import is imported once, before all forks
     statuses: Counter[tuple[str, int]] = Counter()
     faults = []
+    num_cut = 0
     for number, case in enumerate(sweep(folder, seed, count)):
         statuses[case.kind, case.outcome.status] += 1
+        num_cut += case.is_cut
+        if number % 500 == 499:
+            print(
+                f"{number + 1} of {count}: {len(faults)} faults, {num_cut} ended before their time",
+                flush=True,
+            )
         if case.fault:
             (folder / f"fault-{number}").write_bytes(case.data)
             faults.append(f"{number}: {case.kind}: {' '.join(arg[:80] for arg in case.args)}: {case.fault}")
             print(faults[-1][:700], flush=True)
     assert not faults, f"seed {seed}, {len(faults)} of {count}, files in {folder}:\n" + "\n".join(faults[:20])
+    assert num_cut <= max(count // 100, 3), num_cut
     good = sum(number for (_, status), number in statuses.items() if status == 0)
     assert good > count // 20, statuses  # else the changes are too wild
 

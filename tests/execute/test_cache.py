@@ -73,6 +73,26 @@ def test_a_working_set_that_does_not_fit_is_warned_about_once():
     use(cache, (0,), "b", 1)  # a second warning would be an error
 
 
+@pytest.mark.filterwarnings("ignore:a program of:RuntimeWarning")
+def test_memory_of_dropped_programs_is_given_back(monkeypatch):
+    """Programs that refer to themselves, as lanes do, are gone once a quarter of a small limit was dropped."""
+    trimmed = []
+    monkeypatch.setattr("meshweave.execute.torch.cache._malloc_trim", lambda: trimmed.append)
+    cache, values = ProgramCache(80), []
+    gc.disable()
+    try:
+        for number in range(100):
+            value = Value()
+            value.own = value
+            values.append(weakref.ref(value))
+            cache.put((0, 1), number, value, 10)
+            del value
+            assert sum(each() is not None for each in values) <= len(cache) + 3
+    finally:
+        gc.enable()
+    assert len(trimmed) == 92 // 3
+
+
 def test_the_size_of_a_program_is_that_on_the_rank_where_it_is_largest():
     small, large = (
         program_bytes(

@@ -35,7 +35,8 @@ def steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, in
     """Train for `num_steps` on batches and sequences of sizes by a seed; return what is held, now and then."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    step = _pipeline_step() if payload["strategy"] == "pipeline" else _parallel_step(payload["strategy"])
+    is_pipeline = payload["strategy"] == "pipeline"
+    step = _pipeline_step() if is_pipeline else _parallel_step(payload["strategy"], payload["cache_bytes"])
     rng, listed = random.Random(payload["seed"]), []
     for number in range(payload["num_steps"]):
         rows, length = 4 * rng.randint(1, payload["most_rows"]), 2 * rng.randint(1, payload["most_length"])
@@ -49,11 +50,12 @@ def steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, in
     return listed
 
 
-def _parallel_step(strategy: str) -> Callable[[Tensor, Tensor], None]:
+def _parallel_step(strategy: str, cache_bytes: int) -> Callable[[Tensor, Tensor], None]:
     size = dist.get_world_size()
     shape = (2, size // 2) if strategy in ("atp", "meshslice_block", "summa_block") else (size,)
     model = reference_models.make("plain llama")
-    made = mw.parallelize(model, strategy, init_device_mesh("cpu", shape), check=False)
+    context = mw.TorchContext(cache_bytes=cache_bytes)
+    made = mw.parallelize(model, strategy, init_device_mesh("cpu", shape), check=False, context=context)
     optimizer = torch.optim.SGD(made.module.parameters(), lr=1e-4)
 
     def step(tokens: Tensor, targets: Tensor) -> None:

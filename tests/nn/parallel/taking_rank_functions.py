@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from reference_models import make
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.launch import RankContext
@@ -252,6 +254,11 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "inner": lambda: module.model(tokens),
         "inner save": lambda: module.model.save_pretrained(folder),
         "ddp": lambda: nn.parallel.DistributedDataParallel(module),
+        "ddp around": lambda: nn.parallel.DistributedDataParallel(made),
+        "fsdp around": lambda: fully_shard(made),
+        "taken for a module": lambda: torch.optim.SGD(made.parameters()),
+        "lora": lambda: _with_lora(module),
+        "lora around": lambda: _with_lora(made),
         "again": lambda: parallelize(module, "megatron", mesh),
         "another norm": lambda: _with_norm(module, tokens),
     }
@@ -265,6 +272,34 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         except Exception as error:
             said[name] = f"RAW {type(error).__name__}: {error}"
     return said
+
+
+class _Tuner(nn.Module):
+    """What PEFT does first with a model that gets an adapter (`BaseTuner.__init__` of its 0.21)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.targets = [name for name, _ in model.named_modules()]
+        self.model = model
+        if not hasattr(self, "peft_config"):
+            raise RuntimeError("adapters were put in")
+        self.peft_config["default"] = object()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+def _with_lora(model: Any) -> None:
+    """Put adapters into a model: with PEFT where it is installed."""
+    if importlib.util.find_spec("peft") is None:
+        _Tuner(model)
+    else:
+        import peft
+
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
 def _with_norm(module: Any, tokens: Tensor) -> None:

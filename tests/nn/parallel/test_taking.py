@@ -40,6 +40,11 @@ WORDS = {
     "inner": "call the whole model",
     "inner save": "mw.save_weights",
     "ddp": "take FSDP2",
+    "ddp around": "take FSDP2",
+    "fsdp around": "take its .module",
+    "taken for a module": "has no parameters: take its .module",
+    "lora": "merge_and_unload() and parallelize the result",
+    "lora around": "take its .module",
     "again": "a forward of its own",
     "another norm": "model.norm is a Sequential that was put there after parallelize",
 }

@@ -417,6 +417,15 @@ def right_models(mesh: DeviceMesh, thorough: bool) -> Iterator[tuple[str, Made]]
 
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     yield "mixed fsdp2", (model, fully_shard(copy.deepcopy(model), mesh=mesh, mp_policy=narrow), {})
+    wide_sums = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    yield "mixed, wide sums", (model, fully_shard(copy.deepcopy(model), mesh=mesh, mp_policy=wide_sums), {})
+    styled_model, styled = _styled(both["tp"])
+    yield "mixed styles and fsdp2", (styled_model, fully_shard(styled, mesh=both["dp"], mp_policy=narrow), {})
+    model, made = llama(both["tp"], "megatron")
+    for block in made.blocks:
+        fully_shard(block, mesh=both["dp"], mp_policy=narrow)
+    fully_shard(made.module, mesh=both["dp"], mp_policy=narrow)
+    yield "mixed megatron and fsdp2", (model, made, {})
     model, styled = _styled(mesh)
 
     def loss(module: nn.Module, x: Tensor) -> Tensor:

@@ -392,6 +392,16 @@ def another_scale_under_mixed_fsdp(mesh: DeviceMesh) -> Made:
     return model, made, {}
 
 
+def a_twentieth_under_mixed_fsdp(mesh: DeviceMesh) -> Made:
+    """Logits are off by 5 % of their size, where rounding to bfloat16 has them off by 0.5 %."""
+    torch.manual_seed(7)
+    model = PlainLlama(layers=2)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    made = fully_shard(copy.deepcopy(model), mesh=mesh, mp_policy=narrow)
+    made.lm_head.register_forward_hook(lambda module, given, out: 1.05 * out)
+    return model, made, {}
+
+
 FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
     heads_in_another_order: ("attn.c_attn.weight", "shard [0:8+16:24+32:40, 0:16]", "in another order"),
     a_fused_weight_cut_as_one: ("attn.c_attn.weight", "rank 0 has positions 0:24 along dim 0"),
@@ -429,6 +439,7 @@ FAULTS: dict[Callable[[DeviceMesh], Made], tuple[str, ...]] = {
     a_gradient_that_drifts: ("gradient of model.norm.weight", "rank 1", "copies of it drift apart"),
     ddp_that_sums: ("gradient of last", "times too large: scaled twice"),
     a_mesh_of_each_rank_alone: ("gradient of lm_head.weight", "an average over ranks", "is missing"),
+    a_twentieth_under_mixed_fsdp: ("logits",),
 }
 """Faults, and words that must be said of each."""
 
@@ -448,6 +459,7 @@ FEW = (
     "a_weight_that_is_transposed", "gate_and_up_exchanged_by_name", "rounded_weights", "a_bias_of_keys_left_out",
     "features_of_heads_by_turns", "gate_and_up_exchanged", "words_that_are_padding", "a_loss_over_all_tokens",
     "a_head_whose_gradient_is_dropped", "clipped_by_a_norm_of_one_rank", "a_mesh_of_each_rank_alone",
+    "a_twentieth_under_mixed_fsdp",
 )  # fmt: skip
 """Those of each kind that run by default."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ def refuse_features(module: nn.Module, layers: str) -> None:
         inner = module.get_submodule(layers)
         inner.forward = _refusal(type(inner).__name__, "forward")
     module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
+    module.peft_config = _WithoutAdapters()
     if hasattr(module, "_set_gradient_checkpointing"):
         _count_layers(module, list(module.get_submodule(whole)))
 
@@ -132,6 +133,42 @@ class _WithoutDdp:
             "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another mesh dim, "
             "or a plan with an axis of data parallelism"
         )
+
+
+class _WithoutAdapters:
+    """Stands where PEFT lists the adapters of a model before it puts the first one into it."""
+
+    def update(self, *args: Any) -> NoReturn:
+        """Raise UnsupportedError, as `__setitem__` does."""
+        self["adapters"] = args
+
+    def __setitem__(self, name: str, config: Any) -> NoReturn:
+        raise UnsupportedError(
+            "adapters (LoRA and others of PEFT) are not computed in a parallelised model: train them before "
+            "parallelize, merge_and_unload() and parallelize the result; or train all weights"
+        )
+
+
+class NoModuleError(UnsupportedError, AttributeError):
+    """What is around a module stands where a module is wanted."""
+
+
+class AroundModule:
+    """What holds a module as `module` and is none itself: it says so where it is taken for one."""
+
+    _ddp_params_and_buffers_to_ignore = _WithoutDdp()
+
+    if not TYPE_CHECKING:  # other attributes than these are to be declared
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self).__name__
+            if name.startswith("__") or not hasattr(nn.Module, name):
+                raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+            raise NoModuleError(f"a {kind} is no nn.Module and has no {name}: take its .module")
+
+    def __iter__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise UnsupportedError(f"a {kind} is no nn.Module, and no list of them: take its .module")
 
 
 def _refusal(model: str, name: str) -> Callable[..., NoReturn]:

@@ -22,7 +22,12 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
-from meshweave.nn.parallel.features import ForwardArguments, PlacedModules, refuse_features
+from meshweave.nn.parallel.features import (
+    AroundModule,
+    ForwardArguments,
+    PlacedModules,
+    refuse_features,
+)
 from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
@@ -80,7 +85,7 @@ class ParallelOutput(NamedTuple):
     logits: Tensor | None
 
 
-class ParallelModel:
+class ParallelModel(AroundModule):
     """A model whose layers run on the ranks of a strategy; made by `parallelize`.
 
     Every rank of the mesh gives the same tokens, all of them, and takes its part.

@@ -112,7 +112,7 @@ def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, seq
 def _multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
     """Return what `block_product` does."""
     product, sized = _sized(number, batch, sequence, x.dtype)
-    if not sized.talks[0] and not sized.parts.kept:
+    if not sized.talks[0] and not sized.kept:
         return [torch.nn.functional.linear(x, weight) for weight in weights]
     bound = sized.bound(False, x.device)
     target = bound.inputs["x"]
@@ -124,7 +124,7 @@ def _multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, seq
         torch.empty_like(piece, memory_format=torch.contiguous_format).copy_(piece).flatten(2)
         for piece in product.pieces(fused, 2)
     ]
-    return results + [bound.outputs[name].clone() for name in sized.parts.kept]
+    return results + [bound.outputs[name].clone() for name in sized.kept]
 
 
 @block_product.register_fake  # type: ignore[untyped-decorator]
@@ -169,7 +169,7 @@ def _multiply_back(
     if "x" in bound.inputs:
         bound.inputs["x"].copy_(x.reshape(bound.inputs["x"].shape))
     _load_weights(bound, weights, product)
-    for name, value in zip(sized.parts.kept, kept, strict=True):
+    for name, value in zip(sized.kept, kept, strict=True):
         bound.inputs[name].copy_(value)
     bound.run(bound.inputs)
     of_operand = bound.outputs["dx"].reshape(x.shape).clone()

@@ -22,6 +22,9 @@ from meshweave.lower import lower_rings
 from meshweave.nn.parallel.strategy import LayerStrategy, chunked
 from meshweave.nn.products import DTYPES
 
+PARTS_KEPT = 32
+"""Programs that are written and not bound: more than a layer and a head have products."""
+
 
 def communicates(program: Program) -> bool:
     """Return whether any op of a program needs another rank."""
@@ -65,24 +68,24 @@ class ProductPrograms:
     sequence: int
     dtype: torch.dtype
 
-    @cached_property
+    @property
     def parts(self) -> BlockParts:
-        """Return both programs; weights have their columns outermost in memory, as those of torch."""
-        own = self.strategy
-        problem = site_problem(
-            self.batch, self.sequence, self.site.hidden, own.mesh.shape, DTYPES[self.dtype]
-        )
-        most = self.batch
-        for dim, size in zip(own.roles.residual, own.mesh.shape, strict=True):
-            most = -(-most // size) if dim == "batch" else most
-        config = chunked(own.config, most)
-        parts = product_parts(self.site, problem, config, own.roles, own.mesh)
-        return replace(parts, forward=_transposed(parts.forward), backward=_transposed(parts.backward))
+        """Return both programs; weights have their columns outermost in memory, as those of torch.
+
+        They are written anew where they were not among the last that were: what is bound is kept, and counted, by
+        the context.
+        """
+        return _product_parts(self)
 
     @cached_property
     def talks(self) -> tuple[bool, bool]:
         """Return whether the forward and the backward program communicate."""
         return communicates(self.parts.forward), communicates(self.parts.backward)
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Return the buffers that the forward program keeps for the backward one."""
+        return self.parts.kept
 
     @cached_property
     def sides(self) -> tuple[Sides, Sides]:
@@ -113,12 +116,28 @@ class ProductPrograms:
     def kept_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of what the forward program keeps for the backward one."""
         program = self.parts.forward
-        return tuple(program.local_shape(name, self.strategy.rank) for name in self.parts.kept)
+        return tuple(program.local_shape(name, self.strategy.rank) for name in self.kept)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program on this rank."""
-        part = self.parts.backward if is_backward else self.parts.forward
-        return bound_program((self, is_backward), lambda: on_device(part, device), self.strategy, device)
+
+        def written() -> Program:
+            return on_device(self.parts.backward if is_backward else self.parts.forward, device)
+
+        return bound_program((self, is_backward), written, self.strategy, device)
+
+
+@lru_cache(PARTS_KEPT)
+def _product_parts(product: ProductPrograms) -> BlockParts:
+    own = product.strategy
+    problem = site_problem(
+        product.batch, product.sequence, product.site.hidden, own.mesh.shape, DTYPES[product.dtype]
+    )
+    most = product.batch
+    for dim, size in zip(own.roles.residual, own.mesh.shape, strict=True):
+        most = -(-most // size) if dim == "batch" else most
+    parts = product_parts(product.site, problem, chunked(own.config, most), own.roles, own.mesh)
+    return replace(parts, forward=_transposed(parts.forward), backward=_transposed(parts.backward))
 
 
 def _transposed(program: Program) -> Program:

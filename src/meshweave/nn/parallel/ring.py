@@ -18,8 +18,9 @@ from meshweave.algorithms.block.sites import ring_parts
 from meshweave.describe.model.dense import dense_layer
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
+from meshweave.ir.program import Program
 from meshweave.nn.parallel.moves import keep_order
-from meshweave.nn.parallel.programs import bound_program, on_device
+from meshweave.nn.parallel.programs import PARTS_KEPT, bound_program, on_device
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.products import DTYPES
 
@@ -64,11 +65,10 @@ class SizedRing:
     ring: PlacedRing
     problem: BlockProblem
 
-    @cached_property
+    @property
     def parts(self) -> BlockParts:
-        """Return both programs."""
-        own = self.ring.strategy
-        return ring_parts(self.problem, own.config, own.roles, own.mesh)
+        """Return both programs, as `ProductPrograms.parts` does."""
+        return _ring_parts(self)
 
     @cached_property
     def calls(self) -> Functions:
@@ -77,10 +77,11 @@ class SizedRing:
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
         """Return the forward or the backward program on this rank, with the positions of all tokens."""
-        part = self.parts.backward if is_backward else self.parts.forward
-        bound = bound_program(
-            (self, is_backward), lambda: on_device(part, device), self.ring.strategy, device, self.calls
-        )
+
+        def written() -> Program:
+            return on_device(self.parts.backward if is_backward else self.parts.forward, device)
+
+        bound = bound_program((self, is_backward), written, self.ring.strategy, device, self.calls)
         positions = bound.inputs.get(POSITIONS.lower())
         if positions is not None:
             positions.copy_(torch.arange(self.problem.sequence, device=device))
@@ -90,6 +91,12 @@ class SizedRing:
         """Return the shapes of what the forward program makes, by buffer."""
         program, rank = self.parts.forward, self.ring.strategy.rank
         return {name: program.local_shape(name, rank) for name in self.parts.kept}
+
+
+@lru_cache(PARTS_KEPT)
+def _ring_parts(sized: SizedRing) -> BlockParts:
+    own = sized.ring.strategy
+    return ring_parts(sized.problem, own.config, own.roles, own.mesh)
 
 
 _RINGS: list[PlacedRing] = []

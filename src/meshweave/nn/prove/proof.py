@@ -20,15 +20,12 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
 from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
+from meshweave.nn.prove.rounding import EXACT, Rounding
 from meshweave.nn.prove.runs import ModelRun, context_for, free_bytes, narrowest_seen, settled_gradient
 from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of, ranks_of
 from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
-EXACT = 1e-9
-"""The error in double precision, relative to a tensor's norm, that the order of sums explains."""
-_ROUNDINGS = 8.0
-"""How many times the original's own rounding, in its type, the error of a parallelised model may be."""
 _ABSOLUTE = 1e-4
 """Of the root mean square of the largest gradient: what counts as nothing beside it."""
 
@@ -240,8 +237,14 @@ class ModelPair:
             )
         if torch.finfo(made.narrowest).bits < torch.finfo(self.dtype).bits:  # products in half precision
             self.dtype = made.narrowest
-            own, _ = self._tried(lambda: self._run_original(made.narrowest))
-        right = self._tried(lambda: self._run_original(WIDE))[0] if fits else None
+            # As FSDP2 has it: buffers, such as frequencies, stay as they are. Not every model runs so.
+            own, _ = self._tried(lambda: self._run_original(made.narrowest, casts_buffers=False))
+            if own is None:
+                own, _ = self._tried(lambda: self._run_original(made.narrowest))
+        wide = (
+            WIDE if fits else torch.float32 if torch.finfo(self.dtype).bits <= 16 and self._fits(12) else None
+        )
+        right = self._tried(lambda: self._run_original(wide))[0] if wide is not None else None
         if own is None or right is None:
             right, own = own or right, None
         assert right is not None
@@ -260,14 +263,16 @@ class ModelPair:
         failed = self.ranks.failures(error)
         return (None if failed else made), failed
 
-    def _fits(self) -> bool:
-        """Return whether all ranks of this host have memory for the original in double precision."""
+    def _fits(self, bytes_each: int = 24) -> bool:
+        """Return whether all ranks of this host have memory for the original: by default in double precision."""
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(self.ranks.ranks)))
-        return all(self.ranks.say(bool(24 * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values())
+        return all(
+            self.ranks.say(bool(bytes_each * numbers * ranks < 0.7 * free_bytes(self.device, ranks))).values()
+        )
 
-    def _run_original(self, dtype: torch.dtype | None) -> ModelRun:
-        with prepared(self.model, dtype, training=self.training):
+    def _run_original(self, dtype: torch.dtype | None, casts_buffers: bool = True) -> ModelRun:
+        with prepared(self.model, dtype, training=self.training, casts_buffers=casts_buffers):
             before = torch.get_rng_state()
             parts = self.given.parts
             values: dict[str, Tensor] = {}
@@ -302,12 +307,13 @@ class ModelPair:
     def _compare(
         self, dtype: torch.dtype | None, made: ModelRun, right: ModelRun, own: ModelRun | None
     ) -> Difference | None:
+        rounding = Rounding(self.dtype, right, own)
         values = [
             Compared(
                 name,
                 LocalTensor(made.values[name], None, self.given.part),
                 right.values[name],
-                *self._allowed(right, own, name),
+                *rounding.allowed(name),
                 hint=self._loss_hint() if name.startswith("loss") else "",
             )
             for name in ("logits", "output", "loss of labels", "loss")
@@ -318,7 +324,7 @@ class ModelPair:
             if made.drew and not right.drew:
                 return replace(difference, cause="random numbers are drawn: dropout is active")
             return first_module(self, dtype, difference)
-        return self._first(self._gradients(made, right, own))
+        return self._first(self._gradients(made, right, rounding))
 
     def _loss_hint(self) -> str:
         """Return what is likely where logits agree and the loss does not."""
@@ -331,7 +337,7 @@ class ModelPair:
             f"{targets.numel()} have a target), or a sum over words or ranks"
         )
 
-    def _gradients(self, made: ModelRun, right: ModelRun, own: ModelRun | None) -> list[Compared]:
+    def _gradients(self, made: ModelRun, right: ModelRun, rounding: Rounding) -> list[Compared]:
         """Return the gradients beside those of the original, the last parameter's first, as they are computed."""
         largest = max((float(g.square().mean()) for g in right.grads.values() if g is not None), default=0.0)
         floor = _ABSOLUTE * math.sqrt(largest)
@@ -339,7 +345,7 @@ class ModelPair:
         for name in reversed([*self.original, *(each for each in self.own if each not in self.original)]):
             actual, wanted = made.grads.get(name), right.grads.get(name)
             local = None if actual is None else local_of(actual, self.ranks.rank, self.ranges.get(name))
-            allowed, _ = self._allowed(right, own, name)
+            allowed, _ = rounding.allowed(name)
             eps = EXACT if self.dtype == WIDE else torch.finfo(self.dtype).eps
             items.append(
                 Compared(
@@ -364,20 +370,6 @@ class ModelPair:
                 f"{name} and {alike[0]} are one tensor in the original and two here, each with a part of it"
             )
         return ""
-
-    def _allowed(self, right: ModelRun, own: ModelRun | None, name: str) -> tuple[float, float]:
-        """Return the relative error that rounding explains, and that of each element beside."""
-        if self.dtype == WIDE:
-            return EXACT, 0.0
-        eps = torch.finfo(self.dtype).eps
-        least = min(64 * eps, 0.03)
-        if own is None:
-            return min(256 * eps, 0.05), 0.0
-        a, b = (run.values.get(name, run.grads.get(name)) for run in (own, right))
-        if a is None or b is None or not float(b.norm()):
-            return least, eps
-        off = float((a.double() - b.double()).norm() / b.double().norm())
-        return least + _ROUNDINGS * off, 0.0
 
 
 _OTHER_WEIGHTS = "it was changed, or filled from other weights"

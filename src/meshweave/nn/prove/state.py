@@ -69,15 +69,20 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def prepared(
-    module: nn.Module, dtype: torch.dtype | None = None, owner: Any = None, training: bool = True
+    module: nn.Module,
+    dtype: torch.dtype | None = None,
+    owner: Any = None,
+    training: bool = True,
+    casts_buffers: bool = True,
 ) -> Iterator[None]:
     """Run a block with a module without dropout and gradients, then restore all of it.
 
     Args:
         dtype: of parameters, buffers and what is computed; None as they are. Modules under FSDP2 and DDP, which
             keep parameters elsewhere, are to be left as they are.
-        training: whether it is in training.
         owner: what is around the module, and may have a dropout of its own.
+        training: whether it is in training.
+        casts_buffers: whether buffers and tensors that are attributes get the type, too.
     """
     modules = list(module.modules())
     states = [(child, dict(vars(child)), dict(child._parameters), dict(child._buffers)) for child in modules]
@@ -95,7 +100,7 @@ def prepared(
             child.training = training
             if getattr(child, "gradient_checkpointing", False):
                 vars(child)["gradient_checkpointing"] = False  # what is computed again would be rounded
-            _lay(child, dtype, made)
+            _lay(child, dtype, made, casts_buffers)
         changed += without_dropout([*modules, owner])
         if getattr(owner, "recompute", False):
             changed.append((owner, "recompute", True))
@@ -119,7 +124,7 @@ def prepared(
             parameter.grad = grad
 
 
-def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor]) -> None:
+def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], casts_buffers: bool) -> None:
     """Put copies of buffers into a module, and parameters of another type; what is tied stays tied."""
     for name, parameter in child._parameters.items():
         if parameter is None or dtype in (None, parameter.dtype) or not parameter.is_floating_point():
@@ -129,9 +134,9 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor]) -
         child._parameters[name] = made[id(parameter)]
     for name, buffer in child._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
-            child._buffers[name] = cast(buffer, dtype or buffer.dtype)
+            child._buffers[name] = cast(buffer, dtype if dtype and casts_buffers else buffer.dtype)
     for name, value in list(vars(child).items()):
-        if dtype is not None and isinstance(value, Tensor) and value.is_floating_point():
+        if dtype is not None and casts_buffers and isinstance(value, Tensor) and value.is_floating_point():
             vars(child)[name] = cast(value, dtype)
 
 
