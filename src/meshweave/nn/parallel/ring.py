@@ -18,6 +18,7 @@ from meshweave.algorithms.block.sites import ring_parts
 from meshweave.describe.model.dense import dense_layer
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
+from meshweave.nn.custom_ops import value_of
 from meshweave.nn.parallel.moves import keep_order
 from meshweave.nn.parallel.programs import bound_program, on_device
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -92,19 +93,9 @@ class SizedRing:
         return {name: program.local_shape(name, rank) for name in self.parts.kept}
 
 
-_RINGS: list[PlacedRing] = []
-
-
-@lru_cache(1024)
-def ring_number(ring: PlacedRing) -> int:
-    """Return the number of a ring, for `ring_attention`."""
-    _RINGS.append(ring)
-    return len(_RINGS) - 1
-
-
 @lru_cache(1024)
 def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedRing:
-    ring = _RINGS[number]
+    ring = value_of(number, PlacedRing)
     return SizedRing(ring, ring.problem(batch, sequence, dtype))
 
 
@@ -114,7 +105,7 @@ def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[
 
     Args:
         qkv: (batch, sequence, features) of what this rank has: of each group its queries, key and value.
-        number: of the ring.
+        number: `number_of` the ring, a `PlacedRing`.
         batch, sequence: the tokens of all ranks.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
