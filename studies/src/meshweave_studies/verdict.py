@@ -106,7 +106,7 @@ class JudgedRow:
 
     @property
     def counts(self) -> bool:
-        """Return whether the verdict of the row is counted: it holds, is near or differs, and is not only listed."""
+        """Return whether the verdict is counted: the row holds, is near or differs, and is not only listed."""
         return not self.listed and self.verdict in (HOLDS, NEAR, DIFFERS)
 
     @property
