@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -139,11 +138,3 @@ def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp
         [sys.executable, "-S", "-c", moved], env=env, capture_output=True, text=True, check=True, timeout=60
     )
     assert ran.stdout.startswith("meshweave.Lab is meshweave_lab.Lab now")
-
-
-@pytest.mark.parametrize("name", sorted(meshweave._MOVED))
-def test_names_that_moved_are_said_to(name: str, recwarn: pytest.WarningsRecorder) -> None:
-    package = meshweave._MOVED[name]
-    assert getattr(meshweave, name) is getattr(importlib.import_module(package), name)
-    assert f"{package}.{name}" in str(recwarn.pop(DeprecationWarning).message)
-    assert name not in meshweave.__all__ and not hasattr(meshweave, "nothing")

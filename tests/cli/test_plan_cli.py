@@ -122,7 +122,7 @@ def test_verbs_of_products_say_what_a_step_is_not(
     ("args", "message"),
     [
         ([*SMALL, "--fix", "tp"], "such as tp=8"),
-        ([*SMALL, "--fix", "pt=8"], "names are dp, pp"),
+        ([*SMALL, "--fix", "pt=8"], "names are data, dp, pipeline, pp"),
         ([*SMALL, "--fix", "tp=eight"], "whole number"),
         ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
         ([*SMALL, "--fix", "tp=3"], "tp 3 does not divide its 8 chips"),

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 from torch import Tensor  # noqa: E402
 
 from meshweave.base.errors import BindError, UnsupportedError  # noqa: E402
-from meshweave.nn.custom_ops import LocalFunction, LocalOp, function_of  # noqa: E402
+from meshweave.nn.custom_ops import LocalFunction, LocalOp, function_of, number_of, value_of  # noqa: E402
 
 OP = LocalOp("test_layer")
 
@@ -87,3 +87,11 @@ def test_a_second_derivative_and_a_function_that_is_gone_are_refused() -> None:
     gc.collect()
     with pytest.raises(BindError, match="no function"):
         function_of(handle)
+
+
+def test_equal_values_have_one_number() -> None:
+    first, second = number_of(("a product", 4)), number_of(("another", 4))
+    assert first != second and number_of(("a product", 4)) == first
+    assert value_of(first, tuple) == ("a product", 4)
+    with pytest.raises(AssertionError):
+        value_of(first, list)

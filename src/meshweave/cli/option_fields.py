@@ -42,6 +42,7 @@ def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
             given[name] = group(**own)
         return verb(**given)
 
+    del called.__wrapped__  # what is called takes other arguments
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called

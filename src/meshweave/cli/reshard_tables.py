@@ -169,8 +169,8 @@ def _schedule_table(plan: ReshardPlan) -> Table:
             str(scheduled.chunks),
         )
         rows.append(row)
-    whole = ("start", "end", "bytes", "chunks")
-    head = ("start", "end", *left, "bytes", "chunks")
+    whole = ("start", "end", "bytes", "packets")
+    head = ("start", "end", *left, "bytes", "packets")
     return text_table(head, rows, left, title="schedule", whole=whole)
 
 

@@ -81,7 +81,7 @@ def block(
     ],
     options: BlockOptions,
 ) -> None:
-    """Rank the strategies for a model's layers on a machine: every strategy, mesh and number of chunks.
+    """Rank the strategies for a model's layers on a machine: every strategy, mesh and number of slices.
 
     A strategy shards the layers of a transformer, forward and backward: ATP, Megatron's tensor parallelism, 2D
     products and others. All are estimated; then the best are simulated with contention, which decides their order.

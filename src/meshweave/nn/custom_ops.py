@@ -12,14 +12,17 @@ knows shapes and runs nothing, and with a gradient. In a compiled graph it stays
         def backward(self, grads, inputs, kept, needed): ...
 
     (y,) = _MULTIPLY(function, [x, weight])
+
+Ops of layers (`nn.parallel`) take numbers, for the sizes of a call are arguments of theirs: `number_of` gives a
+number to what such an op runs, and `value_of` gives that back.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,6 +32,8 @@ from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.torch import compat
 
 NAMESPACE = "meshweave"
+
+Value = TypeVar("Value")
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -179,6 +184,29 @@ class _Direct(torch.autograd.Function):  # type: ignore[misc]
         return (None, *(next(gradients) if is_needed else None for is_needed in needed))
 
 
+_VALUES: list[Hashable] = []
+_NUMBERS: dict[Hashable, int] = {}
+
+
+def number_of(value: Hashable) -> int:
+    """Return the number that stands for a value in the arguments of ops; equal values have one.
+
+    Such ops are for what a module knows when it is made, a product at its site, while sizes come with each call. A
+    compiled graph holds the numbers. A value is kept as long as the process lives.
+    """
+    if value not in _NUMBERS:
+        _NUMBERS[value] = len(_VALUES)
+        _VALUES.append(value)
+    return _NUMBERS[value]
+
+
+def value_of(number: int, kind: type[Value]) -> Value:
+    """Return the value of a number, which is one of this kind."""
+    value = _VALUES[number]
+    assert isinstance(value, kind), (number, value)
+    return value
+
+
 def refuse_second_derivative(what: str) -> None:
     """Raise UnsupportedError where a backward pass is itself to be differentiated (`create_graph=True`).
 
@@ -211,4 +239,4 @@ def _save(ctx: Any, inputs: tuple[Sequence[Tensor], str], output: Sequence[Tenso
     ctx.save_for_backward(*tensors, *output[num_results:])
 
 
-__all__ = ["LocalFunction", "LocalOp", "function_of", "refuse_second_derivative"]
+__all__ = ["LocalFunction", "LocalOp", "function_of", "number_of", "refuse_second_derivative", "value_of"]

@@ -147,6 +147,12 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
     return math.prod(rows), math.prod(columns)
 
 
+def require_dtensors(a: object, b: object) -> None:
+    """Raise LayoutError where an operand of `matmul` is no DTensor."""
+    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
+        raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
+
+
 def size_text(shape: Sequence[int]) -> str:
     """Return a shape in words: `4x6`, or `scalar`."""
     return "x".join(map(str, shape)) or "scalar"

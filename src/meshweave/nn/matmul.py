@@ -23,7 +23,7 @@ from meshweave.execute.torch.call_order import require_process_group, share_refu
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import refuse_second_derivative
-from meshweave.nn.dtensor import MatrixView, mesh_of, size_text
+from meshweave.nn.dtensor import MatrixView, mesh_of, require_dtensors, size_text
 from meshweave.nn.in_graphs import (
     CLUSTER_NO_CONSTANT,
     allow_in_graph,
@@ -125,8 +125,7 @@ def matmul(
             a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
         )
     require_process_group()
-    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
-        raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
+    require_dtensors(a, b)
     device_type = a.device_mesh.device_type
     context = context or TorchContext.default(device_type)
     needs_grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
@@ -149,11 +148,7 @@ def matmul(
         options = MatmulOptions.of(
             device_type, stationary, transport, cluster, context, schedule, limits, overlap
         )
-        if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
-            raise LayoutError(
-                f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: "
-                "(..., K) by (K, N)"
-            )
+        _check_shapes(a, b)
         a, b = autocast_operands(device_type, a, b)
         check_dtypes(a=a, b=b)
         target = checked_placements(out, a.ndim)
@@ -165,6 +160,14 @@ def matmul(
             return plan.run(*(view.local for view in views))
         result: DTensor = _MatmulFunction.apply(a, b, target, options)
         return result
+
+
+def _check_shapes(a: DTensor, b: DTensor) -> None:
+    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
+        raise LayoutError(
+            f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: "
+            "(..., K) by (K, N)"
+        )
 
 
 _DEFAULTS = {

@@ -16,7 +16,7 @@ from meshweave.algorithms.matmul2d import Dataflow
 from meshweave.base.errors import LayoutError
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import mesh_of, size_text
+from meshweave.nn.dtensor import mesh_of, require_dtensors, size_text
 from meshweave.nn.in_graphs import allow_in_graph, context_of, placement_texts, placements_from
 from meshweave.nn.matmul2d import matmul2d
 from meshweave.nn.matmul2d_programs import Slices
@@ -52,8 +52,7 @@ def matmul2d_of_dtensors(
         widths = slices if isinstance(slices, int) else tuple(slices)
         return _in_graph(a, b, placement_texts(out), algorithm, widths, number, tuple(others))
     require_process_group()
-    if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
-        raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
+    require_dtensors(a, b)
     mesh = a.device_mesh
     context = context or TorchContext.default(mesh.device_type)
     with share_refusal(context, mesh_of(mesh).ranks, f"matmul {size_text(a.shape)} @ {size_text(b.shape)}"):

@@ -106,7 +106,7 @@ class JudgedRow:
 
     @property
     def counts(self) -> bool:
-        """Return whether the row's verdict counts."""
+        """Return whether the verdict is counted: the row holds, is near or differs, and is not only listed."""
         return not self.listed and self.verdict in (HOLDS, NEAR, DIFFERS)
 
     @property

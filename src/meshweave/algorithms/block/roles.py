@@ -213,7 +213,7 @@ class Roles:
 
     @property
     def residual(self) -> AxisDims:
-        """Return how the residual lies."""
+        """Return which dim of the residual each mesh axis divides."""
         return tuple(role.residual for role in self.axes)
 
     @property

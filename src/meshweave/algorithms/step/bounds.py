@@ -67,7 +67,10 @@ class LayerBounds:
         return whole_s + (forward_s if recompute == "full" else 0.0)
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of a layer as laid, with the least of what it computes again. Raises as above."""
+        """Return the seconds of a layer in a layout, with the least time of what is computed again.
+
+        Raises as `kernels_s` does.
+        """
         layout = self.place(layout)
         key = layout, micro_batch
         if key not in self._layers:
@@ -76,12 +79,12 @@ class LayerBounds:
         return self._layers[key] + again_s
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
-        """Return the seconds of last norm, logits and loss as laid. Raises as above."""
+        """Return the seconds of last norm, logits and loss in a layout. Raises as `kernels_s` does."""
         _, head = ends_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, "none"))
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
-        """Return the seconds of a layer as laid, all of its recomputation included. Raises as above."""
+        """Return the seconds of a layer with all that is computed again. Raises as `kernels_s` does."""
         if recompute == "none":
             return self.layer_s(layout, micro_batch)
         layer = layer_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, recompute))

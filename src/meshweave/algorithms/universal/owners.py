@@ -115,7 +115,7 @@ class OwnerMap:
 
     @property
     def dims(self) -> tuple[DimTable, DimTable]:
-        """The classes of rows and of columns."""
+        """Return the classes of rows and of columns, in which all elements have the same owners."""
         return self.rows, self.columns
 
     @cached_property

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import Side
+from meshweave.nn.custom_ops import number_of
 from meshweave.nn.parallel.dropout import ShardDropout
-from meshweave.nn.parallel.ring import PlacedRing, ring_attention, ring_number
+from meshweave.nn.parallel.ring import PlacedRing, ring_attention
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -43,7 +44,7 @@ class AttentionCore:
         self.dropout = ShardDropout(heads.dropout, strategy, self.dims)
         self.ring = -1
         if strategy.roles.ring_axis is not None:
-            self.ring = ring_number(
+            self.ring = number_of(
                 PlacedRing(strategy, heads.keys, heads.queries // heads.keys, heads.width, heads.window)
             )
 

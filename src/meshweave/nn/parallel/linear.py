@@ -14,8 +14,9 @@ from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.algorithms.block.sites import ProductSite
 from meshweave.base.errors import LayoutError
 from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.custom_ops import number_of
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
-from meshweave.nn.parallel.ops import SiteProduct, multiply, product_number
+from meshweave.nn.parallel.ops import SiteProduct, multiply
 from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.units import UnitChoice
@@ -180,7 +181,7 @@ class LinearGroup:
         own = first.site
         site = ProductSite(own.is_first, own.is_attention, own.hidden, own.units, sum(widths), own.stored)
         self.product = SiteProduct(site, self.strategy, widths)
-        self.number = product_number(self.product)
+        self.number = number_of(self.product)
         self.is_alone = self.strategy.is_alone
         self.biases_sum = self._sum_of_biases(
             sum(linear.parts for linear in linears if linear.bias is not None)

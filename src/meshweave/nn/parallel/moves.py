@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from meshweave.algorithms.block.roles import AxisDims, Sides
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.execute.torch import compat
+from meshweave.nn.custom_ops import number_of, value_of
 from meshweave.nn.parallel.programs import SizedMove, sized_move
 from meshweave.nn.parallel.strategy import LayerStrategy
 
@@ -52,16 +52,6 @@ class PlacedMove:
         return sized_move(site, self.strategy, dtype)
 
 
-_MOVES: list[PlacedMove] = []
-
-
-@lru_cache(4096)
-def move_number(move: PlacedMove) -> int:
-    """Return the number of a move, for `block_move`."""
-    _MOVES.append(move)
-    return len(_MOVES) - 1
-
-
 @torch.library.custom_op("meshweave::block_move", mutates_args=())  # type: ignore[untyped-decorator]
 def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
     """Return this rank's part of a tensor after move `number`.
@@ -70,13 +60,13 @@ def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) 
         reverse: the number of the move of the gradient; -1 where it stays as it is.
         batch, sequence: the tokens of all ranks.
     """
-    return _MOVES[number].sized(batch, sequence, x.dtype).run(x)
+    return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
 
 
 @block_move.register_fake  # type: ignore[untyped-decorator]
 def _(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
     keep_order(torch.ops.meshweave.block_move)
-    return x.new_empty(_MOVES[number].sized(batch, sequence, x.dtype).shape)
+    return x.new_empty(value_of(number, PlacedMove).sized(batch, sequence, x.dtype).shape)
 
 
 def _keep_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -98,7 +88,7 @@ def _moved(x: Tensor, number: int, batch: int, sequence: int) -> Tensor:
     if torch.compiler.is_compiling():
         out: Tensor = block_move(x, number, -1, batch, sequence)
         return out
-    return _MOVES[number].sized(batch, sequence, x.dtype).run(x)
+    return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
 
 
 class _EagerMove(torch.autograd.Function):  # type: ignore[misc]
@@ -148,8 +138,8 @@ class Mover:
 
     def __init__(self, there: PlacedMove, back: PlacedMove | None = None) -> None:
         self.is_needed = there.is_needed
-        self.number = move_number(there) if there.is_needed else -1
-        self.reverse = move_number(back) if back is not None and back.is_needed else -1
+        self.number = number_of(there) if there.is_needed else -1
+        self.reverse = number_of(back) if back is not None and back.is_needed else -1
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part after the move; all ranks call it."""
@@ -168,7 +158,7 @@ class GradientSum:
     """
 
     def __init__(self, back: PlacedMove) -> None:
-        self.number = move_number(back) if back.is_needed else -1
+        self.number = number_of(back) if back.is_needed else -1
         self.shape = back.strategy.local_shape(back.sides, back.before)
 
     def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:

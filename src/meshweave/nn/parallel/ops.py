@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from meshweave.algorithms.block.sites import ProductSite
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
+from meshweave.nn.custom_ops import value_of
 from meshweave.nn.parallel.moves import keep_order
 from meshweave.nn.parallel.programs import ProductPrograms, sized_product
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -58,19 +59,9 @@ class SiteProduct:
         return list(fused.split([units * width for width in self.widths], dim))
 
 
-_PRODUCTS: list[SiteProduct] = []
-
-
-@lru_cache(4096)
-def product_number(product: SiteProduct) -> int:
-    """Return the number of a product, for `block_product`."""
-    _PRODUCTS.append(product)
-    return len(_PRODUCTS) - 1
-
-
 @lru_cache(4096)
 def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> tuple[SiteProduct, ProductPrograms]:
-    product = _PRODUCTS[number]
+    product = value_of(number, SiteProduct)
     return product, sized_product(product.site, product.strategy, batch, sequence, dtype)
 
 
@@ -103,7 +94,7 @@ def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, seq
     Args:
         x: (batch, sequence, features) of what this rank has.
         weights: (features out, features in) of what this rank has of each.
-        number: of the product.
+        number: `number_of` the product, a `SiteProduct`.
         batch, sequence: the tokens of all ranks.
     """
     return _multiply(x, weights, number, batch, sequence)

@@ -19,6 +19,7 @@ from meshweave.describe.model.dense import dense_layer
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
 from meshweave.ir.program import Program
+from meshweave.nn.custom_ops import value_of
 from meshweave.nn.parallel.moves import keep_order
 from meshweave.nn.parallel.programs import PARTS_KEPT, bound_program, on_device
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -99,19 +100,9 @@ def _ring_parts(sized: SizedRing) -> BlockParts:
     return ring_parts(sized.problem, own.config, own.roles, own.mesh)
 
 
-_RINGS: list[PlacedRing] = []
-
-
-@lru_cache(1024)
-def ring_number(ring: PlacedRing) -> int:
-    """Return the number of a ring, for `ring_attention`."""
-    _RINGS.append(ring)
-    return len(_RINGS) - 1
-
-
 @lru_cache(1024)
 def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedRing:
-    ring = _RINGS[number]
+    ring = value_of(number, PlacedRing)
     return SizedRing(ring, ring.problem(batch, sequence, dtype))
 
 
@@ -121,7 +112,7 @@ def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[
 
     Args:
         qkv: (batch, sequence, features) of what this rank has: of each group its queries, key and value.
-        number: of the ring.
+        number: `number_of` the ring, a `PlacedRing`.
         batch, sequence: the tokens of all ranks.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)

@@ -44,7 +44,7 @@ class LocalTensor:
 
     @property
     def key(self) -> int:
-        """Return a number that is equal for equal places: of copies of one shard."""
+        """Return a number that copies of one shard have in common, and other shards have not."""
         return zlib.crc32(repr((self.part, self.places)).encode())
 
     def where(self, shape: Sequence[int]) -> str:

@@ -100,7 +100,7 @@ def choice_printed(study: AtpStudy, subject: str) -> OurValue:
 
 
 def choice_without_equation_4(study: AtpStudy, subject: str) -> OurValue:
-    """Return the same with B = B'."""
+    """Return the mesh that is chosen where bandwidths are not divided as equation 4 says (B = B')."""
     return _chosen(rank_meshes(_machine(subject), MODELS["m4"], LOAD, with_equation_4=False))
 
 

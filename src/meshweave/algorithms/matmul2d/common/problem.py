@@ -100,7 +100,7 @@ class Matmul2dProblem:
 
     @property
     def num_chips(self) -> int:
-        """The number of chips of the mesh."""
+        """Return the number of chips of the mesh."""
         return math.prod(self.mesh_shape)
 
     @property
