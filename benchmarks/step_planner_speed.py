@@ -34,7 +34,7 @@ def note(done, total):
     if search.rows and not first:
         first.append(time.perf_counter() - wall)
 search.progress = note
-ranking = search.run()
+ranking = search.ranking()
 row = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "first_s": first[0]}
 best = ranking.rows[0]
 row |= {"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **vars(ranking.count)}
