@@ -22,7 +22,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import Transformer
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from meshweave.execute.cuda.tracked_product import (
     share_a_kernel,
 )
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot
+from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
@@ -39,9 +39,6 @@ from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import UPDATE, Accumulate, Matmul, Op, Release
 from meshweave.ir.program.views import View
-
-if TYPE_CHECKING:
-    from meshweave.execute.torch.analysis import RankAnalysis
 
 TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
 

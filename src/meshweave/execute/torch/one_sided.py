@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,37 +24,17 @@ from torch import Tensor
 from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
+from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counters import Count
 from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up
 from meshweave.ir.analysis.matching import Node
-from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
-from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import Range, View, dense_strides
 
-if TYPE_CHECKING:
-    from meshweave.execute.torch.analysis import RankAnalysis
-
 _Result = TypeVar("_Result")
-
-
-def without_fences(program: Program) -> Program:
-    """Return the program less its fences, which need no process groups where a memory has them."""
-    return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
-
-
-def fence_groups(program: Program) -> list[tuple[int, ...]]:
-    """Return all ranks, then the sets of ranks that fence among themselves, in an order that all ranks share."""
-    groups: dict[tuple[int, ...], None] = {program.ranks: None}
-    for op in program.ops():
-        if isinstance(op, Fence):
-            for rank in program.ranks if isinstance(op.over, str) else program.ranks[:1]:
-                name, _, axis = op.over.partition(".") if isinstance(op.over, str) else ("", "", "")
-                if not axis or rank in program.mesh_of[name]:
-                    groups[tuple(sorted(program.group(op.over, rank)))] = None
-    return list(groups)
 
 
 class OneSidedAccess:

@@ -33,10 +33,11 @@ from meshweave.ir.program.ops import (
     Zero,
 )
 from meshweave.ir.program.parse import parse
-from meshweave.ir.program.program import BoundOp, Buffer, Lane, Program, Tensor
+from meshweave.ir.program.program import BoundOp, Program
 from meshweave.ir.program.statements import On, Repeat, Statement, When, rewrite, statements_of
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.program.views import FULL, Blocked, Range, View, view
+from meshweave.ir.program.written import Buffer, Lane, Tensor
 
 __all__ = [
     "FULL",

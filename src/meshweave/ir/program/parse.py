@@ -36,11 +36,12 @@ from meshweave.ir.program.literals import (
 )
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
-from meshweave.ir.program.program import Buffer, Lane, Program, Tensor
+from meshweave.ir.program.program import Program
 from meshweave.ir.program.region_text import read_product
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
+from meshweave.ir.program.written import Buffer, Lane, Tensor
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
 
