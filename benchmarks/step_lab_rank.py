@@ -19,7 +19,8 @@ from block_lab_rank import PRODUCT
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import Transformer
 from meshweave.execute.ranks.job import RankContext

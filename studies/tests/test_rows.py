@@ -10,7 +10,8 @@ import pytest
 from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.machine.cluster import RingNetwork, load_cluster
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import RingNetwork
 from meshweave.tune.product import tune_product
 from meshweave_studies.meshslice import rows as paper
 from meshweave_studies.meshslice.figures import FIGURES, figures

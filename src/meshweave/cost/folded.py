@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshweave.cost.machine import HostSpan, Link, Machine
-from meshweave.describe.machine.cluster import HostsNetwork
-from meshweave.describe.machine.network import NetworkAxis
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,10 @@ from numpy.typing import NDArray
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import (
-    Cluster,
-    CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    NetworkAxis,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeNetwork,
-)
-from meshweave.describe.machine.links import factorisations, slowest_axis
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis, factorisations, slowest_axis
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
 
 Link = tuple[str, int, int, int]

@@ -43,7 +43,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import HostsNetwork
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call, Op

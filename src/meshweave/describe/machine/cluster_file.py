@@ -28,19 +28,16 @@ from meshweave.describe.machine.chip import WORK_KINDS, Chip
 from meshweave.describe.machine.gpu import GpuFile, gpu_reference
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.kernels_file import KernelsFile, kernels_of, load_kernels
+from meshweave.describe.machine.links import COMM_KINDS, CommConstants, NetworkAxis
 from meshweave.describe.machine.network import (
-    COMM_KINDS,
-    CommConstants,
     FullMeshNetwork,
     HostsNetwork,
     Network,
-    NetworkAxis,
     RingNetwork,
     SwitchNetwork,
     TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
 )
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 
 class ChipFile(FileModel):

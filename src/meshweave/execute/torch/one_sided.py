@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
-from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
+from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.compute import Binder
@@ -56,7 +56,9 @@ class OneSidedAccess:
         if memory.is_closed or memory.rank != rank:
             why = "closed" if memory.is_closed else f"that of rank {memory.rank}"
             raise BindError(f"rank {rank} of program {program.name} cannot use this memory: it is {why}")
+        self.check_memory(memory)
         self._memory, self._context, self._program, self._rank = memory, context, program, rank
+        self._analysis = analysis
         agree(context, program, talk=memory.talk)
         self.exposed = analysis.exposed
         self._counters = analysis.completion_counters
@@ -79,11 +81,14 @@ class OneSidedAccess:
         num_flags = self._counters.num_counters()
         self._groups = analysis.fence_groups
         what = f"program {program.name}"
-        self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
+        self._window = memory.expose(Exposure(program.ranks, self._groups, what, wanted, given, num_flags))
         self.own = {key: self._window.own[key] for key in wanted}
         self._begin = self._window.fence(0, f"all ranks to begin program {program.name}")
         self._end = self._window.fence(0, f"all ranks to end program {program.name}")
         self._run = 0
+
+    def check_memory(self, memory: RemoteMemory) -> None:
+        """Raise UnsupportedError where a memory is none for this access."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
         """Return what this rank sets aside beside the program's buffers."""

@@ -16,7 +16,7 @@ from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import SIMULATED_DIMS
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.machine.network import COMM_KINDS
+from meshweave.describe.machine.links import COMM_KINDS
 from meshweave.ir.columns.expressions import ExpressionColumns
 from meshweave.ir.columns.op_fields import (
     AXIS,

@@ -17,7 +17,6 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Call,
     Collective,
-    CollectiveStep,
     Copy,
     Fence,
     Get,
@@ -28,12 +27,12 @@ from meshweave.ir.program.ops import (
     Recv,
     Reduce,
     ReduceScatter,
-    Release,
     Send,
     Zero,
 )
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.program import BoundOp, Program
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When, rewrite, statements_of
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.program.views import FULL, Blocked, Range, View, view

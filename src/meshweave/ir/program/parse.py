@@ -35,9 +35,10 @@ from meshweave.ir.program.literals import (
     read_string,
 )
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
-from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
+from meshweave.ir.program.ops import OP_TYPES, Op
 from meshweave.ir.program.program import Program
 from meshweave.ir.program.region_text import read_product
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View

@@ -9,7 +9,8 @@ from typing import Any
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.expressions import Expr, evaluate
 from meshweave.ir.program.include import Submesh
-from meshweave.ir.program.ops import CollectiveStep, Op, Release
+from meshweave.ir.program.ops import Op
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.views import Range, View
 from meshweave.ir.program.written import WrittenProgram
 

@@ -17,8 +17,9 @@ from meshweave.ir.program.expressions import Expr
 from meshweave.ir.program.include import Include
 from meshweave.ir.program.include_text import include_to_text
 from meshweave.ir.program.meanings import Function, Meaning, Product, Sum, TensorPart
-from meshweave.ir.program.ops import CollectiveStep, Op, Release
+from meshweave.ir.program.ops import Op
 from meshweave.ir.program.program import Program
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, walk
 from meshweave.ir.program.views import View
 from meshweave.ir.program.written import Buffer, Lane
