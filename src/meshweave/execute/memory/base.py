@@ -12,13 +12,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
@@ -367,32 +366,6 @@ class RemoteMemory(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class MappedWindow(Window):
-    """A window of memory that this process maps: a piece is a tensor like any other."""
-
-    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
-        return partial(into.copy_, piece)
-
-    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
-        return partial(piece.copy_, value)
-
-    def combiner(self, op: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what combines a piece with a tensor in place. Raises UnsupportedError for an unknown `op`."""
-        if op not in _COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _COMBINE)}")
-        return _COMBINE[op]
-
-
-_COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "prod": torch.Tensor.mul_,
-    "max": lambda into, value: torch.maximum(into, value, out=into),
-    "min": lambda into, value: torch.minimum(into, value, out=into),
-}
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:

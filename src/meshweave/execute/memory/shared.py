@@ -35,12 +35,12 @@ from meshweave.execute.memory.base import (
     SIGNALS,
     ExposedSlots,
     Key,
-    MappedWindow,
     RemoteMemory,
     RemoteSlot,
     Window,
     segment_size,
 )
+from meshweave.execute.memory.mapped import MappedWindow
 from meshweave.execute.memory.pool import Segment, aligned, block_of, take
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.ranks.peers import RanksEndedError

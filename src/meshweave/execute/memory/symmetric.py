@@ -25,15 +25,8 @@ from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.trigger import StreamWords, lacks_stream_words
-from meshweave.execute.memory.base import (
-    SIGNALS,
-    ExposedSlots,
-    Exposure,
-    MappedWindow,
-    RemoteMemory,
-    RemoteSlot,
-    Window,
-)
+from meshweave.execute.memory.base import SIGNALS, ExposedSlots, Exposure, RemoteMemory, RemoteSlot, Window
+from meshweave.execute.memory.mapped import MappedWindow
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.memory.shared import SharedMemory
 from meshweave.execute.memory.stream_window import DeviceQueue, StreamWindow, with_words
