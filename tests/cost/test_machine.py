@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 
 from meshweave.base.errors import LayoutError
-from meshweave.cost.machine import RING_ROUTE, Link, Machine, mesh_machine
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.cost.placed import RING_ROUTE, Link
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster

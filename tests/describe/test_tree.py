@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, LayoutError
-from meshweave.cost.machine import Link, Machine
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import Link
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import CommConstants, NetworkAxis

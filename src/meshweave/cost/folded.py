@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshweave.cost.machine import HostSpan, Link, Machine
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import HostSpan, Link
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
 

@@ -212,7 +212,7 @@ def _fake_device_mesh(rank: int, mesh: Mesh) -> Iterator[Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from meshweave.execute.torch import compat_observing_observing
+    from meshweave.execute.torch import compat_observing
 
     if dist.is_initialized():
         raise UnsupportedError(
@@ -227,6 +227,7 @@ def _fake_device_mesh(rank: int, mesh: Mesh) -> Iterator[Any]:
 @contextmanager
 def _count_collectives() -> Iterator[list[DTensorCollective]]:
     """Give a list that collects the collectives of the block, in the order of issue."""
+    from meshweave.execute.torch import compat_observing
 
     moved: list[DTensorCollective] = []
 
