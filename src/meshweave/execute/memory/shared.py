@@ -108,7 +108,7 @@ class SharedMemory(RemoteMemory):
     # -- the pool --------------------------------------------------------------------------------------------
 
     def _address(self, number: int) -> int:
-        return self._bytes_of(self.rank, number).data_ptr()
+        return int(self._bytes_of(self.rank, number).data_ptr())
 
     def close(self) -> None:
         """Give up the memory of this rank."""

@@ -87,7 +87,7 @@ class SymmetricMemory(RemoteMemory):
         return window
 
     def _address(self, number: int) -> int:
-        return self._tensors[self._name_of[number]][0].data_ptr()
+        return int(self._tensors[self._name_of[number]][0].data_ptr())
 
     def close(self) -> None:
         """Give up the memory of this rank."""
