@@ -26,8 +26,10 @@ from machine import save
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.problem import Overlap
-from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
-from meshweave.describe.machine.network import HostsNetwork, TorusNetwork, TreeNetwork
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.blocks import block_machine, mesh_of, rank_blocks

@@ -20,7 +20,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import local_inputs
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection

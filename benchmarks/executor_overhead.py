@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from machine import describe_environment
 
-from meshweave.execute.ranks.launch import RankContext, launch
+from meshweave.execute.ranks.job import RankContext
+from meshweave.execute.ranks.launch import launch
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import meshweave as mw
 from meshweave.cost.fabric import HostTopology
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave_lab.description_file import load_lab

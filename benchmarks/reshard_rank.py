@@ -22,7 +22,7 @@ from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
 from meshweave.describe.model.state_dict import llama_parameters, server_layout, trainer_layout
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection

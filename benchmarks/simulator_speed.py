@@ -29,7 +29,10 @@ from typing import Any
 from machine import save
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, NetworkAxis, TorusNetwork
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings

@@ -19,10 +19,11 @@ from block_lab_rank import PRODUCT
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import Transformer
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection

@@ -21,7 +21,7 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.ir.program import Program

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave_lab.bench.dtensor_traffic import from_torch, to_torch

@@ -13,7 +13,7 @@ import torch
 from meshweave.algorithms.universal import UniversalProblem
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout.grid import ProcessGrid
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.nn.products import prepare

@@ -22,10 +22,10 @@ from meshweave.base.errors import MAX_LINE, MAX_QUOTED
 from meshweave.base.limits import LIMITS
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import MAX_PROBLEMS
+from meshweave.describe.machine.chip_file import ChipFile
 from meshweave.describe.machine.cluster_file import (
     NETWORK_FILES,
     AxisFile,
-    ChipFile,
     ClusterFile,
     CommFile,
     CommTable,

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from meshweave.describe.machine.cluster import Cluster, CommConstants, TorusNetwork, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave_studies.meshslice.readings import READINGS
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Rule, Timer

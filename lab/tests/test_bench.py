@@ -15,7 +15,7 @@ from meshweave_lab import Lab
 from meshweave_lab.bench.rank import running_order
 from meshweave_lab.bench.results import MeasuredRound, RivalTimes, Round
 from meshweave_lab.bench.rivals import DTENSOR, choose_rivals
-from meshweave_lab.bench.rounds import layer_rounds, unpaced_rounds
+from meshweave_lab.bench.rounds import LayerCase, layer_rounds, unpaced_rounds
 from meshweave_lab.bench.shapes import ShapeComparison
 from meshweave_lab.bench.yardsticks import balanced_flops_per_s, bound_s, ideal_cluster
 from meshweave_lab.cli.bench_tables import NOT_COMPARABLE, gain_lines, picture, table
@@ -107,7 +107,8 @@ def test_measured_constants_make_coarser_slices(calibrated):
 def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
     lab = Lab.load(LAB).cluster()
     passes = ("forward", "backward_data", "backward_weight")
-    rounds = layer_rounds((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], lab, lab, list(PRODUCTS_2D))
+    layer = LayerCase((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], list(PRODUCTS_2D))
+    rounds = layer_rounds(layer, lab, lab)
     assert [one.ratio for one in rounds] == [0.5, None] * 3
     assert [one.pass_name for one in rounds] == [name for name in passes for _ in range(2)]
     assert rounds[0].problem == Matmul2dProblem(96, 64, 128, (2, 2), dataflow)

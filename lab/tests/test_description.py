@@ -7,13 +7,8 @@ import pytest
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import (
-    HostsNetwork,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeNetwork,
-)
+from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave_lab.description import Link
 from meshweave_lab.description_file import load_lab
 from meshweave_lab.network.wiring import FABRIC, wire

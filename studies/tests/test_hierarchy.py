@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import catalog_text
-from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, SwitchNetwork, load_cluster
-from meshweave.describe.machine.links import CommConstants
-from meshweave.describe.machine.network import FullMeshNetwork, Network, RingNetwork
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    RingNetwork,
+    SwitchNetwork,
+)
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload

@@ -14,7 +14,8 @@ from meshweave.algorithms.matmul2d.common.problem import MESH
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.machine.cluster import SwitchNetwork, load_cluster
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.estimate import estimate_skeleton
 from meshweave.ir.program import On, Program
 from meshweave.ir.program.ops import Op

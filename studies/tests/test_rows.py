@@ -10,11 +10,11 @@ import pytest
 from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.machine.cluster import RingNetwork, load_cluster
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import RingNetwork
 from meshweave.tune.product import tune_product
 from meshweave_studies.meshslice import rows as paper
 from meshweave_studies.meshslice.figures import FIGURES, figures
-from meshweave_studies.meshslice.other_operations import implied_percent
 from meshweave_studies.meshslice.study import ExperimentSizes, MeshSliceStudy, distinct_products
 from meshweave_studies.meshslice.times import Timer, sum_timings
 from meshweave_studies.pictures import pictures
@@ -86,6 +86,15 @@ def test_1d_baselines_run_on_a_ring(small: MeshSliceStudy) -> None:
 
 def test_an_algorithm_without_a_mesh_has_no_time(study: MeshSliceStudy) -> None:
     assert study.utilisation(study.weak_scaling_block("gpt3", 32), "cannon") is None
+
+
+def implied_percent(gain: float, end_to_end: float) -> float:
+    """Return the share in percent that a gain in the fully connected layers and one end to end imply.
+
+    With the fully connected layers as 1 and the rest as r: (1 + g + r) / (1 + r) = 1 + G, so r = (g - G) / G.
+    """
+    rest = (gain - end_to_end) / end_to_end
+    return 100 * rest / (1 + rest)
 
 
 def test_shares_that_two_gains_imply() -> None:

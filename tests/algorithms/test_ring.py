@@ -14,7 +14,8 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import CollectiveStep, Permute
+from meshweave.ir.program.ops import Permute
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import work_of
 from meshweave.simulate.reference import simulate
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import DATAFLOWS, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
+from meshweave.algorithms.matmul2d.summa_steps import SliceStep, slice_steps
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine

@@ -10,6 +10,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from universal_pipelined import pipelined_s
 
 from meshweave.algorithms.universal.schedule import (
     FetchNode,
@@ -22,7 +23,6 @@ from meshweave.algorithms.universal.schedule import (
     direct,
     flatten_stages,
     greedy,
-    pipelined_s,
     stage_s,
     staged_s,
 )

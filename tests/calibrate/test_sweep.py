@@ -9,7 +9,9 @@ from meshweave.calibrate import plan_sweep
 from meshweave.calibrate.rank import _reader
 from meshweave.calibrate.sweep import CHAINS, LEAST_PACKET_BYTES
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TorusNetwork, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.ops import Permute
 from meshweave.simulate import simulate

@@ -7,19 +7,11 @@ from hypothesis import strategies as st
 from meshweave.calibrate import fit_calibration, plan_sweep, to_toml
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import cluster_names
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    CommConstants,
-    HostsNetwork,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from sampling import examples
 
 RATE, SYNC_S, FLOPS_PER_S = 5e6, 2e-4, 1e9

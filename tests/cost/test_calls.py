@@ -14,8 +14,8 @@ from meshweave.cost.calls import call_flops, engine_flops, with_counts
 from meshweave.cost.compute import call_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.chip import WORK_KINDS
-from meshweave.describe.machine.cluster import Chip, load_cluster
+from meshweave.describe.machine.chip import WORK_KINDS, Chip
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import estimate
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Var, evaluate

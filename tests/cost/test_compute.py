@@ -12,8 +12,11 @@ from meshweave.calibrate.cluster_toml import to_toml
 from meshweave.cost.compute import TileTraffic, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import Chip, CommConstants, TorusNetwork, load_cluster
-from meshweave.ir.program.ops import CollectiveStep
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.links import CommConstants
+from meshweave.describe.machine.network import TorusNetwork
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, matmul_work
 
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e9, gemm_tile=(4, 8, 16))

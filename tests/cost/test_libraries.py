@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from meshweave.cost.libraries import SIZED_KINDS, sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.estimate.uncontended import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse

@@ -5,20 +5,14 @@ from itertools import pairwise
 import pytest
 
 from meshweave.base.errors import LayoutError
-from meshweave.cost.machine import RING_ROUTE, Link, Machine, mesh_machine
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.cost.placed import RING_ROUTE, Link
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    HostsNetwork,
-    Network,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, Network, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 FAST, SLOW = NetworkAxis("fast", 10e9), NetworkAxis("slow", 1e9, 5e-6)

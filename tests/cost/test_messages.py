@@ -6,8 +6,10 @@ import pytest
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, HostsNetwork, NetworkAxis
-from meshweave.describe.machine.network import FullMeshNetwork, Network, SwitchNetwork
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, Network, SwitchNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Send
 from meshweave.ir.program.parse import parse

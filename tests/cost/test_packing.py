@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.packing import packing_ps
-from meshweave.describe.machine.cluster import Chip, Cluster, HostsNetwork, NetworkAxis
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.estimate.uncontended import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse

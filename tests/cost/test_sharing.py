@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, HostsNetwork, NetworkAxis
-from meshweave.describe.machine.network import Network
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, Network
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse

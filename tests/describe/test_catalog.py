@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
 from meshweave.describe.like import table_like
-from meshweave.describe.machine.cluster import (
-    COMM_KINDS,
-    FullMeshNetwork,
-    HostsNetwork,
-    NetworkAxis,
-    TorusNetwork,
-    TreeNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.links import COMM_KINDS, NetworkAxis
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.describe.model import load_model
 from sampling import examples
 

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.catalog import catalog_text
-from meshweave.describe.machine.cluster import (
-    Chip,
-    CommConstants,
-    HostsNetwork,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
 
 FAST, SLOW = NetworkAxis("fast", 100e9), NetworkAxis("slow", 10e9)
 

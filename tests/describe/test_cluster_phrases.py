@@ -12,9 +12,10 @@ import meshweave as mw
 from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.base.outputs import taken_notes
 from meshweave.describe.catalog import catalog_text, cluster_names
-from meshweave.describe.machine.cluster import HostsNetwork, load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.cluster_phrase import usual_host
 from meshweave.describe.machine.cluster_table import cluster_table
+from meshweave.describe.machine.network import HostsNetwork
 
 
 def hosts_of(text: str) -> tuple[int, int, int, float]:

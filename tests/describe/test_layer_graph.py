@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.model.dense import dense_layer
+from meshweave.describe.model.dense import DenseForm, dense_layer
 from meshweave.describe.model.layer import LayerGraph
 from meshweave.describe.model.nodes import Attention, EdgeSum, Features, Linear
 
-LAYER = dense_layer(8, 4, 2, 4, 12, gated=True, norm="rms")
+LAYER = dense_layer(8, 4, 2, 4, 12, DenseForm(gated=True, norm="rms"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_weights_and_what_is_kept_are_sums_over_nodes() -> None:
 
 def test_terms_of_a_sum_meet_where_no_bias_is_between() -> None:
     options = {"gated": True, "norm": "rms", "parallel": True}
-    beside = dense_layer(8, 4, 2, 4, 12, **options)  # type: ignore[arg-type]
+    beside = dense_layer(8, 4, 2, 4, 12, DenseForm(**options))  # type: ignore[arg-type]
     assert beside.meeting == {"O", "F"} and sum(isinstance(node, EdgeSum) for node in beside.nodes) == 1
-    assert not dense_layer(8, 4, 2, 4, 12, **options, biases=("out",)).meeting  # type: ignore[arg-type]
-    assert not dense_layer(8, 4, 2, 4, 12, **options, post_norms=True).meeting  # type: ignore[arg-type]
+    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, biases=("out",))).meeting  # type: ignore[arg-type]
+    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, post_norms=True)).meeting  # type: ignore[arg-type]

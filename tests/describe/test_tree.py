@@ -10,16 +10,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, LayoutError
-from meshweave.cost.machine import Link, Machine
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import Link
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import (
-    Cluster,
-    CommConstants,
-    NetworkAxis,
-    TreeLevel,
-    TreeNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 LEAF, SPINE, CORE = NetworkAxis("leaf", 10e9), NetworkAxis("spine", 5e9, 1e-6), NetworkAxis("core", 4e9, 2e-6)
 THIN = TreeNetwork((TreeLevel(4, LEAF), TreeLevel(2, SPINE), TreeLevel(3, CORE)))

@@ -14,7 +14,7 @@ from backend_rank_functions import differences, shards
 
 from meshweave.base.errors import BindError
 from meshweave.execute.memory import open_memory
-from meshweave.execute.memory.base import Slot
+from meshweave.execute.memory.base import Exposure, Slot
 from meshweave.execute.numpy import run_numpy
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import bind
@@ -229,7 +229,7 @@ def stress(context, payload):
     memory = open_memory(payload["kind"], ours)
     key, shape, ranks = ("sums", 0), (12, 10), range(context.num_ranks)
     slot = Slot(shape, (10, 1), torch.int64)
-    window = memory.expose(ranks, {key: slot}, {}, [tuple(ranks)], 0, "stress")
+    window = memory.expose(Exposure(ranks, [tuple(ranks)], "stress", {key: slot}))
     window.own[key].zero_()
     fence = window.fence(0, "the stress test")
     fence()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
-from meshweave.execute.torch import compat  # noqa: E402
+from meshweave.execute.torch import compat, compat_observing  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 HAS_SHARD_ORDER = VERSION >= (2, 13)
@@ -19,7 +19,7 @@ HAS_SHARD_ORDER = VERSION >= (2, 13)
 
 @pytest.fixture
 def mesh():
-    with compat.fake_default_group(1, 4):
+    with compat_observing.fake_default_group(1, 4):
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
@@ -45,7 +45,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_version_of_torch():
         (
             "tensor.placement_types",
             "shard_dim_alltoall",
-            lambda: compat.observe_shard_dim_alltoall(print).__enter__(),
+            lambda: compat_observing.observe_shard_dim_alltoall(print).__enter__(),
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_group_by_name(mesh):
 
 def test_naming_groups():
     """Groups that form among their own ranks take the name that is made for them, others torch's."""
-    with compat.fake_default_group(1, 4):
+    with compat_observing.fake_default_group(1, 4):
         with compat.override_group_names(lambda ranks: f"ranks {list(ranks)}"):
             own = dist.new_group([1, 3], use_local_synchronization=True)
             of_all = dist.new_group([0, 1])
@@ -171,7 +171,7 @@ def test_symmetric_memory():
 
 
 def test_pretended_ranks():
-    with compat.fake_default_group(2, 5):
+    with compat_observing.fake_default_group(2, 5):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
         dist.all_reduce(torch.ones(3))  # returns, although nobody else is there
     assert not dist.is_initialized()
@@ -181,7 +181,10 @@ def test_watching_ops(mesh):
     """The collectives of a product of DTensors are seen, with their input and the name of their group."""
     a = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
     seen = []
-    with torch.no_grad(), compat.observe_ops(lambda op, args: seen.append((op.namespace, op.name(), args))):
+    with (
+        torch.no_grad(),
+        compat_observing.observe_ops(lambda op, args: seen.append((op.namespace, op.name(), args))),
+    ):
         a.redistribute(mesh, [Replicate(), Replicate()])
     gathers = [args for space, name, args in seen if space == "_c10d_functional" and "all_gather" in name]
     assert len(gathers) == 1
@@ -197,8 +200,8 @@ def test_watching_shard_dim_alltoall(mesh):
     seen, under = [], []
     with (
         torch.no_grad(),
-        compat.observe_shard_dim_alltoall(lambda *args: seen.append(args)) as is_running,
-        compat.observe_ops(lambda op, args: under.append((op.namespace, is_running()))),
+        compat_observing.observe_shard_dim_alltoall(lambda *args: seen.append(args)) as is_running,
+        compat_observing.observe_ops(lambda op, args: under.append((op.namespace, is_running()))),
     ):
         a.redistribute(mesh, [Shard(1), Replicate()])
     assert [(tuple(one.shape), device_mesh, mesh_dim) for one, device_mesh, mesh_dim in seen] == [

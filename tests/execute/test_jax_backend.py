@@ -137,7 +137,7 @@ def test_layers_with_the_functions_of_models(name: str, family: Any) -> None:
 )  # fmt: skip
 def test_the_module_has_the_collectives_of_the_program(case: tuple[str, Any, int]) -> None:
     name, dataflow, rings = case
-    from meshweave.execute.jax.lowered import lowered_collectives, program_collectives
+    from jax_lowered import lowered_collectives, program_collectives
 
     for sizes in ((64, 32, 96), (33, 14, 21)):
         program = program_of(name, mw.algorithms.Matmul2dProblem(*sizes, (4, 4), dataflow), rings)
@@ -145,7 +145,7 @@ def test_the_module_has_the_collectives_of_the_program(case: tuple[str, Any, int
 
 
 def test_equal_shards_move_what_the_program_says() -> None:
-    from meshweave.execute.jax.lowered import lowered_collectives
+    from jax_lowered import lowered_collectives
 
     problem = mw.algorithms.Matmul2dProblem(32, 48, 64, (2, 4))
     program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 4, 2))

@@ -72,7 +72,7 @@ def test_chains_of_messages(mesh_shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", mostly_slow(NAMES, 1))
 def test_the_module_sends_the_messages_of_the_program(name: str) -> None:
     jax = prepare_jax()
-    from meshweave.execute.jax.lowered import lowered_messages, program_messages
+    from jax_lowered import lowered_messages, program_messages
 
     entry = mw.algorithm(name)
     for problem in entry.examples():

@@ -24,7 +24,7 @@ from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.counters import completion_counters  # noqa: E402
-from meshweave.execute.torch.one_sided import fence_groups, without_fences  # noqa: E402
+from meshweave.execute.torch.groups import fence_groups, without_fences  # noqa: E402
 from meshweave.ir.analysis.sums import update_order  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
 from meshweave.ir.program.ops import UPDATE, Fence  # noqa: E402

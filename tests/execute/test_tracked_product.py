@@ -22,7 +22,7 @@ from meshweave.execute.memory.shared import lacks  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.analysis import RankAnalysis  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
-from meshweave.ir.program.ops import Release  # noqa: E402
+from meshweave.ir.program.release import Release  # noqa: E402
 
 HERE = Path(__file__).parent
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}

@@ -6,9 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from meshweave.execute.cuda.trigger import reached
-from meshweave.execute.memory.base import Slot
 from meshweave.execute.memory.shared import SharedMemory
-from meshweave.execute.memory.stream_window import WORDS, StreamWindow, num_words
+from meshweave.execute.memory.stream_window import StreamWindow, with_words
 
 
 @dataclass
@@ -52,13 +51,12 @@ class QueuedMemory(SharedMemory):
 
     words: ThreadWords = field(default_factory=ThreadWords)
 
-    def expose(self, ranks, wanted, given, groups, num_flags, what):
+    def expose(self, exposure):
         """Return a window with words beside what is wanted."""
-        wanted = {**wanted, WORDS: Slot.of_counters(num_words(groups, num_flags))}
-        return super().expose(ranks, wanted, given, groups, num_flags, what)
+        return super().expose(with_words(exposure))
 
-    def _window(self, groups, own, remote):
-        window = super()._window(groups, own, remote)
+    def _window(self, slots):
+        window = super()._window(slots)
         self.words = ThreadWords()
         queue = ThreadQueue(self.words)
-        return StreamWindow(self.rank, groups, own, remote, self.context, queue, window)
+        return StreamWindow(**vars(slots), context=self.context, queue=queue, other_updates=window)

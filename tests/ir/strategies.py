@@ -26,7 +26,8 @@ from meshweave.ir.program import (
     When,
 )
 from meshweave.ir.program.expressions import Index, Var, binary, select
-from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
+from meshweave.ir.program.ops import OP_TYPES, Op
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.views import Blocked, Range, View
 
 OPERATORS = ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")

@@ -14,8 +14,9 @@ from meshweave.ir.analysis import edges
 from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.analysis.edges import local_edges
 from meshweave.ir.program import BoundOp
-from meshweave.ir.program.ops import READ, UPDATE, Add, Call, Copy, Fence, Get, Matmul, Op, Put, Release, Zero
+from meshweave.ir.program.ops import READ, UPDATE, Add, Call, Copy, Fence, Get, Matmul, Op, Put, Zero
 from meshweave.ir.program.parse import parse
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Blocked, Range, Selector, View, selector_indices
 from sampling import examples
 

@@ -27,7 +27,6 @@ from meshweave.ir.program import On, Program, Repeat
 from meshweave.ir.program.declarations import check_declarations
 from meshweave.ir.program.ops import Recv
 from meshweave.ir.program.parse import parse
-from meshweave.ir.program.resolve import resolve_op
 from meshweave.ir.program.statements import Statement
 from meshweave.lower import lower_chains, lower_rings
 from sampling import examples
@@ -233,7 +232,7 @@ def test_flow_order_and_replicas_are_those_of_the_reference() -> None:
 def test_shared_ops_are_those_that_each_rank_would_have(program: Program) -> None:
     program = program.expanded
     for rank, ops in program.ops_by_rank.items():
-        alone = [resolve_op(program, op, env, rank) for op, env in program.unbound_ops_on_rank(rank)]
+        alone = [program.resolve(op, env, rank) for op, env in program.unbound_ops_on_rank(rank)]
         assert [bound.op for bound in ops] == alone
     forms = program.resolved_ops.form
     for op in program.ops_by_rank[program.ranks[0]]:

@@ -12,9 +12,9 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate.uncontended import estimate
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Release
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.regions import EachRegion, LocalMap, product_statements
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.text import to_text
 from meshweave.ir.program.views import FULL, View
 from meshweave.simulate import reference, simulate

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, HostsNetwork, NetworkAxis
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program

@@ -20,7 +20,8 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.numpy import run_numpy
 from meshweave.execute.torch.counters import completion_counters
 from meshweave.ir.analysis.validate import validate
-from meshweave.ir.program.ops import Matmul, Put, Release
+from meshweave.ir.program.ops import Matmul, Put
+from meshweave.ir.program.release import Release
 from meshweave.lower import lower_one_sided, write_out_tiles
 from meshweave.lower.tiles import tiles
 from meshweave.tune.fused import fused_choices, tune_fused

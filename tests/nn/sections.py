@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import RankContext, launch
+from meshweave.execute.ranks.job import RankContext
+from meshweave.execute.ranks.launch import launch
 from meshweave.execute.torch.context import TorchContext
 
 Made = TypeVar("Made", bound="Findings")

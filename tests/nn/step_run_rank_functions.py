@@ -11,7 +11,7 @@ from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.step_run import Adam, StepRun
 
 ADAM = Adam(lr=0.01, eps=0.05)

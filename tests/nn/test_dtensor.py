@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from layout_placements import placements_of
 
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard, StridedShard, Tile
@@ -28,7 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshweave.nn.dtensor import layout_of, layout_on, matrix_shape, mesh_of, placements_of
+from meshweave.nn.dtensor import layout_of, layout_on, matrix_shape, mesh_of
 
 WORLD = 8
 MESHES = [(2, 2), (2, 3), (3, 2), (2, 2, 2)]

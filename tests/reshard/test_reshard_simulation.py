@@ -26,14 +26,10 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    CommConstants,
-    HostsNetwork,
-    NetworkAxis,
-    load_cluster,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.simulate import engine, reference
 from sampling import examples
 

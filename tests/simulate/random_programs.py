@@ -10,20 +10,8 @@ from typing import Any
 from meshweave.base.errors import LayoutError
 from meshweave.cost.libraries import SIZED_KINDS
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    Network,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import (
     TILE_MENUS,
     AttentionConstants,
@@ -32,7 +20,16 @@ from meshweave.describe.machine.kernels import (
     ProductConstants,
     ProductTable,
 )
-from meshweave.describe.machine.network import COMM_KINDS
+from meshweave.describe.machine.links import COMM_KINDS, CommConstants, NetworkAxis
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.parse import parse

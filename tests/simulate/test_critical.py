@@ -10,14 +10,10 @@ import pytest
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    CommConstants,
-    NetworkAxis,
-    TorusNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings

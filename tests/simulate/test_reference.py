@@ -12,15 +12,10 @@ from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    CommConstants,
-    NetworkAxis,
-    SwitchNetwork,
-    TorusNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import SwitchNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, TorusNetwork
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings

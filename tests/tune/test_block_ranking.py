@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from meshweave.algorithms.block import BlockProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.describe.machine.cluster import (
-    Cluster,
-    NetworkAxis,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-    load_cluster,
-)
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import TorusNetwork
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.block_reasons import axis_uses, block_reason, gains_s, name_of, next_strategy

@@ -16,22 +16,7 @@ from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import app
 from meshweave.describe.catalog import cluster_names, kernels_names, model_names
 from meshweave.describe.machine.chip import Chip
-from meshweave.describe.machine.cluster import (
-    COMM_KINDS,
-    Cluster,
-    CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    Network,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-    cluster_from,
-    load_cluster,
-)
+from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
 from meshweave.describe.machine.kernels import (
     AttentionConstants,
@@ -41,6 +26,16 @@ from meshweave.describe.machine.kernels import (
     ProductTable,
 )
 from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.describe.machine.links import COMM_KINDS, CommConstants, NetworkAxis
+from meshweave.describe.machine.network import (
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+)
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.architecture import Architecture, NotPriced
 from meshweave.describe.model.hugging_face import transformer_from_config

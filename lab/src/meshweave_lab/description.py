@@ -9,18 +9,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from meshweave.describe.machine.cluster import (
-    Chip,
-    Cluster,
-    HostsNetwork,
-    Network,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeNetwork,
-)
-from meshweave.describe.machine.tree import TreeLevel
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, Network, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave_lab.pace import paced_chip
 
 MIN_BURST_BYTES = 65536

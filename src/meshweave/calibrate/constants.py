@@ -11,12 +11,8 @@ from typing import Any
 from meshweave.base.units import format_s
 from meshweave.calibrate.fit import Fit, FitLimits, Sample, fit_samples
 from meshweave.calibrate.sweep import CHAINS, KINDS, Sweep
-from meshweave.describe.machine.cluster import (
-    COMM_KINDS,
-    Cluster,
-    CommConstants,
-    NetworkAxis,
-)
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import COMM_KINDS, CommConstants, NetworkAxis
 from meshweave.describe.machine.network import with_axes
 from meshweave.estimate.chains import chain_period
 

@@ -154,7 +154,7 @@ def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
     except ImportError:
         raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
 
-    from meshweave.execute.ranks.launch import RankContext
+    from meshweave.execute.ranks.job import RankContext
     from meshweave.execute.ranks.liveness import Liveness
 
     deadline_s = float(payload["deadline_s"])

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import NetworkAxis
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.ir.program import Program, Statement
 from meshweave.ir.program.ops import Add, Op, Permute
 from meshweave.ir.program.parse import parse

@@ -22,7 +22,8 @@ from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.base.units import format_bytes
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import NetworkAxis, with_axes
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import with_axes
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Matmul, Op
 from meshweave.ir.program.statements import rewrite

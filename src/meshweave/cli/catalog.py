@@ -193,16 +193,17 @@ def _print_models(console: Console) -> None:
     rows = []
     for name in model_names():
         model = load_model(name)
-        heads = str(model.num_heads)
-        if model.num_kv_heads != model.num_heads:
-            heads += f" ({model.num_kv_heads} kv)"
+        attention = model.layer.attentions[0]
+        heads = str(attention.heads)
+        if attention.groups != attention.heads:
+            heads += f" ({attention.groups} kv)"
         row = (
             name,
             f"{model.num_parameters / 1e9:.3g} B",
             str(model.num_layers),
             str(model.hidden),
             heads,
-            f"{model.ffn_hidden}{' gated' if model.gated_ffn else ''}",
+            f"{model.layer.counts['ffn']}{' gated' if model.gated_ffn else ''}",
             str(model.vocab_size or "not stated"),
             model.source,
         )

@@ -12,9 +12,10 @@ from meshweave.base.errors import DescriptionError
 from meshweave.base.outputs import write_file
 from meshweave.calibrate.cluster_toml import to_toml
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json
-from meshweave.describe.machine.cluster import HostsNetwork, load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.cluster_phrase import usual_host
 from meshweave.describe.machine.cluster_table import cluster_table
+from meshweave.describe.machine.network import HostsNetwork
 
 cluster = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make cluster files to start from.")
 

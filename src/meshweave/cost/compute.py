@@ -22,7 +22,7 @@ from meshweave.cost.attention import attention_s
 from meshweave.cost.calls import engine_flops, with_counts
 from meshweave.cost.product_table import item_bytes, table_s
 from meshweave.cost.products import product_s
-from meshweave.describe.machine.cluster import Chip
+from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.kernels import AttentionConstants, ChipKernels
 from meshweave.ir.work import Compute
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshweave.cost.machine import HostSpan, Link, Machine
-from meshweave.describe.machine.cluster import HostsNetwork
-from meshweave.describe.machine.network import NetworkAxis
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import HostSpan, Link
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 
 
 @dataclass(frozen=True)

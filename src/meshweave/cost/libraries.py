@@ -32,7 +32,8 @@ from dataclasses import dataclass
 
 from meshweave.base.units import to_ps
 from meshweave.cost.collectives import collective_seconds
-from meshweave.cost.machine import RING_ROUTE, TREE_OF_2_ROUTE, TREE_OF_3_ROUTE, HostSpan, Machine
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import RING_ROUTE, TREE_OF_2_ROUTE, TREE_OF_3_ROUTE, HostSpan
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.network import HostsNetwork
 

@@ -1,46 +1,23 @@
-"""A cluster with a program's meshes laid on it: which constants a mesh axis runs at, which links it uses.
-
-Lanes are not hardware. Which link, NIC or port carries a transfer follows from where the ranks are placed,
-and only this layer and the simulators know it. Global rank r sits on chip r, chips in row-major order, unless
-a placement says otherwise.
-"""
+"""A cluster with a program's meshes laid on it: which constants a mesh axis runs at."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
+from meshweave.cost.placed import PlacedMeshes
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import (
-    Cluster,
-    CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    NetworkAxis,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeNetwork,
-)
-from meshweave.describe.machine.links import factorisations, slowest_axis
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import CommConstants, NetworkAxis, slowest_axis
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.ir.program import Program
 
-Link = tuple[str, int, int, int]
-"""(what, chip or host, axis, direction): one direction of one link, NIC or port; in a tree, (up or down, child,
-level, 0) or (direct, child, level, other child), the children of a level counted across all of its switches; in
-a full mesh, (inner or link, source, target, 0)."""
-
 _MOST_PER_BYTE = 1 << 20
-RING_ROUTE, TREE_OF_2_ROUTE, TREE_OF_3_ROUTE = 2, 3, 4
-"""Routes of collectives that use all NICs of their hosts, beside 0 (forwards) and 1 (backwards)."""
-_NICS_WEIGHT = {TREE_OF_2_ROUTE: 2, TREE_OF_3_ROUTE: 3}
-"""Quarters of what a ring sends through the NICs of a host that a tree of so many hosts sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +35,9 @@ class OneSidedConstants:
     flops_per_byte: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HostSpan:
-    """How the groups of a mesh axis lie on hosts.
-
-    Attributes:
-        num_hosts: the hosts of each group.
-        per_host: the members of a group in each of its hosts.
-        groups_per_host: the groups that share a host.
-    """
-
-    num_hosts: int
-    per_host: int
-    groups_per_host: int
-
-
 @dataclass(frozen=True)
-class Machine:
-    """A cluster on which `meshes` lie.
+class Machine(PlacedMeshes):
+    """A cluster on which `meshes` lie, with the constants that their axes run at.
 
     A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
     messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
@@ -87,24 +49,6 @@ class Machine:
     Raises:
         LayoutError: there are more ranks than chips, or the placement is no permutation.
     """
-
-    cluster: Cluster
-    meshes: tuple[Mesh, ...]
-    logical: bool = False
-    placement: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        num_chips = self.cluster.num_chips
-        if self.placement is not None and sorted(self.placement) != list(range(num_chips)):
-            raise LayoutError(
-                f"the placement of {len(self.placement)} ranks is not a permutation of the {num_chips} chips of "
-                f"{self.cluster.name}; give every chip from 0 to {num_chips - 1} once"
-            )
-        highest = max((max(mesh.ranks) for mesh in self.meshes), default=0)
-        if highest >= self.cluster.num_chips:
-            raise LayoutError(
-                f"{highest + 1} ranks do not fit the {self.cluster.num_chips} chips of {self.cluster.name}"
-            )
 
     @classmethod
     def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
@@ -237,211 +181,6 @@ class Machine:
     def num_directions(self, axis: str) -> int:
         """Return the number of directions (1 or 2) in which rings of a mesh axis run at once."""
         return self.axis(axis).num_directions
-
-    def host_span(self, axis: str) -> HostSpan | None:
-        """Return how the groups of a mesh axis (or of a whole mesh) lie on hosts.
-
-        None where there are no hosts or no such axis, or a group has more members in one host than in another.
-        """
-        return self._host_spans.get(axis)
-
-    @cached_property
-    def _host_spans(self) -> dict[str, HostSpan]:
-        network = self.cluster.network
-        if not isinstance(network, HostsNetwork):
-            return {}
-        spans = {}
-        for mesh in self.meshes:
-            chips = np.array(mesh.ranks)
-            if self.placement is not None:
-                chips = np.array(self.placement)[chips]
-            hosts = (chips // network.chips_per_host).reshape(mesh.shape)
-            groups = {
-                f"{mesh.name}.{axis}": np.moveaxis(hosts, i, -1).reshape(-1, mesh.shape[i])
-                for i, axis in enumerate(mesh.axes)
-            }
-            for name, rows in (*groups.items(), (mesh.name, hosts.reshape(1, -1))):
-                span = _span(rows)
-                if span is not None:
-                    spans[name] = span
-        return spans
-
-    def uses_rails(self, axis: str) -> bool:
-        """Return whether collectives of a mesh axis use several NICs of a host at once."""
-        network, span = self.cluster.network, self.host_span(axis)
-        if span is None or not isinstance(network, HostsNetwork):
-            return False
-        return span.num_hosts > 1 and span.per_host > 1 and network.nics_per_host > 1
-
-    @cached_property
-    def has_rails(self) -> bool:
-        """Return whether collectives of some mesh axis use several NICs of a host at once."""
-        return any(self.uses_rails(axis) for axis in self._host_spans)
-
-    # --- links ----------------------------------------------------------------------------------------
-
-    @cached_property
-    def _torus_shape(self) -> tuple[int, ...]:
-        network, num_chips = self.cluster.network, self.cluster.num_chips
-        if not isinstance(network, TorusNetwork):
-            return (num_chips,)
-        whole = next((mesh.shape for mesh in self.meshes if mesh.num_ranks == num_chips), None)
-        if network.shape is not None:
-            if whole is None or self.logical or sorted(whole) != sorted(network.shape):
-                return network.shape
-            return whole  # a torus may be turned to fit the mesh
-        if self.logical and (whole is None or len(whole) > len(network.axes)):
-            return min(factorisations(num_chips, len(network.axes)), key=sum)  # nearest to a cube
-        return whole or (num_chips,)
-
-    def path(self, src: int, dst: int, route: int = 0) -> tuple[Link, ...]:
-        """Return the links that a message from rank `src` to rank `dst` takes, each named by its chip.
-
-        Dimension-ordered and in the shorter direction on a torus; out port and in port on a switch; both NICs
-        between hosts; up to the lowest common switch and down again in a tree; across its own package first in a
-        full mesh. Where both directions of a torus are equally long, it goes forwards, on `route` 1 backwards.
-
-        Where collectives use all NICs of a host at once, a message between hosts takes its share of them all, of
-        the links "nics-out" and "nics-in" of a host; on `RING_ROUTE` and those of trees it takes these alone.
-        """
-        network = self.cluster.network
-        if self.placement is not None:
-            src, dst = self.placement[src], self.placement[dst]
-        if src == dst:
-            return ()
-        match network:
-            case SwitchNetwork():
-                return ("out", src, 0, 0), ("in", dst, 0, 0)
-            case HostsNetwork():
-                if src // network.chips_per_host == dst // network.chips_per_host:
-                    return ("out", src, 0, 0), ("in", dst, 0, 0)
-                return self._nic_path(network, src, dst, route)
-            case FullMeshNetwork():
-                return tuple(_mesh_hops(network, src, dst))
-            case TreeNetwork():
-                return tuple(_tree_hops(network, src, dst))
-        return tuple(self._torus_hops(src, dst, route == 1))
-
-    def _nic_path(self, network: HostsNetwork, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links between hosts that a message from one chip to another takes."""
-        (host, chip), (to_host, to_chip) = (divmod(x, network.chips_per_host) for x in (src, dst))
-        nics = network.nics_per_host
-        own: tuple[Link, ...] = ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
-        if not self.has_rails:
-            return own
-        shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)
-        return shared if route >= RING_ROUTE else own + shared
-
-    def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links to an image of a rank; a machine that is not folded has none (`cost.folded`)."""
-        raise UnsupportedError(f"rank {dst} has no image: the machine is not folded")
-
-    def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:
-        shape = self._torus_shape
-        at, to = list(_unravel(src, shape)), _unravel(dst, shape)
-        for axis, size in enumerate(shape):
-            ahead = (to[axis] - at[axis]) % size
-            direction = 1 if 2 * ahead < size + (not back) else -1
-            for _ in range(ahead if direction == 1 else size - ahead):
-                yield "link", _ravel(at, shape), axis, direction
-                at[axis] = (at[axis] + direction) % size
-
-    def link_rate(self, link: Link) -> int:
-        """Return the bytes per second of one direction of a link, in units of `link_weight`.
-
-        In a tree it is that of all parallel links of a child.
-        """
-        network = self.cluster.network
-        link_kind, _, axis, _ = link
-        match network:
-            case HostsNetwork():
-                if link_kind.startswith("nics"):
-                    return 4 * network.nics_per_host * int(network.nic.link_bytes_per_s)
-                chosen = network.nic if link_kind.startswith("nic") else network.intra
-            case TreeNetwork():
-                level = network.levels[axis]
-                if link_kind == "direct":
-                    assert level.direct is not None
-                    return int(level.direct.link_bytes_per_s)
-                return int(level.child_bytes_per_s)
-            case FullMeshNetwork():
-                chosen = network.inner if link_kind == "inner" else network.link
-            case TorusNetwork():
-                chosen = self._torus_axes[axis]
-            case _:
-                chosen = network.link
-        return int(chosen.link_bytes_per_s)
-
-    @staticmethod
-    def link_weight(link: Link, route: int = 0) -> int:
-        """Return the bytes of a link's rate that each byte of a message on a route takes.
-
-        All NICs of a host are counted four times, since a tree between two hosts sends about half of what a ring
-        sends, and one between three hosts three quarters.
-        """
-        return _NICS_WEIGHT.get(route, 4) if link[0].startswith("nics") else 1
-
-    @cached_property
-    def _torus_axes(self) -> tuple[NetworkAxis, ...]:
-        """Return the links along each axis of the torus, in the order of its current shape."""
-        network, shape = self.cluster.network, self._torus_shape
-        assert isinstance(network, TorusNetwork)
-        return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
-
-
-def _span(hosts: NDArray[np.int64]) -> HostSpan | None:
-    """Return how groups lie on hosts, given the host of each member, shape (groups, members)."""
-    groups, size = hosts.shape
-    most = int(hosts.max()) + 1
-    pairs, members = np.unique(
-        np.repeat(np.arange(groups), size) * most + hosts.reshape(-1), return_counts=True
-    )
-    spanned = np.bincount(pairs // most)
-    if members.min() != members.max() or spanned.min() != spanned.max():
-        return None
-    return HostSpan(int(spanned[0]), int(members[0]), int(np.bincount(pairs % most).max()))
-
-
-def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:
-    down: list[Link] = []
-    for level, below in enumerate(tree.chips_below):
-        child, to = src // below, dst // below
-        if child == to:
-            break
-        fanout, direct = tree.levels[level].fanout, tree.levels[level].direct
-        if direct is not None and child // fanout == to // fanout:
-            yield "direct", child, level, to
-            break
-        yield "up", child, level, 0
-        down.append(("down", to, level, 0))
-    yield from reversed(down)
-
-
-def _mesh_hops(network: FullMeshNetwork, src: int, dst: int) -> Iterator[Link]:
-    size = network.chips_per_package
-    to_package, to_place = divmod(dst, size)
-    if src // size == to_package:
-        yield "inner", src, dst, 0
-        return
-    exit_chip = src - src % size + to_place
-    if exit_chip != src:
-        yield "inner", src, exit_chip, 0
-    yield "link", exit_chip, dst, 0
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    out = []
-    for size in reversed(shape):
-        index, coordinate = divmod(index, size)
-        out.append(coordinate)
-    return tuple(reversed(out))
-
-
-def _ravel(coords: Iterable[int], shape: tuple[int, ...]) -> int:
-    index = 0
-    for coordinate, size in zip(coords, shape, strict=True):
-        index = index * size + coordinate
-    return index
 
 
 def mesh_machine(

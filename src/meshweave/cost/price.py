@@ -24,7 +24,7 @@ from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
-from meshweave.ir.program.ops import CollectiveStep
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, Work
 
 

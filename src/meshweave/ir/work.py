@@ -21,7 +21,6 @@ from meshweave.ir.program.ops import (
     AllToAll,
     Broadcast,
     Call,
-    CollectiveStep,
     Copy,
     Fence,
     Get,
@@ -36,6 +35,7 @@ from meshweave.ir.program.ops import (
     Zero,
 )
 from meshweave.ir.program.product_shapes import ProductShape, product_shape
+from meshweave.ir.program.release import CollectiveStep
 
 
 @dataclass(frozen=True, slots=True)

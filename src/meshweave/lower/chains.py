@@ -24,7 +24,8 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
-from meshweave.ir.program.ops import Broadcast, CollectiveStep, Copy, Op, Recv, Reduce, Send
+from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.program.statements import rewrite, statements_of
 from meshweave.ir.program.views import Range, View
 

@@ -21,7 +21,8 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.limits import RING_NUMBERS
 from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Binary, Index, Select, Var, maximum, names_in, select, substitute
-from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
+from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.split_products import sub_view, view_extent

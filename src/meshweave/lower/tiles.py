@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from meshweave.ir.program import Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import Copy, Matmul, Op, Put, Release
+from meshweave.ir.program.ops import Copy, Matmul, Op, Put
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Range, View
 from meshweave.lower.one_sided import in_sequential_order
 

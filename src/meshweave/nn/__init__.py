@@ -31,14 +31,14 @@ _HOME = {
     "nn.pipelining.parallel_stage": "ParallelStage",
     "nn.training.state": "TrainingState",
     "execute.memory": "open_memory",
-    "execute.ranks.launch": "RankContext",
+    "execute.ranks.job": "RankContext",
     "execute.torch.world": "join_ranks",
     "execute.ranks.liveness": "Liveness",
 }
 
 if TYPE_CHECKING:
     from meshweave.execute.memory import open_memory as open_memory
-    from meshweave.execute.ranks.launch import RankContext as RankContext
+    from meshweave.execute.ranks.job import RankContext as RankContext
     from meshweave.execute.ranks.liveness import Liveness as Liveness
     from meshweave.execute.torch.world import join_ranks as join_ranks
     from meshweave.nn.fused import all_gather_linear as all_gather_linear

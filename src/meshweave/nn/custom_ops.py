@@ -220,14 +220,9 @@ def _forward(inputs: Sequence[Tensor], function: str) -> list[Tensor]:
     return function_of(function).forward(inputs)
 
 
-def _backward(
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    needed: Sequence[bool],
-    function: str,
-) -> list[Tensor]:
-    return function_of(function).backward(grads, inputs, kept, needed)
+def _backward(*arguments: Any) -> list[Tensor]:
+    *given, function = arguments
+    return function_of(function).backward(*given)
 
 
 def _save(ctx: Any, inputs: tuple[Sequence[Tensor], str], output: Sequence[Tensor]) -> None:

@@ -7,8 +7,8 @@ programs are bound once and reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -121,25 +121,19 @@ def matmul(
         others = _given(stationary, transport, cluster, schedule, limits, overlap)
         return matmul2d_of_dtensors(a, b, out, algorithm, slices, context, others)
     if torch.compiler.is_dynamo_compiling():
-        return _matmul_of_dynamo(
-            a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
-        )
+        constants: _Constants = {
+            "stationary": stationary,
+            "transport": transport,
+            "schedule": schedule,
+            "overlap": overlap,
+        }
+        return _matmul_of_dynamo(a, b, out, cluster, context, limits, **constants)
     require_process_group()
     require_dtensors(a, b)
     device_type = a.device_mesh.device_type
     context = context or TorchContext.default(device_type)
-    needs_grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    key = None
-    is_listed = out is None or isinstance(out, (list, tuple))
-    if (
-        is_listed
-        and not needs_grad
-        and not torch.is_autocast_enabled(device_type)
-        and not compat.is_traced(compat.local_tensor(a))
-    ):
-        placements = None if out is None else tuple(out)
-        settings = placements, stationary, transport, cluster, schedule, limits, overlap
-        key = compat.spec_of(a), compat.spec_of(b), *settings
+    key = _key(a, b, out, (stationary, transport, cluster, schedule, limits, overlap))
+    if key is not None:
         plan = context.cache(Calls).get(key)
         if plan is not None:
             return plan.run(MatrixView(a).local, MatrixView(b).local)
@@ -185,40 +179,48 @@ def _given(*settings: Any) -> list[str]:
     return [name for (name, default), one in zip(_DEFAULTS.items(), settings, strict=True) if one != default]
 
 
+def _key(
+    a: DTensor, b: DTensor, out: Sequence[Placement] | None, settings: tuple[Hashable, ...]
+) -> tuple[Hashable, ...] | None:
+    """Return what says which plan a call runs; None where that is not for the call alone to say."""
+    is_listed = out is None or isinstance(out, (list, tuple))
+    if (
+        not is_listed
+        or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+        or torch.is_autocast_enabled(a.device_mesh.device_type)
+        or compat.is_traced(compat.local_tensor(a))
+    ):
+        return None
+    return compat.spec_of(a), compat.spec_of(b), None if out is None else tuple(out), *settings
+
+
+class _Constants(TypedDict):
+    """Arguments of `matmul` that are constants of a graph."""
+
+    stationary: Stationary
+    transport: Transport
+    schedule: ScheduleKind
+    overlap: Overlap
+
+
 def _matmul_of_dynamo(
     a: DTensor,
     b: DTensor,
     out: Sequence[Placement] | None,
-    stationary: Stationary,
-    transport: Transport,
     cluster: Cluster | str | None,
     context: TorchContext | None,
-    schedule: ScheduleKind,
     limits: StageLimits,
-    overlap: Overlap,
+    **constants: Unpack[_Constants],
 ) -> DTensor:
     """Put a call of `matmul` into the graph that dynamo traces; break the graph where it cannot be in one."""
     if not (cluster is None or isinstance(cluster, str)):
-        return _uncompiled_matmul(
-            a, b, out, stationary, transport, cluster, context, schedule, limits, overlap
-        )
+        return _uncompiled_matmul(a, b, out, cluster=cluster, context=context, limits=limits, **constants)
     texts, number = placement_texts(out), -1 if context is None else context.number
     most = limits.products, limits.fetches, limits.accumulates
-    return _matmul_in_graph(a, b, texts, stationary, transport, cluster, number, schedule, most, overlap)
+    return _matmul_in_graph(a, b, texts, cluster, number, most, **constants)
 
 
-@torch.compiler.disable(reason=CLUSTER_NO_CONSTANT)  # type: ignore[untyped-decorator]
-def _uncompiled_matmul(*arguments: Any) -> DTensor:
-    *positional, transport, cluster, context, schedule, limits, overlap = arguments
-    return matmul(
-        *positional,
-        transport=transport,
-        cluster=cluster,
-        context=context,
-        schedule=schedule,
-        limits=limits,
-        overlap=overlap,
-    )
+_uncompiled_matmul = torch.compiler.disable(matmul, reason=CLUSTER_NO_CONSTANT)
 
 
 @allow_in_graph  # type: ignore[untyped-decorator]
@@ -226,27 +228,14 @@ def _matmul_in_graph(
     a: DTensor,
     b: DTensor,
     out: Any,
-    stationary: Stationary,
-    transport: Transport,
     cluster: str | None,
     number: int,
-    schedule: ScheduleKind,
     limits: tuple[int, int, int],
-    overlap: Overlap,
+    **constants: Unpack[_Constants],
 ) -> DTensor:
     """Return a product of `matmul` whose arguments are those of a graph."""
-    return matmul(
-        a,
-        b,
-        placements_from(out),
-        stationary,
-        transport=transport,
-        cluster=cluster,
-        context=context_of(number, a.device_mesh.device_type),
-        schedule=schedule,
-        limits=StageLimits(*limits),
-        overlap=overlap,
-    )
+    context, most = context_of(number, a.device_mesh.device_type), StageLimits(*limits)
+    return matmul(a, b, placements_from(out), cluster=cluster, context=context, limits=most, **constants)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------

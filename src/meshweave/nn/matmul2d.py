@@ -7,7 +7,7 @@ of. Programs are bound once per size and reused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -90,7 +90,28 @@ def matmul2d(
     context = context or TorchContext.default(a.device)
     ranks = mesh_of(mesh).ranks  # kept, where DeviceMesh.mesh is computed at each access
     with share_refusal(context, ranks, _title(dataflow, shape)):
-        return _matmul2d(a, b, mesh, ranks, shape, dataflow, algorithm, slices, block, ring_ways, context)
+        if mesh.ndim != 2:
+            raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
+        a, b = autocast_operands(a.device.type, a, b)
+        if a.dtype != b.dtype or a.dtype not in DTYPES:
+            raise BindError(
+                f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}"
+            )
+        rows, columns = mesh_of(mesh).shape
+        problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
+        rank = ranks[_position(mesh)]
+        _check_shard(problem, "a", a, rank)
+        _check_shard(problem, "b", b, rank)
+        config = Matmul2dConfig(slice_widths(slices), block)
+        if ring_ways is None:
+            ring_ways = 1 if a.device.type == "cpu" else 0
+        if ring_ways not in (0, 1, 2):
+            raise BindError(
+                f"a ring has 1 or 2 ways, or 0 for the backend's own collectives, not {ring_ways}"
+            )
+        product = _LocalProduct2d(problem, rank, algorithm, config, ring_ways, context)
+        result: Tensor = _Matmul2dFunction.apply(a, b, product)
+        return result
 
 
 _BOTH = [TorchShard(0), TorchShard(1)]
@@ -135,41 +156,6 @@ def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
     return f"matmul2d {dataflow} of sizes {size_text(shape)}"
 
 
-def _matmul2d(
-    a: Tensor,
-    b: Tensor,
-    mesh: DeviceMesh,
-    ranks: tuple[int, ...],
-    shape: tuple[int, int, int],
-    dataflow: Dataflow,
-    algorithm: str,
-    slices: Slices,
-    block: int,
-    ring_ways: Literal[0, 1, 2] | None,
-    context: TorchContext,
-) -> Tensor:
-    """Return the product of `matmul2d`, which documents the arguments."""
-    if mesh.ndim != 2:
-        raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
-    a, b = autocast_operands(a.device.type, a, b)
-    if a.dtype != b.dtype or a.dtype not in DTYPES:
-        raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}")
-    rows, columns = mesh_of(mesh).shape
-    problem = Matmul2dProblem(*shape, (rows, columns), dataflow, DTYPES[a.dtype], ranks)
-    rank = ranks[_position(mesh)]
-    _check_shard(problem, "a", a, rank)
-    _check_shard(problem, "b", b, rank)
-    widths = slice_widths(slices)
-    if ring_ways is None:
-        ring_ways = 1 if a.device.type == "cpu" else 0
-    if ring_ways not in (0, 1, 2):
-        raise BindError(f"a ring has 1 or 2 ways, or 0 for the backend's own collectives, not {ring_ways}")
-    out: Tensor = _Matmul2dFunction.apply(
-        a, b, problem, rank, algorithm, Matmul2dConfig(widths, block), ring_ways, context
-    )
-    return out
-
-
 def _position(mesh: DeviceMesh) -> int:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -189,28 +175,17 @@ def _check_shard(problem: Matmul2dProblem, operand: str, shard: Tensor, rank: in
 
 class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b: Tensor,
-        problem: Matmul2dProblem,
-        rank: int,
-        name: str,
-        config: Matmul2dConfig,
-        ring_ways: int,
-        context: TorchContext,
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, product: _LocalProduct2d) -> Tensor:
         """Return the result, and keep what gradients need."""
         ctx.save_for_backward(a, b)
-        ctx.config = problem, rank, name, config, ring_ways, context
-        return _run(problem, rank, name, config, ring_ways, context, a, b)
+        ctx.product = product
+        return product.run(a, b)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
-        problem, rank, name, config, ring_ways, context = ctx.config
-        a, b = ctx.saved_tensors
+        problem, (a, b) = ctx.product.problem, ctx.saved_tensors
         role = {"x": a, "w": b, "dy": grads[0]}
         out: list[Tensor | None] = []
         passes: tuple[PassName, PassName] = ("backward_data", "backward_weight")
@@ -219,32 +194,8 @@ class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
                 out.append(None)
                 continue
             left, right = (role[operand] for operand in TABLE[STATIONARY_OF[problem.dataflow]][of].operands)
-            out.append(
-                _run(backward_problem(problem, of), rank, name, config, ring_ways, context, left, right)
-            )
-        return (*out, None, None, None, None, None, None)
-
-
-def _run(
-    problem: Matmul2dProblem,
-    rank: int,
-    name: str,
-    config: Matmul2dConfig,
-    ring_ways: int,
-    context: TorchContext,
-    a: Tensor,
-    b: Tensor,
-) -> Tensor:
-    if compat.is_traced(a):
-        key = "matmul2d", problem, name, config, ring_ways
-        local = Layout(problem.mesh, (Shard(0), Shard(1))).local_shape((problem.m, problem.n), rank)
-        title = _title(problem.dataflow, (problem.m, problem.n, problem.k))
-
-        def plan() -> _LocalProduct2d:
-            return _LocalProduct2d(problem, rank, name, config, ring_ways, context)
-
-        return traced_product(context, key, title, (local[0], local[1]), plan, a.detach(), b.detach())
-    return _LocalProduct2d(problem, rank, name, config, ring_ways, context).multiply(a, b)
+            out.append(replace(ctx.product, problem=backward_problem(problem, of)).run(left, right))
+        return (*out, None)
 
 
 @dataclass(frozen=True)
@@ -258,28 +209,39 @@ class _LocalProduct2d:
     ring_ways: int
     context: TorchContext
 
+    @property
+    def title(self) -> str:
+        """Return what messages call the product."""
+        return _title(self.problem.dataflow, (self.problem.m, self.problem.n, self.problem.k))
+
+    def run(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return this rank's shard of C, as a node of the graph where one is traced."""
+        if not compat.is_traced(a):
+            return self.multiply(a, b)
+        problem = self.problem
+        key = "matmul2d", problem, self.name, self.config, self.ring_ways
+        rows, columns = Layout(problem.mesh, (Shard(0), Shard(1))).local_shape(
+            (problem.m, problem.n), self.rank
+        )
+        return traced_product(
+            self.context, key, self.title, (rows, columns), lambda: self, a.detach(), b.detach()
+        )
+
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """Return this rank's shard of C."""
-        bound = _bound(self.problem, self.rank, self.name, self.config, self.ring_ways, self.context)
+        bound = self._bound()
         bound.run({"a": a.detach(), "b": b.detach()})
         return bound.outputs["c"].clone()
 
-
-def _bound(
-    problem: Matmul2dProblem,
-    rank: int,
-    name: str,
-    config: Matmul2dConfig,
-    ring_ways: int,
-    context: TorchContext,
-) -> BoundProgram:
-    """Return the bound program of a product, made at its first use or the first since it was dropped."""
-    ranks, key = problem.mesh.ranks, (problem, name, config, ring_ways)
-    cached = context.programs.get(ranks, key)
-    if cached is None:
-        with call_order(context).titled(_title(problem.dataflow, (problem.m, problem.n, problem.k))):
-            program = product_program(problem, name, config, ring_ways)
-            bound = bind(program, rank, {}, context=context)
-        cached = context.programs.put(ranks, key, bound, program_bytes(program))
-    value: BoundProgram = cached.value
-    return value
+    def _bound(self) -> BoundProgram:
+        """Return the bound program, made at its first use or the first since it was dropped."""
+        context, ranks = self.context, self.problem.mesh.ranks
+        key = self.problem, self.name, self.config, self.ring_ways
+        cached = context.programs.get(ranks, key)
+        if cached is None:
+            with call_order(context).titled(self.title):
+                program = product_program(*key)
+                bound = bind(program, self.rank, {}, context=context)
+            cached = context.programs.put(ranks, key, bound, program_bytes(program))
+        value: BoundProgram = cached.value
+        return value

@@ -19,6 +19,7 @@ from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
 from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.memory import RemoteMemory, open_memory
+from meshweave.execute.memory.base import Exposure
 from meshweave.execute.memory.shared import host_identity, lacks
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
@@ -123,7 +124,7 @@ def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
         return False
     try:  # containers of one host may not reach each other's processes
         memory = memory_of("shared", ranks, context)
-        memory.expose(ranks, {}, {}, [ranks], 0, "a first use of shared memory")
+        memory.expose(Exposure(ranks, [ranks], "a first use of shared memory"))
     except BindError:
         return False
     return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshweave.report.chart import _LETTER, COLOURS, _linear_ticks, _scale
+from meshweave.report.chart import _LETTER, _WIDTH, COLOURS, _linear_ticks, _scale
 
 _ROW, _BAR, _HEADER, _TOP, _RIGHT = 22, 13, 30, 30, 24
 Scale = Callable[[float], float]
@@ -50,7 +50,6 @@ def bar_chart(
     line_at: float | None = None,
     line_name: str = "",
     notes: Sequence[str] = (),
-    width: int = 960,
 ) -> str:
     """Return an SVG of horizontal bars from 0 on one linear scale; "" where there are none.
 
@@ -68,7 +67,7 @@ def bar_chart(
     right = _RIGHT + int(_LETTER * max(len(bar.text) for bar in bars))
     most = max(max(bar.high, bar.value, *(mark or 0.0 for mark in bar.marks)) for bar in bars)
     ticks = _linear_ticks(most)
-    x_at = _scale(ticks, False, left, width - right)
+    x_at = _scale(ticks, False, left, _WIDTH - right)
     families = list(dict.fromkeys(bar.family or bar.name for bar in bars))
     colours = {family: COLOURS[number % len(COLOURS)] for number, family in enumerate(families)}
     drawn, y = [], float(_TOP)
@@ -80,7 +79,7 @@ def bar_chart(
             y += _ROW
     bottom = y + 4
     grid = _grid(ticks, x_at, bottom, line_at)
-    middle = (left + width - right) / 2
+    middle = (left + _WIDTH - right) / 2
     grid.append(f'<text x="{middle:.1f}" y="{bottom + 36:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     legend, y = _legend(bar_name, spread_name, mark_names, line_name, bottom + 58)
     for note in notes:
@@ -88,7 +87,7 @@ def bar_chart(
         y += 16
     height = int(y)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
         f'<rect width="100%" height="100%" fill="white"/>'
         f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'

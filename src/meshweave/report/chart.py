@@ -11,6 +11,7 @@ COLOURS = (
     *("#3b6fb6", "#d9822b", "#2a9d76", "#b5477a", "#7a5cc0", "#8a6d3b", "#4aa3c7"),
     *("#c23b3b", "#5f6b7a", "#7d9b22", "#1f3f73", "#e0a0c0", "#000000"),
 )
+_WIDTH = 960
 _LEFT, _TOP, _LETTER = 68, 34, 6.4  # margins, and the width of a letter at font size 12
 
 
@@ -36,7 +37,6 @@ def line_chart(
     x_log: bool = False,
     y_log: bool | None = None,
     y_text: Callable[[float], str] = lambda value: f"{value:g}",
-    width: int = 960,
     height: int = 360,
 ) -> str:
     """Return an SVG line chart. y is logarithmic, by default where values span over a factor of 8, or starts at 0.
@@ -52,7 +52,7 @@ def line_chart(
     ticks = x_ticks or [(x, f"{x:g}") for x in sorted({x for x, _ in points})]
     longest = max(len(text) for _, text in ticks)
     right = 28 + int(_LETTER * max(len(line.name) for line in series)) + 16
-    across = width - _LEFT - right
+    across = _WIDTH - _LEFT - right
     turned = len(ticks) * (longest + 2) * _LETTER > across
     bottom = 44 + (int(longest * _LETTER) if turned else 14)
     x_at = _scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
@@ -82,7 +82,7 @@ def line_chart(
         key = dash + _marker(x + 1, y, number, "") if line.joined else _cross(x + 1, y, "")
         parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(line.name)}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
     )

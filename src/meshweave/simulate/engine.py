@@ -26,8 +26,10 @@ from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.compute import engine_amount, shape_s
 from meshweave.cost.libraries import sized_price
-from meshweave.cost.machine import Link, Machine
-from meshweave.describe.machine.network import COMM_KINDS, HostsNetwork, RingNetwork, TorusNetwork
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import Link
+from meshweave.describe.machine.links import COMM_KINDS
+from meshweave.describe.machine.network import HostsNetwork, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.columns.op_fields import Column
 from meshweave.ir.program import Program

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.units import to_s
-from meshweave.cost.machine import Link, Machine
+from meshweave.cost.machine import Machine
+from meshweave.cost.placed import Link
 from meshweave.ir.program import Program
 from meshweave.trace import Span, Trace
 

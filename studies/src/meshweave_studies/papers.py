@@ -188,13 +188,7 @@ def reproduce_slicing(
     }
     partitionings = every_partitioning() if all_partitionings else NAMED
     study = SlicingStudy(machines, partitionings=partitionings, reading=chosen)
-    rows, figures = _compute(
-        study,
-        selection,
-        slicing_rows.rows,
-        slicing_figures.figures,
-        progress_bar,
-    )
+    rows, figures = _compute(study, selection, slicing_rows.rows, slicing_figures.figures, progress_bar)
     summary = PaperSummary(
         "Slicing Is All You Need",
         "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
@@ -286,13 +280,7 @@ def reproduce_atp(
         progress_bar: shows how many rows and figures are done.
     """
     study = AtpStudy()
-    rows, figures = _compute(
-        study,
-        selection,
-        atp_rows.rows,
-        atp_figures.figures,
-        progress_bar,
-    )
+    rows, figures = _compute(study, selection, atp_rows.rows, atp_figures.figures, progress_bar)
     machines = [load_cluster(name) for name in ATP_MACHINES.values()]
     summary = PaperSummary(
         "ATP",
@@ -351,13 +339,7 @@ def reproduce_t3(
     if () in (selection.rows, selection.figures):
         with progress_bar("simulations") as progress:
             study.prefetch(t3_groups.every_job(), progress)
-    rows, figures = _compute(
-        study,
-        selection,
-        t3_rows.rows,
-        t3_figures.figures,
-        progress_bar,
-    )
+    rows, figures = _compute(study, selection, t3_rows.rows, t3_figures.figures, progress_bar)
     gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
     summary = PaperSummary(
         "T3",

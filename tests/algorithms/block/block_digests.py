@@ -24,7 +24,7 @@ from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.block.sites import product_parts, product_sites, ring_parts
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.base.errors import MeshweaveError
-from meshweave.describe.machine.network import factorisations
+from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
 

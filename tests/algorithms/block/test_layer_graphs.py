@@ -12,7 +12,7 @@ import pytest
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import IDLE
-from meshweave.describe.model.dense import dense_layer
+from meshweave.describe.model.dense import DenseForm, dense_layer
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from sampling import mostly_slow
@@ -40,7 +40,7 @@ def layer(draw: random.Random, **given: Any) -> BlockProblem:
         draw.choice((5, 8)),
         draw.choice((4, 7)),
     )
-    graph = dense_layer(hidden, heads, groups, width, ffn, **chosen)
+    graph = dense_layer(hidden, heads, groups, width, ffn, DenseForm(**chosen))
     batch, sequence = draw.choice((2, 4)), draw.choice((2, 3, 4))
     return BlockProblem(
         batch, sequence, hidden, heads, groups, width, ffn, layers=draw.choice((1, 2)), dtype="float64",

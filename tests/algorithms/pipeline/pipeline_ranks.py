@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from mixed_problem import mixed_meshes, signal_functions
 
 from meshweave.algorithms.pipeline import PipelineConfig
-from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes
-from meshweave.algorithms.pipeline.functions import signal_functions
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.table import algorithm
 from meshweave.execute.numpy import local_inputs
 from meshweave.execute.torch.bind import bind

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mixed_problem import mixed_meshes
 from pipeline_problems import check
 
 from meshweave.algorithms.pipeline import (
@@ -21,7 +22,7 @@ from meshweave.algorithms.pipeline import (
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed, least_delay
 from meshweave.algorithms.pipeline.eager import num_eager
-from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.timing import step_ticks, times_on
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster

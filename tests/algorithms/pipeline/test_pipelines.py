@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mixed_problem import mixed_meshes
 from pipeline_problems import CONFIGS, FOLDED, chains, check, folded_chains, meshes
 
 from meshweave.algorithms.pipeline import (
@@ -25,7 +26,7 @@ from meshweave.algorithms.pipeline import (
     read_schedule,
 )
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed
-from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes, small_stage
+from meshweave.algorithms.pipeline.examples import chain_of_ranks, small_stage
 from meshweave.algorithms.pipeline.functions import reference, stage_functions
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError

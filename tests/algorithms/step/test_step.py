@@ -18,7 +18,8 @@ from meshweave.algorithms.step.data_parallel import exposed_after
 from meshweave.algorithms.step.placement import axis_machine, replica_groups, sharding_groups
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.machine.network import HostsNetwork, NetworkAxis, with_axes
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork, with_axes
 from meshweave.estimate.skeletons import TimedSkeleton
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.model import parallelize
 
 NAMES = {1: ("tp",), 2: ("row", "col")}

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshweave as mw
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch import context as contexts
 from meshweave.nn.parallel.model import parallelize
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ways_to_differ import HARMLESS, WAYS, Way
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch import context as contexts
 from meshweave.nn.parallel.model import parallelize
 

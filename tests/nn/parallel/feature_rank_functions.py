@@ -19,7 +19,7 @@ from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.base.errors import MeshweaveError, PlanError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.model import ParallelModel, parallelize
 

@@ -18,7 +18,7 @@ from wire_count import WireCount
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.step import Parallelism
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.model import parallelize
 
 NAMES = {1: ("tp",), 2: ("row", "col"), 3: ("depth", "row", "col")}

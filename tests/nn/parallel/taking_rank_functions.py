@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.model import parallelize
 from meshweave.nn.weights.load import load_weights
 from meshweave.nn.weights.save import save_weights

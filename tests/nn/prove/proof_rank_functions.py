@@ -11,7 +11,7 @@ import more_faults
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.prove.proof import prove
 
 

@@ -13,7 +13,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program.text import to_text
 from meshweave.tune.fused import FusedChoice, fused_choices
-from meshweave_lab.lab import Lab, RunningLab
+from meshweave_lab.lab import Lab
 
 FusedOp = Literal["reduce-scatter", "all-gather"]
 """What is fused with a product: the reduce-scatter behind it, or the all-gather before it."""
@@ -123,25 +123,7 @@ def bench_fused(
 
     Raises what `Lab.up` and `RunningLab.launch` raise, and LayoutError where the product does not fit.
     """
-    with lab.up() as running:
-        return run_fused(
-            running, sizes, ratio, op=op, calibrated=calibrated, repeat=repeat, timeout_s=timeout_s
-        )
-
-
-def run_fused(
-    lab: RunningLab,
-    sizes: tuple[int, int, int],
-    ratio: float = 1.0,
-    *,
-    op: FusedOp = "reduce-scatter",
-    calibrated: Cluster | None = None,
-    repeat: int = 5,
-    seed: int = 0,
-    timeout_s: float = 600.0,
-) -> list[FusedTimes]:
-    """Run all rivals in a lab that is up. Arguments and errors are those of `bench_fused`."""
-    problem, described = fused_problem(sizes, lab.num_ranks, op), lab.description.cluster()
+    problem, described = fused_problem(sizes, lab.num_ranks, op), lab.cluster()
     rate = getattr(lab.description.network, "nic", None)
     if rate is None:
         raise LayoutError(
@@ -156,13 +138,14 @@ def run_fused(
         "programs": [to_text(choice.program) for choice in choices],
         "flops_per_s": pace,
         "repeat": repeat,
-        "seed": seed,
+        "seed": 0,
         "deadline_s": timeout_s,
     }
     no_pace = {"MESHWEAVE_PACE_FLOPS_PER_S": ""}
-    ranks = lab.launch(
-        "meshweave_lab.bench.fused_rank:bench_fused", payload, timeout_s=timeout_s, env=no_pace
-    )
+    with lab.up() as running:
+        ranks = running.launch(
+            "meshweave_lab.bench.fused_rank:bench_fused", payload, timeout_s=timeout_s, env=no_pace
+        )
     tile_rows = min(choice.tiles.rows for choice in choices if choice.tiles is not None)
     bound_s = max(ratio, 1.0) * moved_s + tile_rows * moved_row_bytes(problem, op) / rate.bytes_per_s
     measured = []

@@ -7,6 +7,7 @@ measures how well a schedule hides communication, not how fast this machine mult
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -27,38 +28,45 @@ from meshweave_lab.bench.yardsticks import (
 from meshweave_lab.lab import Lab, RunningLab
 
 
-def layer_rounds(
-    sizes: tuple[int, int, int],
-    mesh_shape: tuple[int, ...],
-    dataflow: Dataflow,
-    passes: Sequence[PassName],
-    ratios: Sequence[float],
-    lab: Cluster,
-    tuned_on: Cluster,
-    names: Sequence[str],
-    extra_slices: Sequence[Sequence[int]] = (),
-) -> list[Round]:
-    """Return a round per pass and ratio of the layer Y[m, n] = X[m, k] W[k, n], whose forward uses `dataflow`.
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer Y[m, n] = X[m, k] W[k, n] to be measured, whose forward uses `dataflow`.
 
-    Args:
+    Attributes:
         sizes: m, n, k.
         ratios: compute time over the communication time of the slower axis, in each pass; 0 means unpaced.
+        names, extra_slices: see `choose_rivals`.
+    """
+
+    sizes: tuple[int, int, int]
+    mesh_shape: tuple[int, ...]
+    dataflow: Dataflow
+    passes: Sequence[PassName]
+    ratios: Sequence[float]
+    names: Sequence[str]
+    extra_slices: Sequence[Sequence[int]] = ()
+
+
+def layer_rounds(layer: LayerCase, lab: Cluster, tuned_on: Cluster) -> list[Round]:
+    """Return a round per pass and ratio of a layer.
+
+    Args:
         lab: the described lab, whose rates set the pace.
         tuned_on: the cluster by whose estimates configurations are chosen, its products at the pace.
-        names, extra_slices: see `choose_rivals`.
 
     Raises:
         LayoutError: the sizes or the mesh do not fit, or a mesh of one rank communicates nothing.
     """
-    m, n, k = sizes
+    m, n, k = layer.sizes
     rounds = []
-    for pass_name in passes:
-        problem = pass_problem(STATIONARY_OF[dataflow], pass_name, m, k, n, mesh_shape, "float32")
+    for pass_name in layer.passes:
+        stationary = STATIONARY_OF[layer.dataflow]
+        problem = pass_problem(stationary, pass_name, m, k, n, layer.mesh_shape, "float32")
         if not problem.traffic_bytes(0):
             raise LayoutError(f"a mesh of {problem.num_chips} rank communicates nothing; take a larger lab")
-        for ratio in ratios:
+        for ratio in layer.ratios:
             pace = balanced_flops_per_s(problem, lab, ratio) if ratio else 0.0
-            rivals = choose_rivals(problem, with_pace(tuned_on, pace), names, extra_slices)
+            rivals = choose_rivals(problem, with_pace(tuned_on, pace), layer.names, layer.extra_slices)
             rounds.append(Round(problem, tuple(rivals), pace, ratio or None, pass_name))
     return rounds
 
@@ -74,13 +82,7 @@ def unpaced_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 def bench_layer(
     lab: Lab,
-    sizes: tuple[int, int, int],
-    mesh_shape: tuple[int, ...],
-    dataflow: Dataflow,
-    passes: Sequence[PassName],
-    ratios: Sequence[float],
-    names: Sequence[str],
-    extra_slices: Sequence[Sequence[int]] = (),
+    layer: LayerCase,
     *,
     also_unpaced: bool = False,
     calibrated: Cluster | None = None,
@@ -97,9 +99,8 @@ def bench_layer(
     Raises what `layer_rounds` and `run_rounds` raise, and UnsupportedError where there can be no lab.
     """
     cluster = lab.cluster()
-    tuned_on = calibrated or cluster
-    rounds = layer_rounds(sizes, mesh_shape, dataflow, passes, ratios, cluster, tuned_on, names, extra_slices)
-    if also_unpaced and 0 not in ratios:
+    rounds = layer_rounds(layer, cluster, calibrated or cluster)
+    if also_unpaced and 0 not in layer.ratios:
         rounds += unpaced_rounds(rounds)
     with lab.up() as running:
         return run_rounds(running, rounds, calibrated=calibrated, repeat=repeat, timeout_s=timeout_s)

@@ -9,7 +9,9 @@ from dataclasses import replace
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import RingNetwork, SwitchNetwork, TorusNetwork
 
 UNPACED_FLOPS_PER_S = 1e15
 """The rate of products that take no time to speak of."""

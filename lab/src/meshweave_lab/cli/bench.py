@@ -60,7 +60,7 @@ def matmul(lab: options.LabFile, given: LayerBenchOptions) -> None:
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 0.5,1,2 --svg plot.svg
     """
-    from meshweave_lab.bench.rounds import bench_layer
+    from meshweave_lab.bench.rounds import LayerCase, bench_layer
 
     described, shape = options.load_lab_and_mesh(lab, given.mesh)
     options.check_run(given.repeat, given.timeout)
@@ -68,13 +68,15 @@ def matmul(lab: options.LabFile, given: LayerBenchOptions) -> None:
     calibrated = None if given.cluster is None else options.load_calibrated(given.cluster, described)
     measured = bench_layer(
         described,
-        (given.m, given.n, given.k),
-        shape,
-        options.read_dataflow(given.dataflow),
-        options.read_passes(given.passes),
-        options.read_ratios(given.ratio),
-        names,
-        options.read_extra_slices(given.slices, given.widths),
+        LayerCase(
+            (given.m, given.n, given.k),
+            shape,
+            options.read_dataflow(given.dataflow),
+            options.read_passes(given.passes),
+            options.read_ratios(given.ratio),
+            names,
+            options.read_extra_slices(given.slices, given.widths),
+        ),
         also_unpaced=given.unpaced,
         calibrated=calibrated,
         repeat=given.repeat,

@@ -9,7 +9,7 @@ from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.architecture import Norm as NormKind
-from meshweave.describe.model.dense import WHOLE, dense_layer
+from meshweave.describe.model.dense import WHOLE, DenseForm, dense_layer
 from meshweave.describe.model.layer import LayerGraph
 from meshweave.describe.model.nodes import Features, Norm
 from meshweave.describe.model.transformer import Transformer
@@ -159,10 +159,7 @@ class BlockProblem:
             self.kv_heads,
             self.head_dim,
             self.ffn,
-            gated=is_gated,
-            norm=self.norm,
-            biases=biases,
-            rotary=WHOLE if is_gated else 0.0,
+            DenseForm(is_gated, self.norm, biases, rotary=WHOLE if is_gated else 0.0),
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.algorithms.matmul2d.table import PRODUCTS_2D
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 

@@ -35,8 +35,8 @@ class RingCore:
     def __post_init__(self) -> None:
         self.count = self.writer.mesh.shape[self.axis]
         node, names = self.at.node, ring_names(self.at)
-        width = node.per_group * node.head_dim
-        self.own_keys = self._scratch(names["keys"], 2 * node.head_dim)
+        width = node.per_group * node.width
+        self.own_keys = self._scratch(names["keys"], 2 * node.width)
         self.queries = self._scratch(names["queries"], width)
 
     def _scratch(
@@ -52,7 +52,7 @@ class RingCore:
     def _travelling(self, tensor: str, turn: Index) -> Stored:
         """Return what is here in a turn of something that goes round: one of two slots."""
         site = tensor.removesuffix(self.at.layer.suffix).lower()
-        width = 2 * self.at.node.head_dim
+        width = 2 * self.at.node.width
         window = SequenceWindow(self.inner.dims, self.axis, turn)
         sides: Sides = (*self.inner.sides[:2], Side("inner", self.at.node.groups, width))
         stored = Stored(f"{site}_ring", tensor, sides, self.inner.dims, self.inner.dtype, turn % 2, window)
@@ -68,7 +68,7 @@ class RingCore:
         count = self.writer.extent_of(keys, 1)
         if not self.at.problem.counts_masked:
             count = count - equal(turn, 0) * (count - (count // 2 + 1))
-        return batch, heads, queries, count, self.at.node.head_dim
+        return batch, heads, queries, count, self.at.node.width
 
     def forward(self) -> None:
         """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
@@ -77,7 +77,7 @@ class RingCore:
         ins: tuple[Stored, ...] = (self.inner, self._positions())
         writer.call(fn("split_heads"), (self.queries, self.own_keys), ins, "elementwise", elements)
         r = node.per_group
-        widths = {"so_far": r * node.head_dim, "greatest": r, "weights": r}
+        widths = {"so_far": r * node.width, "greatest": r, "weights": r}
         running = tuple(
             self._scratch(names[key], width, self.at.problem.statistics_dtype, f"ring_{key}")
             for key, width in widths.items()
@@ -96,7 +96,7 @@ class RingCore:
     def backward(self, of_core: Stored, of_inner: Stored) -> None:
         """Write the gradient by the product of W_qkv of that by the heads."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
-        width = node.per_group * node.head_dim
+        width = node.per_group * node.width
         names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}
         of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries")
         part_of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries_part")

@@ -35,7 +35,7 @@ def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
 def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
     """Yield the tensors of the forward part."""
     p, names = at.problem, ring_names(at)
-    r, d = at.node.per_group, at.node.head_dim
+    r, d = at.node.per_group, at.node.width
     widths = {"queries": r * d, "keys": 2 * d, "so_far": r * d, "greatest": r, "weights": r}
     for key, width in widths.items():
         dtype = p.dtype if key in ("queries", "keys") else p.statistics_dtype

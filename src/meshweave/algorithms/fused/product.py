@@ -20,8 +20,8 @@ from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Release, TileOrder
 from meshweave.ir.program.parse import parse
+from meshweave.ir.program.release import Release, TileOrder
 from meshweave.ir.program.text import mesh_to_text, value_to_text
 
 Placements = tuple[Placement, Placement, Placement]

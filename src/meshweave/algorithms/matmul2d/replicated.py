@@ -27,7 +27,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import factorisations
+from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Lane, On, Program
 from meshweave.ir.program.ops import AllReduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task

@@ -17,11 +17,8 @@ the last packet needs are paid once (`estimate.chains`). In an all-gather a pane
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
-from itertools import pairwise
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
@@ -33,8 +30,8 @@ from meshweave.algorithms.matmul2d.common.problem import (
     MovingMatrix,
     two_d_placements,
 )
+from meshweave.algorithms.matmul2d.summa_steps import SliceStep, are_alike, slice_steps
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
-from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
@@ -51,78 +48,6 @@ PACKETS = (1, 4, 16, 64)
 """The packet counts that a tuner is offered."""
 MAX_STEP_COUNTS = 10
 """The most step counts that a tuner is offered."""
-
-
-@dataclass(frozen=True)
-class SliceStep:
-    """One step of the product: elements [start, start + width) of the sliced dim."""
-
-    start: int
-    width: int
-
-    def panels(self, problem: Matmul2dProblem, moving: MovingMatrix) -> tuple[tuple[int, int], ...]:
-        """Return (offset, width) of each panel of the step: the parts of it that lie in one shard of a matrix."""
-        shard_size = problem.largest_part(problem.sliced_size, moving.axis)
-        next_shard = (self.start // shard_size + 1) * shard_size
-        inner = range(next_shard, self.start + self.width, shard_size)
-        edges = [0, *(edge - self.start for edge in inner), self.width]
-        return tuple((lo, hi - lo) for lo, hi in pairwise(edges))
-
-
-def slice_steps(problem: Matmul2dProblem, count: int) -> tuple[SliceStep, ...]:
-    """Return `count` steps that end at the shard boundaries of either axis nearest to even shares.
-
-    Where there are too few boundaries, steps end between them as well. Raises LayoutError for more steps than
-    elements.
-    """
-    size = problem.sliced_size
-    if not 1 <= count <= size:
-        raise LayoutError(f"{count} turns over a dim of {size} elements; between 1 and {size} make sense")
-    edges = _edges(problem, count)
-    ends = [0]  # as positions in `edges`, of which enough must be left for the steps to come
-    for number in range(1, count):
-        above = bisect_left(edges, -(-number * size // count))
-        below_is_nearer = (edges[above] + edges[above - 1]) * count >= 2 * number * size
-        nearest = above - 1 if below_is_nearer else above
-        ends.append(min(max(nearest, ends[-1] + 1), len(edges) - 1 - (count - number)))
-    ends.append(len(edges) - 1)
-    return tuple(SliceStep(edges[lo], edges[hi] - edges[lo]) for lo, hi in pairwise(ends))
-
-
-def _edges(problem: Matmul2dProblem, least: int) -> list[int]:
-    """Return where steps may begin and end, so that at least `least` of them are possible.
-
-    These are the shard boundaries, and where they are too few, points between them; the widest parts are cut
-    first.
-    """
-    size = problem.sliced_size
-    edges = {0, size}
-    for axis in ("row", "col"):
-        edges.update(range(0, size, problem.largest_part(size, axis)))
-    shards = sorted(edges)
-    if len(shards) > least:
-        return shards
-    # A part is cut into equal pieces. The part with the widest pieces is first in the heap.
-    parts = [(-float(hi - lo), lo, hi, 1) for lo, hi in pairwise(shards)]
-    heapify(parts)
-    for _ in range(least - len(parts)):
-        _, lo, hi, pieces = parts[0]
-        heapreplace(parts, (-(hi - lo) / (pieces + 1), lo, hi, pieces + 1))
-    for _, lo, hi, pieces in parts:
-        edges.update(lo + (hi - lo) * i // pieces for i in range(1, pieces))
-    return sorted(edges)
-
-
-def _are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
-    """Return whether all steps have the same panels, so that a loop over them needs only one body."""
-    moving = (problem.horizontal, problem.vertical)
-    width = steps[0].width
-    if any(step.width != width for step in steps):
-        return False
-    shard_sizes = [problem.largest_part(problem.sliced_size, matrix.axis) for matrix in moving]
-    if all(width % size == 0 or size % width == 0 for size in shard_sizes):
-        return True  # each step has whole shards, or each shard has whole steps
-    return len({(step.width, *(step.panels(problem, matrix) for matrix in moving)) for step in steps}) == 1
 
 
 # --- program --------------------------------------------------------------------------------------------
@@ -384,7 +309,7 @@ class Summa(Matmul2d):
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
         body: tuple[Op | Repeat, ...]
-        if len(steps) > 1 and _are_alike(problem, steps):
+        if len(steps) > 1 and are_alike(problem, steps):
             body = (Repeat("p", len(steps), tuple(builder.step_ops(Var("p"), steps[0]))),)
         else:
             body = tuple(op for number, step in enumerate(steps) for op in builder.step_ops(number, step))
@@ -398,7 +323,7 @@ class Summa(Matmul2d):
         """Return the skeleton of rank (0, 0), which has the largest shards, with the roots of chains."""
         steps = slice_steps(problem, config.slice_count)
         # If steps are alike, the first ones wait for no slot and all others are the same.
-        num_different = min(SLOTS if _are_alike(problem, steps) else len(steps), len(steps))
+        num_different = min(SLOTS if are_alike(problem, steps) else len(steps), len(steps))
         builder = _SkeletonBuilder(problem, steps, config.packets)
         runs = [(1, builder.tasks(number)) for number in range(num_different)]
         if (left := len(steps) - num_different) > 0:

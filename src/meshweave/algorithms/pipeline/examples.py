@@ -14,7 +14,7 @@ from meshweave.algorithms.pipeline.problem import (
     Stage,
     Stash,
 )
-from meshweave.describe.layout import Replicate, Shard
+from meshweave.describe.layout import Shard
 from meshweave.describe.layout.mesh import Mesh
 
 
@@ -75,21 +75,6 @@ def chain_of_ranks(
         for number, rank in enumerate(stage_ranks)
     ]
     return PipelineProblem.chain(stages, micro_batches, rows, (2,), skips)
-
-
-def mixed_meshes(micro_batches: int = 3) -> PipelineProblem:
-    """Return three stages with different data and tensor degrees, so that both boundaries are reshards."""
-    first = Mesh.of("p0", (2, 2), ("dp", "tp"))
-    second = Mesh.of("p1", (1, 2), ("dp", "tp"), 4)
-    third = Mesh.of("p2", (4,), ("dp",), 6)
-    stages = (
-        small_stage(first, 4, data_axes=("dp",), is_sharded=True),
-        small_stage(second, 4, data_axes=("dp",), work=2),
-        small_stage(third, 4, data_axes=("dp",)),
-    )
-    split, whole = (Shard(0), Shard(1)), (Shard(0), Replicate())
-    edges = (Edge(0, 1, (4,), whole, split), Edge(1, 2, (2,), split))
-    return PipelineProblem(stages, edges, micro_batches, 4, (3,), (1,))
 
 
 def two_meshes(micro_batches: int = 2) -> PipelineProblem:

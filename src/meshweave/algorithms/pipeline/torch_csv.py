@@ -90,13 +90,6 @@ def schedule_to_csv(schedule: Schedule) -> str:
     return "".join(f"{row}\r\n" for row in rows)
 
 
-def without_idle_steps(text: str) -> str:
-    """Return a CSV of torch without its empty cells, which is what `schedule_to_csv` writes."""
-    rows = csv.reader(io.StringIO(text, newline=""))
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    return "".join(f"{','.join(row)}\r\n" for row in cells)
-
-
 def _require_neighbour(action: Action, rank: int, position: int) -> None:
     """Raise UnsupportedError where a transfer is not one between neighbouring stages."""
     kind, stage, peer = action.kind, action.stage, action.peer

@@ -34,7 +34,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import HostsNetwork
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.program import Program
 
 REPLICAS = "r"

@@ -35,8 +35,9 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
         raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
     rows = p.tensor_mesh[0]
     roles = strategy_of(problem, p).roles[-2:]
-    if roles[0].attention == "inner" and rows > model.num_kv_heads:
-        raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
+    groups = min(node.groups for node in model.layer.attentions)
+    if roles[0].attention == "inner" and rows > groups:
+        raise LayoutError(f"{model.name} has {groups} groups of heads, too few for tensor {rows}")
     if problem.sequence % p.context:
         raise LayoutError(f"sequences of {problem.sequence} tokens do not divide over context {p.context}")
 

@@ -254,7 +254,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     """
     item, batch = problem.item_bytes, parallelism.micro_batch
     (node,) = problem.model.layer.attentions
-    heads, width = -(-node.heads // parallelism.tensor_size), node.head_dim
+    heads, width = -(-node.heads // parallelism.tensor_size), node.width
     queries = -(-problem.sequence // parallelism.context)
     part = "" if direction == "forward" else "input_grad"
     keys = node.mean_keys(problem.sequence)

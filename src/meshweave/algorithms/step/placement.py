@@ -17,7 +17,8 @@ from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster, HostsNetwork
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.work import Transfer
 
 Axis = tuple[str, int, int]

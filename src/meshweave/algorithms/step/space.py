@@ -201,7 +201,7 @@ class StepSpace:
 
     def tensors(self, ranks: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (strategy, tensor degree) of so many tensor ranks; a single rank has one strategy."""
-        options, heads = self.options, self.problem.model.num_heads
+        options, heads = self.options, self.problem.model.layer.attentions[0].heads
         if ranks == 1:
             yield options.strategies[0], 1
             return

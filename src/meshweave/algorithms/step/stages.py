@@ -199,7 +199,8 @@ def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
     model = problem.model
     if not problem.stack.layers_by_cost:
         return None
-    products = 4 * model.num_heads * model.head_dim + (3 if model.gated_ffn else 2) * model.ffn_hidden
+    counts = model.layer.counts
+    products = 4 * counts["heads"] + (3 if model.gated_ffn else 2) * counts["ffn"]
     return products * model.hidden, (model.vocab_size or 0) * model.hidden
 
 

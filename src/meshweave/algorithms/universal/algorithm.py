@@ -27,7 +27,7 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import factorisations
+from meshweave.describe.machine.links import factorisations
 from meshweave.estimate import Estimate
 from meshweave.estimate.universal import estimate_universal
 from meshweave.ir.program import Program

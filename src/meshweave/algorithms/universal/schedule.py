@@ -6,8 +6,7 @@ fetches of earlier stages, and its result is accumulated in a later one. So all 
 takes max(compute, communication). The time of all stages is compute plus the communication that compute does not
 hide. Reordering helps where tiles are misaligned, since long products may then hide long fetches. Direct
 execution (section 4.2) has no stages: it runs the given order and waits for data only, not at barriers.
-`pipelined_s` is its time, to be compared with `staged_s`. The paper found it almost always as good as the best
-stages.
+The paper found it almost always as good as the best stages.
 
 The communication of a stage is the sum of its fetches and accumulates. A rank fetches inwards and accumulates
 outwards, but all ranks do alike: what others accumulate comes in beside what this rank fetches, and they fetch
@@ -25,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from itertools import accumulate, combinations
+from itertools import combinations
 from itertools import product as cartesian
 
 from meshweave.base.errors import UnsupportedError
@@ -226,55 +225,6 @@ def cost_greedy(
         return best[1]
 
     return _stages(graph, pick)
-
-
-def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float:
-    """Return the seconds of direct execution with asynchrony between iterations (section 4.2), without stages.
-
-    Fetches, products and accumulates have a lane each, which is first-in-first-out and waits for data only. A tile
-    that the i-th product is the first to use is not fetched before product i - 1 - `prefetch` is done, as in a
-    program with `prefetch` + 1 sets of buffers. A tile issued ahead of a more urgent one is as urgent as that one.
-    Unless the graph is `duplex`, one transfer runs at a time: the one that can start first, a fetch if both can.
-    """
-    assert prefetch >= 0
-    position = {product: i for i, product in enumerate(issue.products)}
-    first_uses = [
-        min(position[i] for i, need in enumerate(graph.needs) if need >> tile & 1) for tile in issue.fetches
-    ]
-    # For each fetch the position of the first product that needs it, or a fetch issued after it.
-    deadlines = list(accumulate(reversed(first_uses), min))[::-1]
-    arrived_s: dict[int, float] = {}
-    done_s: list[float] = []
-    fetch_lane_s = accumulate_lane_s = 0.0
-    num_fetched = num_accumulated = 0
-    while True:
-        while len(done_s) < len(issue.products):
-            product = graph.products[issue.products[len(done_s)]]
-            if any(tile not in arrived_s for tile in product.needs):
-                break
-            start_s = max([done_s[-1] if done_s else 0.0, *(arrived_s[tile] for tile in product.needs)])
-            done_s.append(start_s + product.seconds)
-        fetch_s = accumulate_s = math.inf
-        if num_fetched < len(deadlines):
-            awaited = deadlines[num_fetched] - 1 - prefetch
-            fetch_s = max(fetch_lane_s, done_s[awaited] if awaited >= 0 else 0.0)
-        if num_accumulated < len(issue.accumulates):
-            source = position[issue.accumulates[num_accumulated]]
-            if source < len(done_s):
-                accumulate_s = max(accumulate_lane_s, done_s[source])
-        if fetch_s == accumulate_s == math.inf:
-            assert len(done_s) == len(issue.products) and num_accumulated == len(issue.accumulates)
-            return max([0.0, fetch_lane_s, accumulate_lane_s, *done_s[-1:]])
-        if fetch_s <= accumulate_s:
-            tile = issue.fetches[num_fetched]
-            fetch_lane_s = arrived_s[tile] = fetch_s + graph.fetches[tile].seconds
-            accumulate_lane_s = accumulate_lane_s if graph.duplex else fetch_lane_s
-            num_fetched += 1
-        else:
-            product = graph.products[issue.accumulates[num_accumulated]]
-            accumulate_lane_s = accumulate_s + product.accumulate_s
-            fetch_lane_s = fetch_lane_s if graph.duplex else accumulate_lane_s
-            num_accumulated += 1
 
 
 def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], IssueStage]) -> tuple[IssueStage, ...]:

@@ -17,36 +17,7 @@ from meshweave.describe.like import table_like
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster_file import read_cluster_file
 from meshweave.describe.machine.cluster_phrase import is_phrase, phrase_table
-from meshweave.describe.machine.network import (
-    COMM_KINDS,
-    CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    Network,
-    NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeLevel,
-    TreeNetwork,
-)
-
-__all__ = [
-    "COMM_KINDS",
-    "Chip",
-    "Cluster",
-    "CommConstants",
-    "FullMeshNetwork",
-    "HostsNetwork",
-    "Network",
-    "NetworkAxis",
-    "RingNetwork",
-    "SwitchNetwork",
-    "TorusNetwork",
-    "TreeLevel",
-    "TreeNetwork",
-    "load_cluster",
-]
+from meshweave.describe.machine.network import HostsNetwork, Network
 
 
 @dataclass(frozen=True)

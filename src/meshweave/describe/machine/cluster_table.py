@@ -10,16 +10,16 @@ from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.gpu import is_catalog_gpu, load_gpu
 from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants, SystolicConstants
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
     HostsNetwork,
     Network,
-    NetworkAxis,
     RingNetwork,
     SwitchNetwork,
     TorusNetwork,
-    TreeNetwork,
 )
+from meshweave.describe.machine.tree import TreeNetwork
 
 _SECTIONS = {SystolicConstants: "systolic", CpuProductConstants: "cpu_products"}
 

@@ -15,9 +15,9 @@ from meshweave.describe.machine.network import (
     HostsNetwork,
     Network,
     SwitchNetwork,
-    TreeNetwork,
     with_axes,
 )
+from meshweave.describe.machine.tree import TreeNetwork
 
 
 def level_sizes(network: Network) -> tuple[int, ...] | None:

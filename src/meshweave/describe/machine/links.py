@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -169,3 +170,17 @@ def check_dims(num_dims: int) -> None:
     """Raise LayoutError unless `num_dims`, a number of mesh axes, is at least 1."""
     if num_dims < 1:
         raise LayoutError(f"a mesh needs at least 1 axis, not {num_dims}")
+
+
+class AnyShapeNetwork:
+    """Base of networks that carry a mesh of every shape of as many ranks as there are chips."""
+
+    @property
+    @abstractmethod
+    def num_chips(self) -> int:
+        """Return the number of chips of the whole network."""
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
+        check_dims(num_dims)
+        return factorisations(self.num_chips, num_dims)

@@ -21,33 +21,14 @@ from itertools import product
 
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.machine.links import (
-    COMM_KINDS,
-    CommConstants,
+    AnyShapeNetwork,
     NetworkAxis,
     check_axis,
     check_dims,
     factorisations,
-    require_at_least,
     slowest_axis,
 )
-from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
-
-__all__ = [
-    "COMM_KINDS",
-    "CommConstants",
-    "FullMeshNetwork",
-    "HostsNetwork",
-    "Network",
-    "NetworkAxis",
-    "RingNetwork",
-    "SwitchNetwork",
-    "TorusNetwork",
-    "TreeLevel",
-    "TreeNetwork",
-    "factorisations",
-    "require_at_least",
-    "with_axes",
-]
+from meshweave.describe.machine.tree import TreeNetwork
 
 
 @dataclass(frozen=True)
@@ -140,7 +121,7 @@ class TorusNetwork:
 
 
 @dataclass(frozen=True)
-class _OneLinkNetwork:
+class _OneLinkNetwork(AnyShapeNetwork):
     """`size` chips with equal links: every mesh axis runs over `link`."""
 
     link: NetworkAxis
@@ -154,11 +135,6 @@ class _OneLinkNetwork:
     def num_chips(self) -> int:
         """Return the number of chips of the whole network."""
         return self.size
-
-    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
-        check_dims(num_dims)
-        return factorisations(self.size, num_dims)
 
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
@@ -187,7 +163,7 @@ class SwitchNetwork(_OneLinkNetwork):
 
 
 @dataclass(frozen=True)
-class HostsNetwork:
+class HostsNetwork(AnyShapeNetwork):
     """Hosts of several chips: `intra` joins the chips of a host, `nics_per_host` NICs join the hosts.
 
     Ranks are placed host by host. `nic` describes one NIC; `cost` and `simulate` count how many transfers share
@@ -208,11 +184,6 @@ class HostsNetwork:
     def num_chips(self) -> int:
         """Return the number of chips of the whole network."""
         return self.num_hosts * self.chips_per_host
-
-    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
-        check_dims(num_dims)
-        return factorisations(self.num_chips, num_dims)
 
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
@@ -255,7 +226,7 @@ class HostsNetwork:
 
 
 @dataclass(frozen=True)
-class FullMeshNetwork:
+class FullMeshNetwork(AnyShapeNetwork):
     """Packages of several chips, with a link of its own for every pair of chips that is joined.
 
     `inner` joins any two chips of a package; `link` joins the chips at the same position of any two packages. A
@@ -276,11 +247,6 @@ class FullMeshNetwork:
     def num_chips(self) -> int:
         """Return the number of chips of the whole network."""
         return self.num_packages * self.chips_per_package
-
-    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
-        check_dims(num_dims)
-        return factorisations(self.num_chips, num_dims)
 
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False

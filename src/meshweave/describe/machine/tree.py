@@ -17,10 +17,9 @@ import numpy as np
 from meshweave.base.errors import DescriptionError
 from meshweave.base.limits import CHIPS
 from meshweave.describe.machine.links import (
+    AnyShapeNetwork,
     NetworkAxis,
     check_axis,
-    check_dims,
-    factorisations,
     require_at_least,
     slowest_axis,
 )
@@ -49,7 +48,7 @@ class TreeLevel:
 
 
 @dataclass(frozen=True)
-class TreeNetwork:
+class TreeNetwork(AnyShapeNetwork):
     """Chips are the leaves, in order; `levels` go from the leaves up to the one switch at the top.
 
     A message climbs to the lowest switch above both of its ends and comes down again; switches never block.
@@ -74,11 +73,6 @@ class TreeNetwork:
     def chips_below(self) -> tuple[int, ...]:
         """Return the number of chips below one child of a switch, for each level; 1 at the lowest."""
         return tuple(accumulate((level.fanout for level in self.levels[:-1]), operator.mul, initial=1))
-
-    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
-        check_dims(num_dims)
-        return factorisations(self.num_chips, num_dims)
 
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False

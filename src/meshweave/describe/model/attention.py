@@ -57,9 +57,9 @@ class BlockOp:
 def ops_besides_fc_layers(model: Transformer, workload: Workload) -> tuple[BlockOp, ...]:
     """Return every operation of one block except the GEMMs of its fully connected layers, forward and backward."""
     e, tokens, s = dtype_bytes(workload.dtype), workload.tokens, workload.sequence
-    h, f = model.hidden, model.ffn_hidden
-    q, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    p = model.num_heads * s
+    counts = model.layer.counts
+    h, q, g, f = (counts[name] for name in ("residual", "heads", "keys", "ffn"))
+    p = sum(node.heads for node in model.layer.attentions) * s
     heads, halves = 2 * (q + 2 * g), 2 if model.gated_ffn else 1
     # (name, (elements, mask bytes) per token forward, and backward)
     linear: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (

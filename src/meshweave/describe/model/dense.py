@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from meshweave.describe.model.architecture import Norm as NormKind
@@ -24,30 +25,12 @@ WHOLE = 1.0
 """Of `rotary`: all of a head turns."""
 
 
-@lru_cache(maxsize=4096)
-def dense_layer(
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    *,
-    gated: bool,
-    norm: NormKind,
-    biases: tuple[str, ...] = (),
-    rotary: float = 0.0,
-    window: int | None = None,
-    post_norms: bool = False,
-    parallel: bool = False,
-    shared_norm: bool = False,
-    qk_norm: bool = False,
-) -> LayerGraph:
-    """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
+@dataclass(frozen=True)
+class DenseForm:
+    """What a dense layer has besides sizes.
 
-    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group
-    of heads follow those of another; a gated W_1 has a gate and an input column by turns.
-
-    Args:
+    Attributes:
+        gated: whether the feed-forward part is gated.
         norm: the kind of the norms.
         biases: which of the products "qkv", "out", "ff1" and "ff2" add a bias.
         rotary, window: as in `nodes.Attention`.
@@ -56,12 +39,41 @@ def dense_layer(
         shared_norm: whether they then read one norm.
         qk_norm: whether queries and keys are normalised head by head.
     """
+
+    gated: bool
+    norm: NormKind
+    biases: tuple[str, ...] = ()
+    rotary: float = 0.0
+    window: int | None = None
+    post_norms: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
+    qk_norm: bool = False
+
+
+@lru_cache(maxsize=4096)
+def dense_layer(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    ffn: int,
+    form: DenseForm,
+) -> LayerGraph:
+    """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
+
+    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group
+    of heads, each of `width`, follow those of another; a gated W_1 has a gate and an input column by turns.
+    """
+    gated, norm, biases = form.gated, form.norm, form.biases
     residual, per_group = Features("hidden", hidden), heads // kv_heads
-    joint = "QKVN" if qk_norm else "QKV"
-    attention = Attention("A", (joint,), "attention", kv_heads, per_group, head_dim, "L", window, rotary)
+    joint = "QKVN" if form.qk_norm else "QKV"
+    attention = Attention(
+        "A", (joint,), "attention", kv_heads, per_group, width, "L", form.window, form.rotary
+    )
     activation = Activation("H", ("Y",), "feed_forward", ffn, gated)
-    keys = kv_heads * head_dim
-    of_qkv = ("self_attn.q_proj", heads * head_dim), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)
+    keys = kv_heads * width
+    of_qkv = ("self_attn.q_proj", heads * width), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)
     of_ff1 = (("mlp.gate_proj", ffn), ("mlp.up_proj", ffn)) if gated else (("mlp.fc1", ffn),)
 
     def normed(edge: str, out: str, group: Group, letters: str, module: str = "") -> Norm:
@@ -74,11 +86,11 @@ def dense_layer(
     first = [
         normed("X", "NA", "attention", "A", "input_layernorm"),
         linear("NA", "QKV", attention, "qkv", "WQKV", of_qkv),
-        *([HeadNorm("QKVN", ("QKV",), "attention", kv_heads, per_group, head_dim)] if qk_norm else []),
+        *([HeadNorm("QKVN", ("QKV",), "attention", kv_heads, per_group, width)] if form.qk_norm else []),
         attention,
         linear("A", "O", attention, "out", "WO", (("self_attn.o_proj", hidden),)),
     ]
-    is_shared = parallel and shared_norm
+    is_shared = form.parallel and form.shared_norm
     second = [
         linear("NA" if is_shared else "NF", "Y", activation, "ff1", "W1_", of_ff1),
         activation,
@@ -86,14 +98,14 @@ def dense_layer(
     ]
     if not is_shared:
         second.insert(
-            0, normed("X" if parallel else "M", "NF", "feed_forward", "F", "post_attention_layernorm")
+            0, normed("X" if form.parallel else "M", "NF", "feed_forward", "F", "post_attention_layernorm")
         )
     ends = ["O", "F"]
-    if post_norms:
+    if form.post_norms:
         first.append(normed("O", "ON", "attention", "PA"))
         second.append(normed("F", "FN", "feed_forward", "PF"))
         ends = ["ON", "FN"]
-    if parallel:
+    if form.parallel:
         return LayerGraph((*first, *second, EdgeSum("Z", ("X", *ends), "feed_forward", residual)))
     middle = EdgeSum("M", ("X", ends[0]), "attention", residual)
     return LayerGraph((*first, middle, *second, EdgeSum("Z", ("M", ends[1]), "feed_forward", residual)))

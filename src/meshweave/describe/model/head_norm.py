@@ -13,7 +13,7 @@ class HeadNorm(LayerNode):
 
     groups: int
     per_group: int
-    head_dim: int
+    width: int
     gain: str = "GH"
 
     labels = ("gain",)
@@ -21,10 +21,10 @@ class HeadNorm(LayerNode):
     @property
     def makes(self) -> Features:
         """Return the features of queries, keys and values."""
-        return Features("heads", self.groups, (self.per_group + 2) * self.head_dim)
+        return Features("heads", self.groups, (self.per_group + 2) * self.width)
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
         """Return the gains of queries and of keys."""
-        modules = tuple((f"self_attn.{name}_norm", self.head_dim) for name in ("q", "k"))
-        return (NodeWeight(self.gain, (Features("", 2), Features("", self.head_dim)), "norm", modules),)
+        modules = tuple((f"self_attn.{name}_norm", self.width) for name in ("q", "k"))
+        return (NodeWeight(self.gain, (Features("", 2), Features("", self.width)), "norm", modules),)

@@ -262,7 +262,7 @@ class Attention(LayerNode):
     """Causal attention within groups of heads: of each group its queries, its keys, then its values.
 
     Attributes:
-        groups: heads of keys and values; `per_group` heads of queries share each.
+        groups: heads of keys and values; `per_group` heads of queries share each. All are of `width` features.
         sums: the name of the logarithms of the sums of softmax.
         window: the tokens that a token attends to, itself included; None for all before it.
         rotary: the share of each head that is turned by positions; 0 for none.
@@ -270,7 +270,7 @@ class Attention(LayerNode):
 
     groups: int
     per_group: int
-    head_dim: int
+    width: int
     sums: str
     window: int | None = None
     rotary: float = 0.0
@@ -280,12 +280,12 @@ class Attention(LayerNode):
     @property
     def takes(self) -> tuple[Features, ...]:
         """Return the features of queries, keys and values."""
-        return (Features("heads", self.groups, (self.per_group + 2) * self.head_dim),)
+        return (Features("heads", self.groups, (self.per_group + 2) * self.width),)
 
     @property
     def makes(self) -> Features:
         """Return the features of all heads."""
-        return Features("heads", self.groups, self.per_group * self.head_dim)
+        return Features("heads", self.groups, self.per_group * self.width)
 
     @property
     def heads(self) -> int:
@@ -305,13 +305,13 @@ class Attention(LayerNode):
         rows.append(Kept("dropped scores", self.out, self.heads, by_keys=True))
         rows += [Kept("score mask", self.out, self.heads, 1, by_keys=True)]
         if self.per_group == 1:
-            rows.append(Kept("joint", self.out, 2 * self.heads * self.head_dim))
+            rows.append(Kept("joint", self.out, 2 * self.heads * self.width))
         return tuple(rows)
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Return the features of queries and of keys."""
-        return {"heads": self.makes.size, "keys": self.groups * self.head_dim}
+        return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
         """Return the pairs of query and key of a sequence: those that its mask leaves."""
@@ -326,7 +326,7 @@ class Attention(LayerNode):
 
     def attention_flops(self, pairs: int) -> int:
         """Return the FLOPs of both products of so many pairs of query and key."""
-        return 4 * pairs * self.heads * self.head_dim
+        return 4 * pairs * self.heads * self.width
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
-from meshweave.describe.model.dense import WHOLE, dense_layer
+from meshweave.describe.model.dense import WHOLE, DenseForm, dense_layer
 from meshweave.describe.model.layer import LayerGraph
 
 
@@ -95,14 +95,16 @@ class Transformer:
             self.num_kv_heads,
             self.head_dim,
             self.ffn_hidden,
-            gated=self.gated_ffn,
-            norm="rms" if self.gated_ffn else "layer",
-            rotary=rotary,
-            window=own.window,
-            post_norms=own.norms == "before and after",
-            parallel=own.residual != "",
-            qk_norm=bool(own.qk_norm),
-            shared_norm=own.residual == "parallel with one norm",
+            DenseForm(
+                gated=self.gated_ffn,
+                norm="rms" if self.gated_ffn else "layer",
+                rotary=rotary,
+                window=own.window,
+                post_norms=own.norms == "before and after",
+                parallel=own.residual != "",
+                qk_norm=bool(own.qk_norm),
+                shared_norm=own.residual == "parallel with one norm",
+            ),
         )
 
     def fc_layers(self) -> tuple[FcLayer, ...]:

@@ -12,10 +12,9 @@ Copies need none, since copy engines make them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,18 +29,16 @@ from meshweave.execute.cuda.tracked_product import (
     share_a_kernel,
 )
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot
+from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.compute import Binder
-from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, StridedView, chain_actions
 from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import BoundOp
-from meshweave.ir.program.ops import UPDATE, Accumulate, Matmul, Op, Release
+from meshweave.ir.program.ops import UPDATE, Accumulate, Matmul, Op
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import View
-
-if TYPE_CHECKING:
-    from meshweave.execute.torch.analysis import RankAnalysis
 
 TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
 
@@ -49,23 +46,17 @@ TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
 class TrackedAccess(OneSidedAccess):
     """See the module docstring."""
 
-    def __init__(
-        self,
-        memory: RemoteMemory,
-        context: TorchContext,
-        analysis: RankAnalysis,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
-        """Collective among the program's ranks. Raises as `OneSidedAccess`, and UnsupportedError where the memory
-        is not mapped by all ranks."""
+    def check_memory(self, memory: RemoteMemory) -> None:
+        """Raise UnsupportedError where the memory is not mapped by all ranks."""
         if not memory.is_aliased:
             raise UnsupportedError(
                 f"tracked products store to memory that ranks map, {memory.kind} memory is not"
             )
-        super().__init__(memory, context, analysis, tensors)
-        assert analysis.regions is not None
-        self._regions: TrackedRegions = analysis.regions
-        self._analysis = analysis
+
+    @property
+    def _regions(self) -> TrackedRegions:
+        assert self._analysis.regions is not None
+        return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
         """Return the counters of the regions that are stored to this rank's memory."""

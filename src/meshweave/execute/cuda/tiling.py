@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.ir.program.ops import Matmul, Release
+from meshweave.ir.program.ops import Matmul
+from meshweave.ir.program.release import Release
 from meshweave.lower.tiles import Box, tiles
 
 ADDING_PROGRAMS = 16

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.kernels import INTERPRETED, check_atomic_add, launch_product
 from meshweave.execute.cuda.tiling import Block, block_of, tiles_of_region
-from meshweave.ir.program.ops import Release
+from meshweave.ir.program.release import Release
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTERPRETER_PROGRAMS = 5

@@ -77,14 +77,38 @@ class RemoteSlot:
 
 
 @dataclass(frozen=True)
-class Window(ABC):
-    """One program's part of the memory. `groups` are sets of ranks that meet in fences, the same list on every
-    rank; the first is all ranks of the program. Pieces below are parts of a `RemoteSlot`'s tensor."""
+class Exposure:
+    """What a program on `ranks` asks of a memory on each of them.
+
+    Attributes:
+        groups: sets of ranks that meet in fences, the same list on every rank; the first is all `ranks`.
+        what: what asks, in words.
+        wanted: the slots to set aside.
+        given: tensors in own pool memory that are slots as they are.
+        num_flags: flags of this rank, each of which another rank sets.
+    """
+
+    ranks: Sequence[int]
+    groups: Sequence[Sequence[int]]
+    what: str
+    wanted: Mapping[Key, Slot] = field(default_factory=dict)
+    given: Mapping[Key, Tensor] = field(default_factory=dict)
+    num_flags: int = 0
+
+
+@dataclass(frozen=True)
+class ExposedSlots:
+    """The memory of a window: the slots of this rank and those of all ranks. `groups` are those of `Exposure`."""
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
     own: Mapping[Key, Tensor]
     remote: Mapping[tuple[int, Key], RemoteSlot]
+
+
+@dataclass(frozen=True)
+class Window(ExposedSlots, ABC):
+    """One program's part of the memory. Pieces below are parts of a `RemoteSlot`'s tensor."""
 
     @abstractmethod
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
@@ -136,7 +160,7 @@ class Window(ABC):
         """
         raise UnsupportedError("tiles are counted in memory that ranks map: shared or symmetric")
 
-    def settle(self) -> None:  # noqa: B027 - most windows queue nothing
+    def settle(self) -> None:
         """Wait until all that was queued is done, where waits are queued. Raises as `TorchContext.guard`."""
 
     def flag_at(self, flag: int) -> int:
@@ -191,16 +215,8 @@ class RemoteMemory(ABC):
             raise BindError(f"{self.kind} memory: {listed}")
         return mine, {rank: answer["is"] for rank, answer in said.items()}
 
-    def expose(
-        self,
-        ranks: Sequence[int],
-        wanted: Mapping[Key, Slot],
-        given: Mapping[Key, Tensor],
-        groups: Sequence[Sequence[int]],
-        num_flags: int,
-        what: str,
-    ) -> Window:
-        """Return a window for a program on `ranks`. Buffers that are `given`, in own pool memory, stay there.
+    def expose(self, exposure: Exposure) -> Window:
+        """Return a window for a program.
 
         Raises:
             BindError: some rank has no such memory, or cannot reach another's.
@@ -208,9 +224,10 @@ class RemoteMemory(ABC):
         """
         if self.is_closed:
             raise BindError(f"this {self.kind} memory is closed")
-        ranks, sets = tuple(sorted(ranks)), tuple(tuple(sorted(group)) for group in groups)
-        slots = {SIGNALS: Slot.of_counters(len(groups) + num_flags, torch.int64)}
-        slots.update((key, slot) for key, slot in wanted.items() if key not in given)
+        ranks, what, given = tuple(sorted(exposure.ranks)), exposure.what, exposure.given
+        groups = tuple(tuple(sorted(group)) for group in exposure.groups)
+        slots = {SIGNALS: Slot.of_counters(len(groups) + exposure.num_flags, torch.int64)}
+        slots.update((key, slot) for key, slot in exposure.wanted.items() if key not in given)
         own: dict[Key, Tensor] = {}
 
         def take() -> dict[str, Any]:
@@ -254,7 +271,7 @@ class RemoteMemory(ABC):
             for rank, table in tables.items()
             for name, at, number, start, shape, strides, dtype in table["places"]
         }
-        return self._window(sets, own, remote)
+        return self._window(ExposedSlots(self.rank, groups, own, remote))
 
     def finish_writes(self) -> None:  # noqa: B027 - most memories queue nothing
         """Wait until what this rank wrote is in memory, where writes are queued."""
@@ -299,10 +316,23 @@ class RemoteMemory(ABC):
         whole = self._bytes_of(rank, number)[offset : offset + slot.num_bytes]
         return RemoteSlot(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
 
-    @abstractmethod
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """The segment, and the byte in it, at which a tensor of this rank's begins; None where it lies outside
-        the pool, or in a part that not all of `ranks` reach."""
+        """Return the segment, and the byte in it, at which a tensor of this rank's begins; None where it lies
+        outside the pool, or in a part that not all of `ranks` reach."""
+        for number, segment in self.segments.items():
+            start = tensor.data_ptr() - self._address(number)
+            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
+                return number, start
+        return None
+
+    def add_segment(self, size: int, ranks: Sequence[int]) -> Segment:
+        """Return a new segment of the pool, which `ranks` reach."""
+        segment = self.segments[len(self.segments)] = Segment(len(self.segments), size, frozenset(ranks))
+        return segment
+
+    @abstractmethod
+    def _address(self, number: int) -> int:
+        """The address at which a segment of this rank begins."""
 
     @abstractmethod
     def close(self) -> None:
@@ -329,12 +359,7 @@ class RemoteMemory(ABC):
         """A segment of another rank, aliased."""
 
     @abstractmethod
-    def _window(
-        self,
-        groups: tuple[tuple[int, ...], ...],
-        own: Mapping[Key, Tensor],
-        remote: Mapping[tuple[int, Key], RemoteSlot],
-    ) -> Window: ...
+    def _window(self, slots: ExposedSlots) -> Window: ...
 
     def __enter__(self) -> Self:
         return self

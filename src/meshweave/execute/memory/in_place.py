@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
-from meshweave.execute.memory.base import Key, RemoteMemory, Slot, Window
+from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, Slot, Window
 from meshweave.execute.torch.call_order import bound_call
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, empty_in_order
@@ -136,7 +136,7 @@ class InPlaceProgram:
                 strides = dense_strides(shape, buffer.order)
                 for slot in range(buffer.slots):
                     wanted[buffer.name, slot] = Slot(shape, strides, getattr(torch, buffer.dtype))
-        return memory.expose(program.ranks, wanted, {}, [program.ranks], 0, f"program {program.name}")
+        return memory.expose(Exposure(program.ranks, [program.ranks], f"program {program.name}", wanted))
 
     def _single_product(self, ops: Sequence[BoundOp], output: str) -> tuple[Operand, Operand] | None:
         """Return the operands of the product that is all of the program and all of its output, if it is."""

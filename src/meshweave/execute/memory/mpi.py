@@ -12,13 +12,11 @@ MPICH_ASYNC_PROGRESS=1; on one host its windows are shared memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -26,8 +24,8 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, did_you_mean
-from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Window, extent
-from meshweave.execute.memory.pool import Segment
+from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window, extent
+from meshweave.execute.memory.pool import Segment, block_of
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
@@ -109,13 +107,8 @@ class MpiMemory(RemoteMemory):
 
     # -- the pool --------------------------------------------------------------------------------------------
 
-    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
-        for number, segment in self.segments.items():
-            start = tensor.data_ptr() - self._wins[self._name_of[number]].tomemory().address
-            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
-                return number, start
-        return None
+    def _address(self, number: int) -> int:
+        return int(self._wins[self._name_of[number]].tomemory().address)
 
     def close(self) -> None:
         """A window goes where no rank has a tensor in it any more; another stays until the process ends."""
@@ -144,18 +137,14 @@ class MpiMemory(RemoteMemory):
             name = ranks, sum(1 for others, _ in self._wins if others == ranks)
             win = self._wins[name] = self.mpi.Win.Allocate(room, 1, comm=self._comms[ranks])
             win.Lock_all()
-            number = len(self.segments)
-            self._name_of[number] = name
-            self.segments[number] = Segment(number, room, frozenset(ranks))
-            return self.segments[number]
+            segment = self.add_segment(room, ranks)
+            self._name_of[segment.number] = name
+            return segment
 
         return self.room_or_grow(size, ranks, what, grow)
 
     def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
-        memory = self._wins[self._name_of[segment.number]].tomemory()
-        block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
-        weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
-        return torch.frombuffer(block, dtype=torch.uint8)
+        return block_of(self._wins[self._name_of[segment.number]].tomemory(), segment, offset, size)
 
     def _handle(self, segment: Segment) -> Any:
         return self._name_of[segment.number]
@@ -167,13 +156,8 @@ class MpiMemory(RemoteMemory):
     def _bytes_of(self, rank: int, number: int) -> Tensor:
         raise AssertionError("no rank aliases another's window")
 
-    def _window(
-        self,
-        groups: tuple[tuple[int, ...], ...],
-        own: Mapping[Key, Tensor],
-        remote: Mapping[tuple[int, Key], RemoteSlot],
-    ) -> Window:
-        return _MpiWindow(self.rank, groups, own, remote, self)
+    def _window(self, slots: ExposedSlots) -> Window:
+        return _MpiWindow(**vars(slots), memory=self)
 
     # -- for windows -----------------------------------------------------------------------------------------
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 ALIGN = 256
 """Bytes; what vector units, GPUs and cache lines like."""
@@ -51,6 +57,13 @@ class Segment:
             else:
                 joined.append((start, room))
         self.free = joined
+
+
+def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
+    """Return the bytes of a block of a segment that lies in `memory`. It is free once nothing refers to them."""
+    block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
+    weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:

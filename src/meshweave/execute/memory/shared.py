@@ -11,7 +11,6 @@ drops it where the holder dies. A fence is a counter per rank that the others po
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -25,16 +24,24 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
-from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Window, segment_size
-from meshweave.execute.memory.pool import Segment, aligned, take
+from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.execute.memory.base import (
+    SIGNALS,
+    ExposedSlots,
+    Key,
+    RemoteMemory,
+    RemoteSlot,
+    Window,
+    segment_size,
+)
+from meshweave.execute.memory.mapped import MappedWindow
+from meshweave.execute.memory.pool import Segment, aligned, block_of, take
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.torch.context import TorchContext
@@ -45,13 +52,6 @@ _SPINS = 30
 _NAME = "meshweave"
 _MEMORY_FILE = f"/memfd:{_NAME}"  # what a descriptor of such a segment is a link to, in /proc
 _LOOK_S = 0.02  # between two looks at whether a process still runs
-
-COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "prod": torch.Tensor.mul_,
-    "max": lambda into, value: torch.maximum(into, value, out=into),
-    "min": lambda into, value: torch.minimum(into, value, out=into),
-}
 
 
 def lacks() -> str:
@@ -107,13 +107,8 @@ class SharedMemory(RemoteMemory):
 
     # -- the pool --------------------------------------------------------------------------------------------
 
-    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
-        for number, segment in self.segments.items():
-            start = tensor.data_ptr() - self._bytes_of(self.rank, number).data_ptr()
-            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
-                return number, start
-        return None
+    def _address(self, number: int) -> int:
+        return int(self._bytes_of(self.rank, number).data_ptr())
 
     def close(self) -> None:
         """Give up the memory of this rank."""
@@ -136,16 +131,13 @@ class SharedMemory(RemoteMemory):
         except OSError as error:
             os.close(fd)
             raise BindError(f"no {room} bytes of shared memory: {error.strerror}") from None
-        segment = self.segments[number] = Segment(number, room, frozenset(ranks))
+        segment = self.add_segment(room, ranks)
         offset = segment.take(size)
         assert offset is not None
         return segment, offset
 
     def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
-        memory = self._mapped[self.rank, segment.number].memory
-        block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
-        weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
-        return torch.frombuffer(block, dtype=torch.uint8)
+        return block_of(self._mapped[self.rank, segment.number].memory, segment, offset, size)
 
     def _handle(self, segment: Segment) -> Any:
         fd = self._mapped[self.rank, segment.number].fd
@@ -177,16 +169,11 @@ class SharedMemory(RemoteMemory):
     def _bytes_of(self, rank: int, number: int) -> Tensor:
         return self._mapped[rank, number].bytes
 
-    def _window(
-        self,
-        groups: tuple[tuple[int, ...], ...],
-        own: Mapping[Key, Tensor],
-        remote: Mapping[tuple[int, Key], RemoteSlot],
-    ) -> Window:
+    def _window(self, slots: ExposedSlots) -> Window:
         counters = {
-            rank: memoryview(at.tensor.numpy()) for (rank, key), at in remote.items() if key == SIGNALS
+            rank: memoryview(at.tensor.numpy()) for (rank, key), at in slots.remote.items() if key == SIGNALS
         }
-        return _SharedWindow(self.rank, groups, own, remote, self, counters)
+        return _SharedWindow(**vars(slots), memory=self, counters=counters)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -254,23 +241,13 @@ class SharedMemory(RemoteMemory):
 
 
 @dataclass(frozen=True)
-class _SharedWindow(Window):
+class _SharedWindow(MappedWindow):
     memory: SharedMemory
     counters: Mapping[int, memoryview]
 
-    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
-        return partial(into.copy_, piece)
-
-    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
-        return partial(piece.copy_, value)
-
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return what adds to another rank's memory, as `Window.accumulate`."""
-        if op not in COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
-        combine, locked = COMBINE[op], self.memory.locked
+        combine, locked = self.combiner(op), self.memory.locked
 
         def step(into: Tensor, term: Tensor) -> Action:
             start, stop = remote.bytes_of(into)

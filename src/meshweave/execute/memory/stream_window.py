@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshweave.base.errors import DeadlineError, RankLostError
 from meshweave.execute.cuda.trigger import WordQueue, reached
-from meshweave.execute.memory.base import Key, RemoteSlot, Window
+from meshweave.execute.memory.base import Exposure, Key, RemoteSlot, Slot, Window
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
@@ -30,9 +30,10 @@ WORDS: Key = ("words of streams", 0)  # no buffer has a name with blanks
 _LOOK_S = 0.05  # between two looks at what is still waited for
 
 
-def num_words(groups: Sequence[Sequence[int]], num_flags: int) -> int:
-    """Return the words that each rank has."""
-    return sum(len(group) for group in groups) + num_flags
+def with_words(exposure: Exposure) -> Exposure:
+    """Return what a program asks for, and the words of each rank beside it."""
+    num_words = sum(len(group) for group in exposure.groups) + exposure.num_flags
+    return replace(exposure, wanted={**exposure.wanted, WORDS: Slot.of_counters(num_words)})
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError
 from meshweave.execute.cuda.trigger import StreamWords, lacks_stream_words
-from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Slot, Window
+from meshweave.execute.memory.base import SIGNALS, ExposedSlots, Exposure, RemoteMemory, RemoteSlot, Window
+from meshweave.execute.memory.mapped import MappedWindow
 from meshweave.execute.memory.pool import Segment
-from meshweave.execute.memory.shared import COMBINE, SharedMemory
-from meshweave.execute.memory.stream_window import WORDS, DeviceQueue, StreamWindow, num_words
+from meshweave.execute.memory.shared import SharedMemory
+from meshweave.execute.memory.stream_window import DeviceQueue, StreamWindow, with_words
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
@@ -75,32 +75,19 @@ class SymmetricMemory(RemoteMemory):
             queue = DeviceQueue(context.device, StreamWords(context.device))
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
-    def expose(
-        self,
-        ranks: Sequence[int],
-        wanted: Mapping[Key, Slot],
-        given: Mapping[Key, Tensor],
-        groups: Sequence[Sequence[int]],
-        num_flags: int,
-        what: str,
-    ) -> Window:
-        """Return a window for a program on `ranks`, whose signals are in host memory. Raises as the base does."""
+    def expose(self, exposure: Exposure) -> Window:
+        """Return a window for a program, whose signals are in host memory. Raises as the base does."""
         assert self.host is not None
-        self._signals = self.host.expose(ranks, {}, {}, groups, num_flags, what)
+        self._signals = self.host.expose(replace(exposure, wanted={}, given={}))
         if self.queue is not None:
-            wanted = {**wanted, WORDS: Slot.of_counters(num_words(groups, num_flags))}
+            exposure = with_words(exposure)
         with torch.cuda.device(self.context.device):
-            window = super().expose(ranks, wanted, given, groups, num_flags, what)
+            window = super().expose(exposure)
         torch.cuda.synchronize(self.context.device)
         return window
 
-    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return the segment of the pool and the byte where a tensor begins, if all these ranks reach it."""
-        for number, segment in self.segments.items():
-            start = tensor.data_ptr() - self._tensors[self._name_of[number]][0].data_ptr()
-            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
-                return number, start
-        return None
+    def _address(self, number: int) -> int:
+        return int(self._tensors[self._name_of[number]][0].data_ptr())
 
     def close(self) -> None:
         """Give up the memory of this rank."""
@@ -128,10 +115,9 @@ class SymmetricMemory(RemoteMemory):
                     )
                 tensor = symmetric.empty(room, dtype=torch.uint8, device=self.context.device)
                 self._tensors[name] = tensor, symmetric.rendezvous(tensor, self._groups[ranks])
-            number = len(self.segments)
-            self._name_of[number] = name
-            self.segments[number] = Segment(number, room, frozenset(ranks))
-            return self.segments[number]
+            segment = self.add_segment(room, ranks)
+            self._name_of[segment.number] = name
+            return segment
 
         return self.room_or_grow(size, ranks, what, grow)
 
@@ -154,16 +140,11 @@ class SymmetricMemory(RemoteMemory):
     def _bytes_of(self, rank: int, number: int) -> Tensor:
         return self._reached[rank, number]
 
-    def _window(
-        self,
-        groups: tuple[tuple[int, ...], ...],
-        own: Mapping[Key, Tensor],
-        remote: Mapping[tuple[int, Key], RemoteSlot],
-    ) -> Window:
+    def _window(self, slots: ExposedSlots) -> Window:
         assert self._signals is not None
-        window: Window = _SymmetricWindow(self.rank, groups, own, remote, self, self._signals)
+        window: Window = _SymmetricWindow(**vars(slots), memory=self, host=self._signals)
         if self.queue is not None:
-            window = StreamWindow(self.rank, groups, own, remote, self.context, self.queue, window)
+            window = StreamWindow(**vars(slots), context=self.context, queue=self.queue, other_updates=window)
         for segment, offset, size in self._taken:
             weakref.finalize(window, segment.give_back, offset, size)
         self._taken.clear()
@@ -186,23 +167,13 @@ def lacks_stream_waits() -> str:
 
 
 @dataclass(frozen=True)
-class _SymmetricWindow(Window):
+class _SymmetricWindow(MappedWindow):
     memory: SymmetricMemory
     host: Window
 
-    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
-        return partial(into.copy_, piece)
-
-    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
-        return partial(piece.copy_, value)
-
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return what adds to another rank's memory, as `Window.accumulate`."""
-        if op not in COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
-        combine, (start, stop) = COMBINE[op], remote.bytes_of(piece)
+        combine, (start, stop) = self.combiner(op), remote.bytes_of(piece)
 
         def run() -> None:
             self.memory.wait_for_stream()  # or others would wait for the lock while we wait for a product

@@ -6,15 +6,27 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from meshweave.base.errors import MeshweaveError, RankLostError
+from meshweave.execute.ranks.heart import Heart
 from meshweave.execute.ranks.peers import RanksEndedError
 
-if TYPE_CHECKING:
-    from meshweave.execute.ranks.liveness import Liveness
-
 _FIRST_LOOK_S, _LOOK_S = 0.3, 0.2  # at whether the processes of ranks that are waited for still run
+
+
+class FailureExplainer(Protocol):
+    """Who says why a wait has failed (`Liveness`).
+
+    Attributes:
+        waits: the guards of the waits that this process is in, by identity.
+    """
+
+    heart: Heart
+    waits: dict[int, Guard]
+
+    def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
+        """Return the error that a failed wait deserves; None if nobody is to blame."""
 
 
 class Guard:
@@ -22,7 +34,9 @@ class Guard:
 
     __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
 
-    def __init__(self, liveness: Liveness, what: str, deadline_s: float, peers: Iterable[int] | None) -> None:
+    def __init__(
+        self, liveness: FailureExplainer, what: str, deadline_s: float, peers: Iterable[int] | None
+    ) -> None:
         self._liveness, self._peers = liveness, peers
         self.what, self.deadline_s, self._start = what, deadline_s, time.monotonic()
         self.unheard: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""What passes between `launch` and its ranks as JSON files in a private folder: the job, results and reports."""
+"""What passes between `launch` and its ranks: a rank's context; as JSON files the job, results and reports."""
 
 from __future__ import annotations
 
@@ -8,9 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import BindError
+from meshweave.execute.ranks.liveness import Liveness
 
 STOPPED = "stopped"
 """The kind of report that a rank leaves which a signal ended."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The first argument of a function that `launch` runs on a rank.
+
+    The default process group, of all ranks over gloo, is initialised. Its timeout is the `deadline_s` of `launch`.
+
+    Attributes:
+        store: the TCPStore that all ranks share.
+        liveness: guards each wait of the function, so that it fails when another rank is lost.
+    """
+
+    rank: int
+    num_ranks: int
+    store: Any
+    liveness: Liveness
 
 
 @dataclass(frozen=True)

@@ -25,27 +25,9 @@ from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.fork_server import ForkRequest, active_fork_servers
 from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path
-from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token
 
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """The first argument of a function that `launch` runs on a rank.
-
-    The default process group, of all ranks over gloo, is initialised. Its timeout is the `deadline_s` of `launch`.
-
-    Attributes:
-        store: the TCPStore that all ranks share.
-        liveness: guards each wait of the function, so that it fails when another rank is lost.
-    """
-
-    rank: int
-    num_ranks: int
-    store: Any
-    liveness: Liveness
 
 
 class RankError(RuntimeError):
@@ -168,7 +150,7 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
     Raises:
         BindError: this host does not have the address, or the port is taken.
     """
-    import torch.distributed as dist  # here, for `RankContext` is imported by workers that have yet to start up
+    import torch.distributed as dist  # here, for what launches need not import torch
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

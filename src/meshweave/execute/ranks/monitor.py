@@ -20,13 +20,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from meshweave.base.errors import RankLostError
+from meshweave.execute.ranks.heart import Heart
 from meshweave.execute.ranks.signals import write_stderr
-
-if TYPE_CHECKING:
-    from meshweave.execute.ranks.liveness import Liveness
 
 LOST_STATUS = os.EX_TEMPFAIL
 """The exit status of a process that its monitor ended, 75: start it again."""
@@ -35,6 +33,23 @@ _NUM_WATCHED = 2  # ranks that each rank watches
 _LOOK_S = 0.1
 _WAITING_S = 0.5  # in one place, after which waits are ended
 _HELPLESS_S = 1.5  # in one place, after which the process is
+
+
+class MonitoredRank(Protocol):
+    """What a monitor asks of its rank's `Liveness`."""
+
+    heart: Heart
+    rank: int
+
+    @property
+    def can_explain(self) -> bool:
+        """Return whether this rank may still find out why a wait failed."""
+
+    def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
+        """Look at all ranks; return an error that names the lost ones."""
+
+    def waits_since(self, seconds: float) -> bool:
+        """Return whether a guarded wait of this process has taken as long."""
 
 
 class PeerMonitor:
@@ -48,7 +63,7 @@ class PeerMonitor:
 
     def __init__(
         self,
-        liveness: Liveness,
+        liveness: MonitoredRank,
         listens_s: float,
         end_waits: Callable[[], None],
         end_process: Callable[[RankLostError], None] | None = None,

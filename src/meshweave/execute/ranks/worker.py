@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshweave.base.errors import BindError, MeshweaveError, RankLostError
-from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, report_path, result_path, write_json
+from meshweave.execute.ranks.job import (
+    STOPPED,
+    LaunchJob,
+    RankContext,
+    Report,
+    report_path,
+    result_path,
+    write_json,
+)
 from meshweave.execute.ranks.last_words import is_transport
-from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.ranks.liveness import Liveness
 
 _PR_SET_PDEATHSIG = 1

@@ -7,8 +7,7 @@ from functools import cached_property
 
 from meshweave.execute.cuda.regions import TrackedRegions, tracked_regions
 from meshweave.execute.torch.counters import CompletionCounters, completion_counters
-from meshweave.execute.torch.groups import assign_channels
-from meshweave.execute.torch.one_sided import fence_groups, without_fences
+from meshweave.execute.torch.groups import assign_channels, fence_groups, without_fences
 from meshweave.execute.torch.views import Order
 from meshweave.execute.torch.wire import WireKey, wire_orders
 from meshweave.ir.analysis.edges import (

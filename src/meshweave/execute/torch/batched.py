@@ -9,21 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshweave.execute.torch.views import Action, StridedView, chain_actions
+from meshweave.execute.torch.views import Action, Staging, StridedView, chain_actions
 from meshweave.ir.program.ops import Matmul
 from meshweave.ir.program.product_shapes import ProductShape, product_shape
 from meshweave.ir.program.views import View
 
-if TYPE_CHECKING:
-    from meshweave.execute.torch.compute import Binder
+
+class BoundViews(Protocol):
+    """A rank's memory: its views as tensors, and its staging."""
+
+    @property
+    def staging(self) -> Staging:
+        """Return the memory for operands and results that no tensor aliases."""
+
+    def view(self, view: View) -> StridedView:
+        """Return a resolved view."""
 
 
-def bind_batched(binder: Binder, op: Matmul) -> Action:
+def bind_batched(binder: BoundViews, op: Matmul) -> Action:
     """Return the action of a product of which an operand has batch dims."""
     dims = len(op.out.selectors)
     shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
@@ -66,7 +74,7 @@ def _multiply(target: Tensor, a: Tensor, b: Tensor, add: bool) -> Action:
 
 
 def _dense(
-    binder: Binder, op: Matmul, use: str, view: View, dtype: torch.dtype, actions: list[Action]
+    binder: BoundViews, op: Matmul, use: str, view: View, dtype: torch.dtype, actions: list[Action]
 ) -> Tensor:
     """Return an operand as one tensor; adds to `actions` what fills it where it is no alias."""
     bound = binder.view(view)
@@ -78,7 +86,7 @@ def _dense(
 
 
 def _shaped(
-    binder: Binder, op: Matmul, use: str, tensor: Tensor, shape: Sequence[int], actions: list[Action]
+    binder: BoundViews, op: Matmul, use: str, tensor: Tensor, shape: Sequence[int], actions: list[Action]
 ) -> Tensor:
     """Return a tensor seen in another shape, or a copy of it where its strides do not allow that."""
     seen = _view(tensor, shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -214,49 +214,40 @@ def bind(
         context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
     # What is bound outlives the call, and later ones may be outside inference mode.
     with share_refusal(context, program.ranks, f"program {program.name}"), torch.inference_mode(False):
-        return _bound(
-            program,
-            rank,
-            tensors,
-            context,
-            calls,
-            mode,
-            order,
-            trace,
-            memory,
-            update_order,
-            num_threads,
-            products,
-            graph,
-        )
+        how = _HowBound(calls, mode, order, trace, memory, update_order, num_threads, products, graph)
+        return _bound(program, rank, tensors, context, how)
+
+
+@dataclass(frozen=True)
+class _HowBound:
+    """Arguments of `bind`, which documents them."""
+
+    calls: Calls | None
+    mode: Mode | None
+    order: Sequence[int] | None
+    trace: bool
+    memory: RemoteMemory | None
+    update_order: UpdateOrder
+    num_threads: int | None
+    products: Products
+    graph: bool
 
 
 def _bound(
-    program: Program,
-    rank: int,
-    tensors: Mapping[str, Tensor],
-    context: TorchContext,
-    calls: Calls | None,
-    mode: Mode | None,
-    order: Sequence[int] | None,
-    trace: bool,
-    memory: RemoteMemory | None,
-    update_order: UpdateOrder,
-    num_threads: int | None,
-    products: Products,
-    graph: bool,
+    program: Program, rank: int, tensors: Mapping[str, Tensor], context: TorchContext, how: _HowBound
 ) -> BoundProgram:
-    """Return the bound program of `bind`, which documents the arguments."""
-    mode = _checked_mode(program, rank, context, mode, order)
-    if update_order not in get_args(UpdateOrder):
-        raise BindError(f"update_order is {update_order!r}; it must be 'fixed' or 'arrival'")
-    tracks = _checked_products(products, memory)
-    in_arrival_order = tracks or update_order == "arrival"
+    """Return the bound program of `bind`."""
+    memory, order, trace = how.memory, how.order, how.trace
+    mode = _checked_mode(program, rank, context, how.mode, order)
+    if how.update_order not in get_args(UpdateOrder):
+        raise BindError(f"update_order is {how.update_order!r}; it must be 'fixed' or 'arrival'")
+    tracks = _checked_products(how.products, memory)
+    in_arrival_order = tracks or how.update_order == "arrival"
     analysis = RankAnalysis(
         program, rank, memory is not None, context.shares_groups, in_arrival_order, tracks
     )
     ops = analysis.ops
-    if graph:
+    if how.graph:
         check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
     check_tensors(analysis, tensors, context.device)
     _check_serial(program)
@@ -271,8 +262,8 @@ def _bound(
     communicates = bool(analysis.channels) or remote is not None
     call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
-    table = CallTable(calls or {}, program, rank)
-    binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, num_threads)
+    table = CallTable(how.calls or {}, program, rank)
+    binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, how.num_threads)
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call)
 
     actions = _bind_ops(ops, binder, wire, remote)
@@ -284,7 +275,7 @@ def _bound(
         execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
-    if graph:
+    if how.graph:
         execute = CapturedRun(execute, context.device)
     execute = remote.between_fences(execute) if remote else execute
     if context.waits is not None:

@@ -18,65 +18,41 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError
-from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls, record_key
+from meshweave.execute.torch.call_records import CallKind, ContextCalls, SharedCalls
+from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.groups import CountsPerWorld
 from meshweave.execute.torch.world import signed_store
-
-if TYPE_CHECKING:
-    from meshweave.execute.torch.context import TorchContext
 
 TAGS_PER_PROGRAM = 1 << 16
 ENTRY_TAG = TAGS_PER_PROGRAM - 1
 """The tag of the messages by which ranks meet before the first of torch's own collectives in a run."""
 
 _NUM_TAGS = 1 << 31
-_NUM_REMEMBERED = 32
 _TELL_S = 2.0  # that each of two writes to the store may take
 
 TALK, REFUSED = "agree", "refuse"
 
 
-@dataclass(frozen=True)
-class CallKind:
-    """What a call does.
-
-    Attributes:
-        key: equal on all ranks that do the same, and for no two bound programs.
-        title: what it does, in words.
-        refusal: the error for which a rank did not take part, "" if it did.
-    """
-
-    key: str
-    title: str
-    refusal: str = ""
-
-
-class CallSequence:
+class CallSequence(SharedCalls):
     """The calls of one context among one set of ranks.
 
     Attributes:
-        count: the calls begun so far; equal on all ranks between calls.
-        recent: the last calls begun, with their numbers, which start at 1.
         num_bound: the programs bound so far.
-        tokens: the records of the ranks in the store, by rank, as far as they are known.
         digests: those of the programs that these ranks have agreed on.
         last_key: the key in the store of the last words that this rank has said to the others.
     """
 
     def __init__(self, order: CallOrder, ranks: tuple[int, ...]) -> None:
-        self.order, self.ranks = order, ranks
-        self.count = self.num_bound = 0
-        self.recent: deque[tuple[int, CallKind]] = deque(maxlen=_NUM_REMEMBERED)
-        self.tokens: dict[int, str] = {}
+        super().__init__(ranks)
+        self.order, self.num_bound = order, 0
         self.digests: set[str] = set()
         self.last_key = ""
         sessions = _sessions.counts()
@@ -185,28 +161,22 @@ class BoundCall:
         self.sequence.refuse(self._kind.title, error)
 
 
-class CallOrder:
+class CallOrder(ContextCalls):
     """The calls of one context. What waits for other ranks asks `check_verdict` now and then, or is aborted.
 
     Attributes:
         title: what the calls under way belong to, in words; "" where nobody says.
-        current: the sequence of the call under way, if there is one.
-        serial: the calls begun so far, of all sequences.
         open: waits for the answer to a call that runs beside what follows it; None where there is none. The next
             call begins with that.
-        verdict: why calls are out of order; "" as long as they are not.
     """
 
     def __init__(self, context: TorchContext) -> None:
-        self.rank = context.rank or 0
+        rank = context.rank or 0
+        super().__init__(rank, f"{rank}.{next(_numbers)}")
         self.world = dist.group.WORLD if context.is_distributed else None
-        self.token = f"{self.rank}.{next(_numbers)}"
         self.sequences: dict[tuple[int, ...], CallSequence] = {}
         self.title = ""
-        self.current: CallSequence | None = None
-        self.serial = 0
         self.open: Callable[[], None] | None = None
-        self.verdict = ""
         self._watched = WatchedCalls(self, context)
         self._watch: CallWatch | None = None
 
@@ -252,7 +222,7 @@ class CallOrder:
 
     def publish(self, store: Any) -> None:
         """Write into `store` what this rank is in."""
-        store.set(record_key(self.token), json.dumps(self._watched.record()))
+        self._watched.publish(store)
 
     @contextlib.contextmanager
     def titled(self, title: str) -> Iterator[None]:

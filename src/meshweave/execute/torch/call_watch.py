@@ -19,16 +19,14 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.call_records import ContextCalls, SharedCalls
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.world import SignedStore, close_connections, signed_store
-
-if TYPE_CHECKING:
-    from meshweave.execute.torch.call_order import CallOrder, CallSequence
-    from meshweave.execute.torch.context import TorchContext
 
 TICK_S = 0.1
 """Seconds between two looks at what goes on in this process."""
@@ -159,9 +157,9 @@ class _Seen:
 
 
 class WatchedCalls:
-    """The calls of a context as the watch sees them. All but `record` and `close` is the watch's thread's."""
+    """The calls of a context as the watch sees them. Of its thread alone but for `record`, `publish`, `close`."""
 
-    def __init__(self, order: CallOrder, context: TorchContext) -> None:
+    def __init__(self, order: ContextCalls, context: TorchContext) -> None:
         self._order, self._context = order, weakref.ref(context)
         self._serial = -1  # of the call that the last look saw
         self._beat = 0
@@ -193,12 +191,16 @@ class WatchedCalls:
             "sequences": sequences,
         }
 
-    def _call(self, sequence: CallSequence) -> dict[str, Any]:
+    def publish(self, store: Any) -> None:
+        """Write the record of this rank into `store`."""
+        store.set(record_key(self._order.token), json.dumps(self.record()))
+
+    def _call(self, sequence: SharedCalls) -> dict[str, Any]:
         number, kind = sequence.recent[-1]
         tokens = {str(rank): token for rank, token in self._tokens(sequence).items()}
         return {"ranks": list(sequence.ranks), "number": number, "title": kind.title, "tokens": tokens}
 
-    def _tokens(self, sequence: CallSequence) -> dict[int, str]:
+    def _tokens(self, sequence: SharedCalls) -> dict[int, str]:
         """Return the tokens of the ranks of a sequence, from other sequences where they have yet to agree."""
         known: dict[int, str] = {}
         for other in list(self._order.sequences.values()):
@@ -218,25 +220,25 @@ class WatchedCalls:
         if sequence is None or not (was_seen or is_urgent):
             self._due, self._pause_s = 0.0, TICK_S
             if self._is_listed:
-                order.publish(store)
+                self.publish(store)
                 self._is_listed = False
             return
         now = time.monotonic()
         if order.verdict or (now < self._due and not is_urgent):
             return
         self._due, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        order.publish(store)
+        self.publish(store)
         self._is_listed = True
         number, _ = sequence.recent[-1]
         verdict = self._judge(store, sequence, number)
         if verdict and order.serial == serial and order.current is sequence:
             order.verdict = verdict
-            order.publish(store)
+            self.publish(store)
             self._abort_waits()
 
     # -- judging ---------------------------------------------------------------------------------------------
 
-    def _judge(self, store: Any, sequence: CallSequence, number: int) -> str:
+    def _judge(self, store: Any, sequence: SharedCalls, number: int) -> str:
         """Return why the call `number` of a sequence is out of order, "" if nothing says so."""
         records = {}
         for rank, token in self._peers(sequence):
@@ -260,7 +262,7 @@ class WatchedCalls:
                 return str(record["verdict"])
         return self._circular(store, sequence)
 
-    def _peers(self, sequence: CallSequence) -> list[tuple[int, str]]:
+    def _peers(self, sequence: SharedCalls) -> list[tuple[int, str]]:
         """Return the ranks to look at now with the tokens of their records, others at the next look."""
         others = sorted((r, token) for r, token in self._tokens(sequence).items() if r != self._order.rank)
         if len(others) <= _NUM_PEERS:
@@ -269,7 +271,7 @@ class WatchedCalls:
         self._next_peer = start + _NUM_PEERS
         return (others + others)[start : start + _NUM_PEERS]
 
-    def _circular(self, store: Any, sequence: CallSequence) -> str:
+    def _circular(self, store: Any, sequence: SharedCalls) -> str:
         """Return in words the circle of waits that this rank is in, once all its ranks were seen in it twice."""
         own = json.loads(json.dumps(self.record()))
         token = self._order.token

@@ -124,14 +124,23 @@ def _permute(wire: Wire, op: Permute, what: str) -> Action:
 # --- collectives --------------------------------------------------------------------------------------
 
 
-def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
-    over, order = _members(op), _dim_first(op.dim, op.src)
-    sizes = part_sizes(op.sizes, op.out.shape[op.dim], len(over))
-    native = _is_native(over, sizes)
+def _ends(
+    wire: Wire, op: AllGather | ReduceScatter, sizes: Sequence[int]
+) -> tuple[bool, Tensor, list[Action], Tensor, list[Action]]:
+    """Return whether the transport's own collective can, then what is sent and what fills it, and what is
+    received and what takes it out."""
+    order, native = _dim_first(op.dim, op.src), _is_native(_members(op), sizes)
     dtype = wire.native_dtype(op.src) if native else None
     send, before = wire.outgoing(op, op.src, order, dtype=dtype)
     recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=op.out.overlaps(op.src))
-    group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
+    return native, send, before, recv, after
+
+
+def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
+    over = _members(op)
+    sizes = part_sizes(op.sizes, op.out.shape[op.dim], len(over))
+    native, send, before, recv, after = _ends(wire, op, sizes)
+    group, me = wire.group(op.lane, over), over.index(wire.rank)
     if native:
         gather = _renamed("all_gather_single", "all_gather_into_tensor")
         moved = [wire.collective(what, over, group, lambda: gather(recv, send, group=group, async_op=True))]
@@ -144,14 +153,11 @@ def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
 
 
 def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
-    over, order = _members(op), _dim_first(op.dim, op.src)
+    over = _members(op)
     combine, how = _reduction(op.op, what)
     sizes = part_sizes(op.sizes, op.src.shape[op.dim], len(over))
-    native = _is_native(over, sizes)
-    dtype = wire.native_dtype(op.src) if native else None
-    send, before = wire.outgoing(op, op.src, order, dtype=dtype)
-    recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=op.out.overlaps(op.src))
-    group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
+    native, send, before, recv, after = _ends(wire, op, sizes)
+    group, me = wire.group(op.lane, over), over.index(wire.rank)
     if native:
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
         moved = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from meshweave.base.errors import BindError, MeshweaveError
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import evaluate
-from meshweave.ir.program.ops import Collective, Permute, Recv, Send
+from meshweave.ir.program.ops import Collective, Fence, Permute, Recv, Send
+from meshweave.ir.program.statements import rewrite
 
 GroupKey = tuple[int, tuple[int, ...]]
 """A channel (see `assign_channels`), and the global ranks in ascending order."""
@@ -129,6 +131,23 @@ def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[
         yield from mesh.groups(axis)
     else:
         yield mesh.ranks
+
+
+def without_fences(program: Program) -> Program:
+    """Return the program less its fences, which need no process groups where a memory has them."""
+    return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
+
+
+def fence_groups(program: Program) -> list[tuple[int, ...]]:
+    """Return all ranks, then the sets of ranks that fence among themselves, in an order that all ranks share."""
+    groups: dict[tuple[int, ...], None] = {program.ranks: None}
+    for op in program.ops():
+        if isinstance(op, Fence):
+            for rank in program.ranks if isinstance(op.over, str) else program.ranks[:1]:
+                name, _, axis = op.over.partition(".") if isinstance(op.over, str) else ("", "", "")
+                if not axis or rank in program.mesh_of[name]:
+                    groups[tuple(sorted(program.group(op.over, rank)))] = None
+    return list(groups)
 
 
 class CountsPerWorld:

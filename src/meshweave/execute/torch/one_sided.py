@@ -16,45 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
-from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
+from meshweave.execute.memory.base import Exposure, Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
+from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counters import Count
 from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up
 from meshweave.ir.analysis.matching import Node
-from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
-from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import Range, View, dense_strides
 
-if TYPE_CHECKING:
-    from meshweave.execute.torch.analysis import RankAnalysis
-
 _Result = TypeVar("_Result")
-
-
-def without_fences(program: Program) -> Program:
-    """Return the program less its fences, which need no process groups where a memory has them."""
-    return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
-
-
-def fence_groups(program: Program) -> list[tuple[int, ...]]:
-    """Return all ranks, then the sets of ranks that fence among themselves, in an order that all ranks share."""
-    groups: dict[tuple[int, ...], None] = {program.ranks: None}
-    for op in program.ops():
-        if isinstance(op, Fence):
-            for rank in program.ranks if isinstance(op.over, str) else program.ranks[:1]:
-                name, _, axis = op.over.partition(".") if isinstance(op.over, str) else ("", "", "")
-                if not axis or rank in program.mesh_of[name]:
-                    groups[tuple(sorted(program.group(op.over, rank)))] = None
-    return list(groups)
 
 
 class OneSidedAccess:
@@ -76,7 +56,9 @@ class OneSidedAccess:
         if memory.is_closed or memory.rank != rank:
             why = "closed" if memory.is_closed else f"that of rank {memory.rank}"
             raise BindError(f"rank {rank} of program {program.name} cannot use this memory: it is {why}")
+        self.check_memory(memory)
         self._memory, self._context, self._program, self._rank = memory, context, program, rank
+        self._analysis = analysis
         agree(context, program, talk=memory.talk)
         self.exposed = analysis.exposed
         self._counters = analysis.completion_counters
@@ -99,11 +81,14 @@ class OneSidedAccess:
         num_flags = self._counters.num_counters()
         self._groups = analysis.fence_groups
         what = f"program {program.name}"
-        self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
+        self._window = memory.expose(Exposure(program.ranks, self._groups, what, wanted, given, num_flags))
         self.own = {key: self._window.own[key] for key in wanted}
         self._begin = self._window.fence(0, f"all ranks to begin program {program.name}")
         self._end = self._window.fence(0, f"all ranks to end program {program.name}")
         self._run = 0
+
+    def check_memory(self, memory: RemoteMemory) -> None:
+        """Raise UnsupportedError where a memory is none for this access."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
         """Return what this rank sets aside beside the program's buffers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -17,8 +17,20 @@ from meshweave.ir.program.meanings import Function
 from meshweave.ir.program.ops import Call
 from meshweave.ir.program.views import View
 
-if TYPE_CHECKING:
-    from meshweave.ir.analysis.labels import LabelAlgebra
+
+class TermAlgebra(Protocol):
+    """What calls need of the algebra of labels (`LabelAlgebra`)."""
+
+    table: TermTable
+
+    def label(self) -> str:
+        """Return the label of the op that runs."""
+
+    def factors(self, number: int) -> Sequence[str]:
+        """Return the tensors that an operand's term may stand for in a product."""
+
+    def combine(self, op: str, x: Labels, y: Labels) -> Labels:
+        """Return the sum, or other reduction, of two blocks."""
 
 
 @dataclass
@@ -32,7 +44,7 @@ class Stashed:
 class CallLabels:
     """The calls of a program on index labels, and the stashes that their forward parts have filled."""
 
-    def __init__(self, algebra: LabelAlgebra) -> None:
+    def __init__(self, algebra: TermAlgebra) -> None:
         self.algebra = algebra
         self.table = algebra.table
         self._stashes: dict[tuple[object, ...], Stashed] = {}

@@ -62,7 +62,7 @@ class _IncludeOnLabels:
         op = interpreter.flow.op(event[0])
         assert isinstance(op, Include)
         self.op: Include = op
-        self.part: Program = op.program
+        self.part: Program = interpreter.flow.program.parts[op.part]
         self.meanings = {meaning.out: meaning for meaning in self.part.computes}
         self.node_of: dict[int, Node] = dict(zip(self.part.ranks, event, strict=True))
         self.values: dict[str, Labels] = {}

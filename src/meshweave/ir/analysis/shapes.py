@@ -18,7 +18,6 @@ from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     CALL_PARTS,
-    TILE_ORDERS,
     Accumulate,
     Add,
     AllGather,
@@ -36,9 +35,9 @@ from meshweave.ir.program.ops import (
     Recv,
     Reduce,
     ReduceScatter,
-    Release,
 )
 from meshweave.ir.program.product_shapes import product_shape
+from meshweave.ir.program.release import TILE_ORDERS, Release
 from meshweave.ir.program.views import View
 
 Shape = tuple[int, ...]

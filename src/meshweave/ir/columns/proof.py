@@ -21,12 +21,10 @@ from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
-    TILE_ORDERS,
     Accumulate,
     AllReduce,
     AllToAll,
     Call,
-    CollectiveStep,
     Copy,
     Matmul,
     Op,
@@ -34,9 +32,9 @@ from meshweave.ir.program.ops import (
     Put,
     Reduce,
     ReduceScatter,
-    Release,
     Send,
 )
+from meshweave.ir.program.release import TILE_ORDERS, CollectiveStep, Release
 
 MAX_OPS = 1 << 19
 """Ops of all ranks of a program that the core proves; more are left to the reference."""

@@ -17,7 +17,6 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Call,
     Collective,
-    CollectiveStep,
     Copy,
     Fence,
     Get,
@@ -28,15 +27,16 @@ from meshweave.ir.program.ops import (
     Recv,
     Reduce,
     ReduceScatter,
-    Release,
     Send,
     Zero,
 )
 from meshweave.ir.program.parse import parse
-from meshweave.ir.program.program import BoundOp, Buffer, Lane, Program, Tensor
+from meshweave.ir.program.program import BoundOp, Program
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When, rewrite, statements_of
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.program.views import FULL, Blocked, Range, View, view
+from meshweave.ir.program.written import Buffer, Lane, Tensor
 
 __all__ = [
     "FULL",

@@ -15,6 +15,7 @@ from meshweave.ir.program.program import Program
 from meshweave.ir.program.renaming import Renaming
 from meshweave.ir.program.statements import Repeat, Statement, When, statements_of
 from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.written import WrittenProgram
 
 
 def check_includes(program: Program) -> None:
@@ -68,7 +69,7 @@ def _check_names(noun: str, given: Iterable[str], known: Iterable[str], needed: 
             raise ProgramError(f"is given nothing for {noun} '{name}'")
 
 
-def _check_buffer(program: Program, part: Program, formal: str, view: View) -> None:
+def _check_buffer(program: Program, part: WrittenProgram, formal: str, view: View) -> None:
     declared, actual = part.buffer_of[formal], program.buffer_of.get(view.buffer)
     if actual is None:
         raise ProgramError(f"unknown buffer '{view.buffer}'{did_you_mean(view.buffer, program.buffer_of)}")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, sources_of
 from meshweave.ir.program.product_shapes import product_shape
-from meshweave.ir.program.program import Program, Tensor
+from meshweave.ir.program.program import Program
+from meshweave.ir.program.written import Tensor
 
 
 def check_meanings(program: Program) -> None:

@@ -12,8 +12,9 @@ from meshweave.ir.program.check_includes import check_includes
 from meshweave.ir.program.check_meanings import check_meanings
 from meshweave.ir.program.include import Include
 from meshweave.ir.program.ops import Collective, Op
-from meshweave.ir.program.program import Buffer, Program
+from meshweave.ir.program.program import Program
 from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
+from meshweave.ir.program.written import Buffer
 
 
 def check_declarations(program: Program) -> None:

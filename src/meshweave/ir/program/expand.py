@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout
@@ -29,18 +29,27 @@ from meshweave.ir.program.ops import Fence, Op
 from meshweave.ir.program.renaming import RankMap, Renaming, placing_loops, region_of
 from meshweave.ir.program.statements import On, Repeat, Statement, When, ops_of, rewrite, statements_of
 from meshweave.ir.program.views import View
+from meshweave.ir.program.written import Buffer, WrittenProgram
 
-if TYPE_CHECKING:
-    from meshweave.ir.program.program import Buffer, Program
+ProgramT = TypeVar("ProgramT", bound=WrittenProgram)
 
 
-def expand(program: Program) -> Program:
+def expand(program: ProgramT) -> ProgramT:
     """Return the program with the statements of sub-programs in place of includes.
 
     Raises:
         ProgramError: an include does not fit; the message begins with its path.
     """
-    return _Expansion(program).run()
+    expansion = _Expansion(program)
+    body = expansion.run()
+    return replace(
+        program,
+        meshes=tuple(expansion.meshes),
+        tensors=tuple(expansion.tensors),
+        buffers=tuple(expansion.buffers),
+        lanes=tuple(expansion.lanes),
+        body=body,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class _Scope:
 
 
 class _Expansion:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: WrittenProgram) -> None:
         self.program = program
         self.meshes = list(program.meshes)
         self.tensors, self.buffers = list(program.tensors), list(program.buffers)
@@ -69,18 +78,10 @@ class _Expansion:
         self.repeated: set[int] = set()
         self.num_includes = 0
 
-    def run(self) -> Program:
-        """Return the expanded program."""
+    def run(self) -> tuple[Statement, ...]:
+        """Return the statements of the expanded program."""
         body = self._body(self.program.body, {}, ())
-        body = rewrite(body, lambda op: (op,) if self._is_needed(op) else ())
-        return replace(
-            self.program,
-            meshes=tuple(self.meshes),
-            tensors=tuple(self.tensors),
-            buffers=tuple(self.buffers),
-            lanes=tuple(self.lanes),
-            body=body,
-        )
+        return rewrite(body, lambda op: (op,) if self._is_needed(op) else ())
 
     def _is_needed(self, op: Op) -> bool:
         if id(op) not in self.guards:
@@ -278,7 +279,7 @@ class _Expansion:
         return known.name, dict(zip(mesh.axes, known.axes, strict=True))
 
 
-def placements(program: Program, op: Include) -> Iterator[dict[int, int]]:
+def placements(program: WrittenProgram, op: Include) -> Iterator[dict[int, int]]:
     """Yield every rank map of an include: one, or one for each set of ranks where it depends on coordinates.
 
     Raises:

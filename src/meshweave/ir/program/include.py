@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,9 +31,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, evaluate, names_in
 from meshweave.ir.program.ops import READ, WRITE, Collective, Mode, Over
 from meshweave.ir.program.views import Range, View
-
-if TYPE_CHECKING:
-    from meshweave.ir.program.program import Program
+from meshweave.ir.program.written import WrittenProgram
 
 
 class IncludeError(ProgramError):
@@ -130,7 +128,7 @@ class Include(Collective):
     lane: str = ""
     over: Over = ()
     part: str
-    program: Program = field(repr=False)
+    program: WrittenProgram = field(repr=False)
     meshes: tuple[tuple[str, Submesh], ...]
     buffers: tuple[tuple[str, View], ...] = ()
     lanes: tuple[tuple[str, str], ...] = ()

@@ -14,8 +14,9 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.include import Include, Submesh
 from meshweave.ir.program.literals import fault_at, read_int, read_string
-from meshweave.ir.program.program import Lane, Program
+from meshweave.ir.program.program import Program
 from meshweave.ir.program.views import FULL, Range, View
+from meshweave.ir.program.written import Lane
 
 RESERVED = ("stashes", "copies", "copy", "name")
 """Arguments of an include that are no formal names."""

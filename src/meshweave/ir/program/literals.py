@@ -13,6 +13,7 @@ from meshweave.base.limits import DIMS, SLOTS
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.ir.program.expressions import from_ast, text_of
+from meshweave.ir.program.views import Blocked, Range, Selector
 
 
 def fault_at(node: ast.AST, message: str) -> ProgramError:
@@ -131,3 +132,13 @@ def read_dtype(node: ast.expr | None) -> str:
     if name not in DTYPES:
         raise fault_at(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
     return name
+
+
+def read_selector(node: ast.expr) -> Selector:
+    """Return a selector of a view."""
+    match node:
+        case ast.Slice(lower=lower, upper=upper, step=None):
+            return Range(0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper))
+        case ast.Call(func=ast.Name(id="blocked"), args=args) if 3 <= len(args) <= 5:
+            return Blocked(*map(from_ast, args))
+    raise fault_at(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")

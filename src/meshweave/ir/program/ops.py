@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.views import View
 
 Over = str | tuple[int, ...]
@@ -26,55 +27,6 @@ READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
 UPDATE: Literal["update"] = "update"
 Mode = Literal["read", "write", "update"]
-
-
-TileOrder = Literal["", "rows", "columns"]
-TILE_ORDERS: tuple[TileOrder, ...] = ("", "rows", "columns")
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The release of an op's output tile by tile while the op runs, instead of all at its end.
-
-    An op that reads a region later in the program waits for all released writes to it. This derived dependence is
-    T3's track and trigger (section 4) and needs no fence. A product whose regions go to different memories is
-    described by `ir.program.regions`: in ops, a product for each region, each of which joins the one before.
-
-    Attributes:
-        tile: elements of a tile along the first dims of the output, whose other dims are whole. () leaves the tile
-            to the machine.
-        order: tiles one after another along the "rows" (the last dim runs fastest) or down the "columns" (the
-            first dim does). "" leaves the order to the machine.
-        first: number of the tile in that order that is released first; those before it come last.
-        update: add a tile to its target (near-memory op-and-store), do not store it.
-        joins: whether these tiles follow those of the lane's product before in one kernel, which is launched once.
-    """
-
-    tile: tuple[Index, ...] = ()
-    order: TileOrder = ""
-    first: Index = 0
-    update: bool = False
-    joins: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveStep:
-    """Step `index` of `count` of a lowered collective.
-
-    It runs at that collective's bandwidth and synchronisation cost, and only step 0 pays the launch.
-
-    Attributes:
-        collective: kind of the collective, such as "all_gather".
-        axis: the mesh axis ("tp.row") that the step runs along, where the op does not say.
-        num_directions: directions (1 or 2) in which the ring runs at once. They share the bandwidth; the step is
-            of one of them. The text form calls it `ways`.
-    """
-
-    collective: str
-    index: Index
-    count: Index
-    axis: str = ""
-    num_directions: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +94,9 @@ class Matmul(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy(Op):
-    """out = src, of equal shape."""
+class StoreOp(Op):
+    """Base of ops that write `src` to `out`, of equal shape, and may release it tile by tile."""
 
-    kind: ClassVar[str] = "copy"
     out: View
     src: View
     release: Release | None = None
@@ -154,6 +105,13 @@ class Copy(Op):
         """Return a read of `src` and a write of `out`, an update where its release updates."""
         update = self.release is not None and self.release.update
         return ((READ, self.src), (UPDATE if update else WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy(StoreOp):
+    """out = src, of equal shape."""
+
+    kind: ClassVar[str] = "copy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,21 +334,13 @@ class Get(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Put(Op):
+class Put(StoreOp):
     """out = src, where out belongs to another rank; ordered by fences, or tracked where it has a release.
 
     Ends when `src` may be overwritten; untracked, what it writes is there only after the next fence.
     """
 
     kind: ClassVar[str] = "put"
-    out: View
-    src: View
-    release: Release | None = None
-
-    def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return a read of `src` and a write of the other rank's `out`, an update where its release updates."""
-        update = self.release is not None and self.release.update
-        return ((READ, self.src), (UPDATE if update else WRITE, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,17 +30,20 @@ from meshweave.ir.program.literals import (
     read_name,
     read_over,
     read_placement,
+    read_selector,
     read_sizes,
     read_slots,
     read_string,
 )
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
-from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
-from meshweave.ir.program.program import Buffer, Lane, Program, Tensor
+from meshweave.ir.program.ops import OP_TYPES, Op
+from meshweave.ir.program.program import Program
 from meshweave.ir.program.region_text import read_product
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
-from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
+from meshweave.ir.program.views import FULL, View
+from meshweave.ir.program.written import Buffer, Lane, Tensor
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
 
@@ -370,20 +373,10 @@ class _Reader:
                 node, slot = head, from_ast(number)
         name = read_name(node, self.buffers, "buffer")
         dims = self.buffers[name].num_dims(self.tensors)
-        selectors = tuple(map(self._selector, chosen)) or (FULL,) * dims
+        selectors = tuple(map(read_selector, chosen)) or (FULL,) * dims
         if len(selectors) != dims:
             raise fault_at(node, f"buffer {name} has {dims} dims, view has {len(selectors)}")
         return View(name, selectors, slot, rank)
-
-    def _selector(self, node: ast.expr) -> Selector:
-        match node:
-            case ast.Slice(lower=lower, upper=upper, step=None):
-                return Range(
-                    0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper)
-                )
-            case ast.Call(func=ast.Name(id="blocked"), args=args) if 3 <= len(args) <= 5:
-                return Blocked(*map(from_ast, args))
-        raise fault_at(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")
 
     def _record(self, kind: type, node: ast.expr) -> Any:
         word, items = WORDS[kind.__name__], fields(kind)

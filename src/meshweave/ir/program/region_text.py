@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.ir.program.expressions import from_ast
 from meshweave.ir.program.literals import fault_at, read_arguments, read_flag, read_items, read_name
-from meshweave.ir.program.program import Lane
 from meshweave.ir.program.regions import (
     DmaMap,
     EachRegion,
@@ -27,6 +26,7 @@ from meshweave.ir.program.regions import (
 )
 from meshweave.ir.program.statements import Statement
 from meshweave.ir.program.views import View
+from meshweave.ir.program.written import Lane
 
 _MAPS: dict[str, type[OutputMap]] = {kind.word: kind for kind in (RemoteMap, DmaMap, LocalMap)}
 

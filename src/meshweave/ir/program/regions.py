@@ -21,7 +21,8 @@ from typing import ClassVar
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import Matmul, Put, Release
+from meshweave.ir.program.ops import Matmul, Put
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.statements import Repeat, Statement
 from meshweave.ir.program.views import View
 

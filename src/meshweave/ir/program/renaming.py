@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.expressions import Expr, Index, Var, names_in, select, substitute_all
 from meshweave.ir.program.include import Include, Submesh
-from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
+from meshweave.ir.program.ops import Op, Over
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.views import Blocked, Range, Selector, View
 

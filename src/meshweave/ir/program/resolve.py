@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.expressions import Expr, evaluate
-from meshweave.ir.program.include import Include, Submesh
-from meshweave.ir.program.ops import CollectiveStep, Op, Release
+from meshweave.ir.program.include import Submesh
+from meshweave.ir.program.ops import Op
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.views import Range, View
-
-if TYPE_CHECKING:
-    from meshweave.ir.program.program import Program
+from meshweave.ir.program.written import WrittenProgram
 
 _HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
 
 
-def resolve_op(program: Program, op: Op, env: Mapping[str, int], rank: int) -> Op:
-    """Return an op of one rank with plain integers, given the values of names.
-
-    Raises:
-        ProgramError: an expression has no value, or a view does not fit its buffer.
-    """
+def resolve_op(program: WrittenProgram, op: Op, env: Mapping[str, int], rank: int) -> Op:
+    """Return an op with plain integers; see `Program.resolve`, of which an include is the one of its rank."""
     changes: dict[str, Any] = {}
-    if isinstance(op, Include):
-        op = op.on_rank(rank, tuple(program.ranks_of_include(op, env)))
     for name in _field_names(type(op)):
         value = getattr(op, name)
         if name == "over":
@@ -41,7 +34,7 @@ def resolve_op(program: Program, op: Op, env: Mapping[str, int], rank: int) -> O
     return replace(op, **changes) if changes else op
 
 
-def _value(program: Program, value: Any, env: Mapping[str, int], rank: int) -> Any:
+def _value(program: WrittenProgram, value: Any, env: Mapping[str, int], rank: int) -> Any:
     if isinstance(value, Expr):
         return evaluate(value, env)
     if isinstance(value, View):

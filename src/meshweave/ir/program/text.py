@@ -17,10 +17,12 @@ from meshweave.ir.program.expressions import Expr
 from meshweave.ir.program.include import Include
 from meshweave.ir.program.include_text import include_to_text
 from meshweave.ir.program.meanings import Function, Meaning, Product, Sum, TensorPart
-from meshweave.ir.program.ops import CollectiveStep, Op, Release
-from meshweave.ir.program.program import Buffer, Lane, Program
+from meshweave.ir.program.ops import Op
+from meshweave.ir.program.program import Program
+from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, walk
 from meshweave.ir.program.views import View
+from meshweave.ir.program.written import Buffer, Lane
 
 WORDS = {"Release": "release", "CollectiveStep": "step", "num_directions": "ways"}
 """What records and their fields are called in the text form, where that is not their name in Python."""

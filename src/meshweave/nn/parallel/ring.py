@@ -15,7 +15,7 @@ from meshweave.algorithms.block.functions import Functions
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.sites import ring_parts
-from meshweave.describe.model.dense import dense_layer
+from meshweave.describe.model.dense import DenseForm, dense_layer
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
 from meshweave.ir.program import Program
@@ -42,9 +42,8 @@ class PlacedRing:
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
         """Return the block whose attention it is; queries and keys come as they are multiplied."""
         heads = self.groups * self.per_group
-        layer = dense_layer(
-            1, heads, self.groups, self.width, 1, gated=False, norm="layer", window=self.window
-        )
+        form = DenseForm(gated=False, norm="layer", window=self.window)
+        layer = dense_layer(1, heads, self.groups, self.width, 1, form)
         return BlockProblem(
             batch,
             sequence,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,34 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.prove.differences import Compared, Difference
-from meshweave.nn.prove.given import outputs_of
+from meshweave.nn.prove.differences import Compared, Difference, ProofRanks
+from meshweave.nn.prove.given import Given, outputs_of
 from meshweave.nn.prove.shards import LocalTensor, Places, local_of
 from meshweave.nn.prove.state import WIDE, plain_name, prepared
-
-if TYPE_CHECKING:
-    from meshweave.nn.prove.proof import ModelPair
 
 Event = tuple[str, str, int]
 """Name of a module, "input" or "output", and which of its calls."""
 Trail = dict[Event, LocalTensor]
 
 
-def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: Difference) -> Difference:
+class ComparedModels(Protocol):
+    """A model beside its original, as `ModelPair` has them.
+
+    Attributes:
+        model: the original.
+        made: what was parallelised, of which `module` is the module.
+        training: whether both are in training mode.
+    """
+
+    model: nn.Module
+    made: Any
+    module: nn.Module
+    given: Given
+    ranks: ProofRanks
+    training: bool
+
+
+def first_module(comparison: ComparedModels, dtype: torch.dtype | None, difference: Difference) -> Difference:
     """Return where a forward pass first differs from the original's; as given where modules do not tell."""
     rows = comparison.given.rows(comparison.given.part).cast(dtype)
     right: Trail = {}
@@ -72,7 +86,7 @@ def first_module(comparison: ModelPair, dtype: torch.dtype | None, difference: D
 
 
 def _compared(
-    comparison: ModelPair, event: Event, actual: LocalTensor, wanted: Tensor, allowed: float
+    comparison: ComparedModels, event: Event, actual: LocalTensor, wanted: Tensor, allowed: float
 ) -> Compared:
     name, kind, call = event
     model = comparison.model
@@ -222,7 +236,7 @@ def _features(linear: ParallelLinear, dims: AxisDims, sizes: tuple[int, int], is
 class _Origins:
     """Where what a rank has of an activation is in the whole."""
 
-    def __init__(self, comparison: ModelPair, tokens: Tensor) -> None:
+    def __init__(self, comparison: ComparedModels, tokens: Tensor) -> None:
         self.rank, self.lines = comparison.ranks.rank, comparison.ranks.lines
         self.strategy: Any = getattr(comparison.made, "strategy", None)
         self.sizes = tuple(tokens.shape)

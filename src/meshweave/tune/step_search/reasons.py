@@ -97,7 +97,8 @@ def _division_text(ranking: StepRanking) -> str:
     micro_batches = options.micro_batches or ()
     size = f" in micro-batches of {' or '.join(map(str, micro_batches))}" if micro_batches else ""
     model = problem.model
-    most = f"{counted(model.num_layers, 'stage')} and tensor ranks that divide {model.num_heads} heads"
+    heads = model.layer.attentions[0].heads
+    most = f"{counted(model.num_layers, 'stage')} and tensor ranks that divide {heads} heads"
     return (
         f"no number of replicas{f' with {sizes}' if given else ''} divides both {counted(chips, 'chip')} and the "
         f"batch of {problem.batch}{size}, with at most {most}; give a batch that is a multiple of "
@@ -120,8 +121,9 @@ def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
     ):
         return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.sequence}"
     is_1d = all(STRATEGIES[name].is_one_dimensional for name in space.options.strategies)
-    if name == "tp" and is_1d and all(model.num_heads % value for value in values):
-        return f"does not divide its {model.num_heads} heads"
+    heads = model.layer.attentions[0].heads
+    if name == "tp" and is_1d and all(heads % value for value in values):
+        return f"does not divide its {heads} heads"
     return ""
 
 

@@ -31,7 +31,8 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
 from meshweave.cost.calls import with_counts
 from meshweave.describe.layout.shapes import device_meshes
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import with_axes
 from meshweave.describe.model.attention import ops_besides_fc_layers
 from meshweave.describe.model.transformer import Transformer
@@ -127,7 +128,8 @@ def with_unfused_attention(cluster: Cluster, model: Transformer) -> Cluster:
     for op in ops_besides_fc_layers(model, LOAD):
         if op.name in _OF_ATTENTION:
             seconds += max(op.flops / chip.flops_per_s(LOAD.dtype), op.bytes / chip.memory_bytes_per_s)
-    shape = (LOAD.batch, model.num_heads, LOAD.sequence, LOAD.sequence, model.head_dim)
+    attention = model.layer.attentions[0]
+    shape = (LOAD.batch, attention.heads, LOAD.sequence, LOAD.sequence, attention.width)
     work = Compute("call", 0, call="attention", shape=shape)
     flops = sum(with_counts(replace(work, part=part)).flops for part in ("", "input_grad"))
     return replace(cluster, chip=replace(chip, call_flops_per_s=(("attention", flops / seconds),)))

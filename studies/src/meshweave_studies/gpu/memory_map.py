@@ -9,7 +9,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.gpu import GpuFile
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import Release
+from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Range, View
 from meshweave_studies.gpu.kernels import Kernels, Rectangle, Region, Source
 

@@ -33,12 +33,3 @@ def other_operations_percent(study: MeshSliceStudy, block: FcBlock) -> float:
     """Return the percent of a block's time with MeshSlice that its other layers take."""
     others_s = other_operations_s(study, block)
     return 100 * others_s / (others_s + study.block_s(block, REFERENCE_ALGORITHM))
-
-
-def implied_percent(gain: float, end_to_end: float) -> float:
-    """Return the share in percent that a gain in the fully connected layers and one end to end imply.
-
-    With the fully connected layers as 1 and the rest as r: (1 + g + r) / (1 + r) = 1 + G, so r = (g - G) / G.
-    """
-    rest = (gain - end_to_end) / end_to_end
-    return 100 * rest / (1 + rest)

@@ -12,7 +12,8 @@ from functools import cached_property
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import Stationary
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import RingNetwork
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload, block_gemms
 from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows

@@ -19,7 +19,8 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.files import parse_table
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster, HostsNetwork, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.work import Transfer
 
 GOAL = 0.15

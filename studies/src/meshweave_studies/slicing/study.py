@@ -150,29 +150,11 @@ class SlicingStudy:
         """
         key = case, partitioning, batch, stationary, copies
         if key not in self._seconds:
-            self._seconds[key] = self._simulated(*key)
+            cluster, sizes = self.machines[case.machine], self.sizes(case, batch)
+            problem = partitioned_problem(partitioning, sizes, cluster.num_chips, copies, DTYPE)
+            self._seconds[key] = None if problem is None else _simulated(problem, cluster, stationary)
             self.advance()
         return self._seconds[key]
-
-    def _simulated(
-        self,
-        case: LayerOnMachine,
-        partitioning: Partitioning,
-        batch: int,
-        stationary: Stationary,
-        copies: tuple[int, int],
-    ) -> float | None:
-        cluster = self.machines[case.machine]
-        problem = partitioned_problem(partitioning, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
-        if problem is None:
-            return None
-        try:
-            config = UniversalConfig(stationary, num_slices=local_products(problem))
-            program = universal_program(problem, config)
-        except LayoutError:
-            return None
-        run = simulate(program, Machine.of(cluster, program))
-        return run.duration_s if any(link.carried_bytes for link in run.links) else None
 
     def best(
         self,
@@ -251,3 +233,13 @@ class SlicingStudy:
     def fastest_dtensor(self, case: LayerOnMachine, batch: int) -> float:
         """Return the seconds of the faster of DTensor cut by row and by column."""
         return min(self.dtensor(case, cut, batch)[0] for cut in ("row", "column"))
+
+
+def _simulated(problem: UniversalProblem, cluster: Cluster, stationary: Stationary) -> float | None:
+    try:
+        config = UniversalConfig(stationary, num_slices=local_products(problem))
+        program = universal_program(problem, config)
+    except LayoutError:
+        return None
+    run = simulate(program, Machine.of(cluster, program))
+    return run.duration_s if any(link.carried_bytes for link in run.links) else None

@@ -51,7 +51,7 @@ class RunCase:
     def key(self) -> tuple[object, ...]:
         """Return what makes two rows figures of the same run."""
         of, model = self.problem, self.problem.model
-        shape = model.num_layers, model.hidden, model.ffn_hidden
+        shape = model.num_layers, model.hidden, model.layer.counts["ffn"]
         return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.sequence, self.choices
 
 

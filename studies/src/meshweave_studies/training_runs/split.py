@@ -13,7 +13,7 @@ from meshweave.describe.model.transformer import Transformer
 
 def family_of(model: Transformer) -> str:
     """Return the name of the family of a model's runs."""
-    shape = f"{model.num_layers} layers, hidden {model.hidden}, ffn {model.ffn_hidden}"
+    shape = f"{model.num_layers} layers, hidden {model.hidden}, ffn {model.layer.counts['ffn']}"
     return f"{shape}, vocabulary {model.vocab_size}"
 
 

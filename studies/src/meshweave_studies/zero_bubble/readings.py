@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from meshweave.cost.compute import call_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.network import HostsNetwork, NetworkAxis
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model.attention import Direction, ops_besides_fc_layers
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.work import Compute

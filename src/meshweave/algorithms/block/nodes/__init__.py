@@ -17,7 +17,7 @@ from meshweave.algorithms.block.nodes.record import NodeRecord
 from meshweave.algorithms.block.place import layers_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
-from meshweave.algorithms.table import installed
+from meshweave.algorithms.entries import installed
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.work import move_work

@@ -93,7 +93,7 @@ class AttentionRecord(NodeRecord[Attention]):
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
-        shape = sizes.batch(core), heads, queries, priced_keys(at, queries), node.head_dim
+        shape = sizes.batch(core), heads, queries, priced_keys(at, queries), node.width
         for part, name in PARTS:
             work = Compute("call", 0, 1, dtype=dtype, call="attention", shape=shape, part=name)
             yield Kernel(work, part, sizes.ring(roles))
@@ -141,4 +141,4 @@ def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
 def _shape(at: NodePlace[Attention], writer: NodeWriter, sums: Stored) -> tuple[Index, ...]:
     tokens, heads = writer.rows_and_features(sums)
     sequence = at.problem.sequence
-    return tokens // sequence, heads, sequence, priced_keys(at, sequence), at.node.head_dim
+    return tokens // sequence, heads, sequence, priced_keys(at, sequence), at.node.width

@@ -7,7 +7,7 @@ group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class AttentionFunctions(ABC):
 
     def __init__(self, node: Attention, sequence: int) -> None:
         self.node, self.sequence = node, sequence
-        self.width, self.per_group = node.head_dim, node.per_group
+        self.width, self.per_group = node.width, node.per_group
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by name."""
@@ -92,17 +92,55 @@ class AttentionFunctions(ABC):
         joined = array_module(keys).concatenate((keys.sum(2), values.sum(2)), -1)
         return joined.swapaxes(1, 2).reshape(like.shape)
 
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return queries, and keys beside values, both turned by their positions."""
+        queries, keys, values = self._split(qkv)
+        queries, keys = self._turned(queries, positions), self._turned(keys, positions)
+        joined = array_module(qkv).concatenate((keys, values), -1)
+        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
         """Return the gradient by what `split_heads` takes."""
         d, r = self.width, self.per_group
         queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
         like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
         assert like.shape[-1] == queries.shape[1] * (r + 2) * d
-        return self._merged(*self._before_turn(queries, keys, positions), values, like)
+        queries, keys = self._turned(queries, positions, -1), self._turned(keys, positions, -1)
+        return self._merged(queries, keys, values, like)
+
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
+        """Return the gradient of attention by `qkv`, in its shape."""
+        *operands, scores = self._scores(qkv)
+        queries, keys, values = self._gradients(scores, operands, dout, out, log_sums)
+        here = like(np.arange(queries.shape[-2]), queries)
+        return self._merged(self._turned(queries, here, -1), self._turned(keys, here, -1), values, qkv)
+
+    def attend_grad(
+        self, dout: Values, queries: Values, out: Values, log_sums: Values, keys: Values, *positions: Values
+    ) -> list[Values]:
+        """Return what one part of the keys gives to the gradient by queries, and that by these keys and values."""
+        operands = self._heads(queries, self.width), *self._keys(keys)
+        scores = self._masked(*operands[:2], *positions)
+        of_queries, of_keys, of_values = self._gradients(scores, operands, dout, out, log_sums)
+        return [self._joined(of_queries, queries), self._joined_keys(of_keys, of_values, keys)]
 
     @abstractmethod
-    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
-        """Return gradients by queries and keys before they were turned by their positions."""
+    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
+        """Return queries and keys as they are multiplied, values, and masked scores."""
+
+    @abstractmethod
+    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
+        """Return scores of queries at positions `here` by keys at `there`, of those attended to."""
+
+    @abstractmethod
+    def _turned(self, x: Values, positions: Values, sign: int = 1) -> Values:
+        """Return rows turned by their positions, or back."""
+
+    @abstractmethod
+    def _gradients(
+        self, scores: Values, operands: Sequence[Values], dout: Values, out: Values, log_sums: Values
+    ) -> tuple[Values, Values, Values]:
+        """Return the gradients by the operands: queries and keys as they were multiplied, and values."""
 
 
 class RealAttention(AttentionFunctions):
@@ -143,47 +181,32 @@ class RealAttention(AttentionFunctions):
         total = weights.sum(-1)[..., None]
         return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
 
-    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient of causal softmax attention by `qkv`, in its shape, from the log-sum-exp."""
-        module = array_module(qkv)
-        queries, keys, values, scores = self._scores(qkv)
-        weights = module.exp(scores - self._heads(log_sums, 1))
+    def _gradients(
+        self, scores: Values, operands: Sequence[Values], dout: Values, out: Values, log_sums: Values
+    ) -> tuple[Values, Values, Values]:
+        queries, keys, values = operands
+        weights = array_module(scores).exp(scores - self._heads(log_sums, 1))
         arriving = self._heads(dout, self.width)
         along = (arriving * self._heads(out, self.width)).sum(-1)[..., None]
         of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.width**-0.5
-        of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
-        here = like(np.arange(queries.shape[-2]), queries)
-        of_queries, of_keys = self._turned(of_queries, here, -1), self._turned(of_keys, here, -1)
-        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
-
-    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return queries, and keys beside values, both turned by their positions (rotary) for "llama"."""
-        queries, keys, values = self._split(qkv)
-        queries, keys = self._turned(queries, positions), self._turned(keys, positions)
-        joined = array_module(qkv).concatenate((keys, values), -1)
-        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+        of_keys = of_scores.swapaxes(-1, -2) @ queries
+        return of_scores @ keys, of_keys, weights.swapaxes(-1, -2) @ arriving
 
     def attend(
-        self,
-        queries: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-        so_far: Values,
-        greatest: Values,
-        weights: Values,
+        self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
         """Return numerators, greatest scores and sums of weights with more keys, by online softmax."""
         if not there.shape[0]:
-            return [so_far, greatest, weights]
+            return list(before)
+        so_far, greatest, weights = before
         module, d = array_module(queries), self.width
         own_keys, values = self._keys(keys)
         scores = self._masked(self._heads(queries, d), own_keys, here, there)
-        total, before = self._heads(weights, 1), self._heads(greatest, 1)
-        before = module.where(total > 0, before, like(np.array(-np.inf), before))
-        most = module.maximum(before, module.amax(scores, -1)[..., None])
+        total, highest = self._heads(weights, 1), self._heads(greatest, 1)
+        highest = module.where(total > 0, highest, like(np.array(-np.inf), highest))
+        most = module.maximum(highest, module.amax(scores, -1)[..., None])
         finite = module.where(most > -np.inf, most, like(np.array(0.0), most))
-        shrunk, new = module.exp(before - finite), module.exp(scores - finite)
+        shrunk, new = module.exp(highest - finite), module.exp(scores - finite)
         out = self._heads(so_far, d) * shrunk + new @ values
         total = total * shrunk + new.sum(-1)[..., None]
         return [self._joined(part, queries) for part in (out, finite, total)]
@@ -193,29 +216,6 @@ class RealAttention(AttentionFunctions):
         d = self.width
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
-
-    def attend_grad(
-        self,
-        dout: Values,
-        queries: Values,
-        out: Values,
-        log_sums: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-    ) -> list[Values]:
-        """Return what one part of the keys gives to the gradient by queries, and that by these keys and values."""
-        module, d = array_module(queries), self.width
-        own_keys, values = self._keys(keys)
-        rows, arriving = self._heads(queries, d), self._heads(dout, d)
-        weights = module.exp(self._masked(rows, own_keys, here, there) - self._heads(log_sums, 1))
-        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
-        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * d**-0.5
-        of_keys, of_values = of_scores.swapaxes(-1, -2) @ rows, weights.swapaxes(-1, -2) @ arriving
-        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
-
-    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
-        return self._turned(queries, positions, -1), self._turned(keys, positions, -1)
 
 
 class IntegerAttention(AttentionFunctions):
@@ -234,41 +234,36 @@ class IntegerAttention(AttentionFunctions):
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         """Return small integers in place of the gradient of attention."""
-        queries, keys, values, scores = self._scores(qkv)
-        arriving = self._heads(small(dout), self.width)
-        along = (arriving * self._heads(out, self.width)).sum(-1)[..., None]
-        of_scores = small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
-        of_keys, of_values = (
-            of_scores.swapaxes(-1, -2) @ queries,
-            small(scores).swapaxes(-1, -2) @ arriving,
-        )
-        return small(self._merged(of_scores @ keys, of_keys, of_values, qkv))
+        return small(super().attention_grad(dout, qkv, out, log_sums))
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
         """Return small integers in place of the queries, and of keys with values."""
-        queries, keys, values = self._split(small(qkv))
-        joined = array_module(qkv).concatenate((keys, values), -1)
-        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+        return super().split_heads(small(qkv), positions)
 
-    def _seen(self, queries: Values, keys: Values, here: Values, there: Values) -> tuple[Values, Values]:
-        """Return scores of keys up to each query, and which those are."""
-        mask = as_numbers(self.mask(here, there), queries)
-        return small(queries @ keys.swapaxes(-1, -2)) * mask, mask
+    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
+        return small(queries @ keys.swapaxes(-1, -2)) * as_numbers(self.mask(here, there), queries)
+
+    def _turned(self, x: Values, positions: Values, sign: int = 1) -> Values:
+        return x
+
+    def _gradients(
+        self, scores: Values, operands: Sequence[Values], dout: Values, out: Values, log_sums: Values
+    ) -> tuple[Values, Values, Values]:
+        queries, keys, values = operands
+        arriving = self._heads(small(dout), self.width)
+        along = (arriving * self._heads(out, self.width)).sum(-1)[..., None]
+        of_scores = small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
+        of_keys = of_scores.swapaxes(-1, -2) @ queries
+        return of_scores @ keys, of_keys, small(scores).swapaxes(-1, -2) @ arriving
 
     def attend(
-        self,
-        queries: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-        so_far: Values,
-        greatest: Values,
-        weights: Values,
+        self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
         """Return small integers in place of what more keys give."""
         own_keys, values = self._keys(keys)
-        scores, mask = self._seen(self._heads(queries, self.width), own_keys, here, there)
-        count = mask.sum(-1)[None, :, None]
+        scores = self._masked(self._heads(queries, self.width), own_keys, here, there)
+        count = as_numbers(self.mask(here, there), queries).sum(-1)[None, :, None]
+        so_far, greatest, weights = before
         more = self._joined(scores @ values, queries), self._joined(scores.sum(-1)[..., None], queries)
         return [so_far + more[0], greatest + more[1], weights + count]
 
@@ -276,30 +271,6 @@ class IntegerAttention(AttentionFunctions):
         """Return small integers in place of what `attention` gives, from what all keys gave."""
         return [small(so_far), greatest]
 
-    def attend_grad(
-        self,
-        dout: Values,
-        queries: Values,
-        out: Values,
-        log_sums: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-    ) -> list[Values]:
-        """Return small integers in place of the gradients by queries, and by keys and values."""
-        d = self.width
-        own_keys, values = self._keys(keys)
-        rows, arriving = self._heads(queries, d), self._heads(small(dout), d)
-        scores, _ = self._seen(rows, own_keys, here, there)
-        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
-        of_scores = small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
-        of_keys = of_scores.swapaxes(-1, -2) @ rows
-        of_values = small(scores).swapaxes(-1, -2) @ arriving
-        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
-
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
         """Return small integers in place of the gradient by what `split_heads` takes."""
         return small(super().merge_heads(of_queries, of_keys, positions))
-
-    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
-        return queries, keys

@@ -29,7 +29,7 @@ class _HeadNorms:
     """The functions of a node: those of models, or of small integers that depend on the same elements."""
 
     def __init__(self, node: HeadNorm, is_exact: bool) -> None:
-        self.queries, self.width, self.is_exact = node.per_group, node.head_dim, is_exact
+        self.queries, self.width, self.is_exact = node.per_group, node.width, is_exact
 
     def _heads(self, x: Values) -> Values:
         """Return (batch, sequence, groups, heads of queries and two more, width)."""

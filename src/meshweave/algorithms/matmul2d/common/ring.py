@@ -29,7 +29,8 @@ from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, 
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.ir.program import Buffer, Lane, On, Program
 from meshweave.ir.program.expressions import Index, Var, binary, minimum
-from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.program.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.rings import BACK
 

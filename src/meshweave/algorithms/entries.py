@@ -1,0 +1,108 @@
+"""How tables of algorithms are read: entries of the house by family, and those that installed packages add.
+
+A table is read at its first look, never while a module is imported: a family may look up entries of another, and
+the module of an installed package may import all of meshweave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from threading import RLock
+from typing import Any, Generic, TypeVar
+
+from meshweave.algorithms.contract import Algorithm
+from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.installed import all_offered
+
+ENTRY_POINTS = "meshweave.algorithms"
+"""The group of entry points under which an installed package offers algorithms of its own."""
+
+_FAMILIES = (
+    "matmul2d",
+    "universal.algorithm",
+    "fused",
+    "reshard.algorithm",
+    "pipeline",
+    "block",
+    "step.algorithm",
+)
+"""The modules that list the entries of a family in `ENTRIES`, in the order of the table."""
+
+AnyEntry = TypeVar("AnyEntry")
+AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm[Any, Any])
+
+
+class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
+    """Entries by name: all, or those of one base class.
+
+    Args:
+        what: what an entry is called in an error.
+        base: the module in `meshweave.algorithms`, and in it the class, of which entries are instances.
+    """
+
+    def __init__(self, what: str, base: str) -> None:
+        self.what, self._base = what, base
+        self._entries: dict[str, AlgorithmT] | None = None
+
+    @property
+    def entries(self) -> dict[str, AlgorithmT]:
+        """Return the entries by name. Raises UnsupportedError where an installed package's cannot be loaded."""
+        if self._entries is None:
+            module, _, name = self._base.partition(":")
+            base = getattr(import_module(f"meshweave.algorithms.{module}"), name)
+            self._entries = {name: entry for name, entry in _all_entries().items() if isinstance(entry, base)}
+        return self._entries
+
+    def named(self, name: str) -> AlgorithmT:
+        """Return the entry called `name`. Raises UnsupportedError that names the nearest one."""
+        if name not in self.entries:
+            raise UnsupportedError(f"there is no {self.what} '{name}'{did_you_mean(name, self)}")
+        return self.entries[name]
+
+    def __getitem__(self, name: str) -> AlgorithmT:
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+_LOADING = RLock()
+
+
+def _all_entries() -> dict[str, Algorithm[Any, Any]]:
+    with _LOADING:  # a second thread waits for the first to read the table, and does not read it again
+        return _load()
+
+
+@cache
+def _load() -> dict[str, Algorithm[Any, Any]]:
+    """Return the entries of all families, then those of installed packages.
+
+    Raises:
+        UnsupportedError: two entries have the same name, or an entry point cannot be loaded.
+    """
+    families = (import_module(f"meshweave.algorithms.{family}").ENTRIES for family in _FAMILIES)
+    entries: dict[str, Algorithm[Any, Any]] = {}
+    for entry in (*(entry for family in families for entry in family), *installed(ENTRY_POINTS, Algorithm)):
+        if entry.name in entries:
+            raise UnsupportedError(
+                f"two algorithms are called '{entry.name}'; one of them needs another name"
+            )
+        entries[entry.name] = entry
+    return entries
+
+
+def installed(group: str, base: Callable[..., AnyEntry]) -> Iterator[AnyEntry]:
+    """Yield what other installed packages offer under a group of entry points, instances of a class.
+
+    Raises UnsupportedError where one cannot be loaded or is none.
+    """
+    for label, value in all_offered(group):
+        if not isinstance(value, base):  # type: ignore[arg-type]
+            raise UnsupportedError(f"entry point {label} is not an instance of {base.__name__}")
+        yield value

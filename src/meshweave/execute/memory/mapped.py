@@ -1,0 +1,38 @@
+"""Windows of memory that a process maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.execute.memory.base import RemoteSlot, Window
+from meshweave.execute.torch.views import Action
+
+_COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "max": lambda into, value: torch.maximum(into, value, out=into),
+    "min": lambda into, value: torch.minimum(into, value, out=into),
+}
+
+
+class MappedWindow(Window):
+    """A window of memory that this process maps: a piece is a tensor like any other."""
+
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies from another rank's memory, as `Window.get`."""
+        return partial(into.copy_, piece)
+
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what stores in another rank's memory, as `Window.put`."""
+        return partial(piece.copy_, value)
+
+    def combiner(self, op: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what combines a piece with a tensor in place. Raises UnsupportedError for an unknown `op`."""
+        if op not in _COMBINE:
+            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _COMBINE)}")
+        return _COMBINE[op]
