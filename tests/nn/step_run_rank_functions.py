@@ -21,8 +21,9 @@ ADAM = Adam(lr=0.01, eps=0.05)
 def run_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run two steps of each configuration from the same weights.
 
-    `payload`: model (fields of `Transformer`), batch, seq, cluster, cases (options of `Parallelism`). Returns for
-    each the sums of the loss of this rank, those expected of all ranks, and the largest difference of a weight.
+    `payload`: model (fields of `Transformer`), batch, sequence, cluster, cases (options of `Parallelism`). Returns
+    for each the sums of the loss of this rank, those expected of all ranks, and the largest difference of a
+    weight.
     """
     torch.set_num_threads(1)
     model = Transformer(**payload["model"])
