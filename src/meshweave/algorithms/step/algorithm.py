@@ -17,11 +17,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays, within
+from meshweave.algorithms.step.block_program import lay_step
 from meshweave.algorithms.step.compose import least_step_s, memory_of, step_of
 from meshweave.algorithms.step.meaning import LaidWeights, dense_step, random_weights
 from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, LayoutsPart, StepPart, StepTree, row_key
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.program import lay_step, outside_s
+from meshweave.algorithms.step.program import outside_s
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.space import StepSpace
 from meshweave.base.errors import MeshweaveError
@@ -99,11 +100,11 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
 
     def program(self, problem: StepProblem, config: Parallelism) -> Program:
         """Return the program on all chips. Raises LayoutError, and UnsupportedError where none is written."""
-        return lay_step(step_of(problem, config), folds=False, calls=False).program
+        return lay_step(step_of(problem, config), folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
         """Return the machine of the program: the cluster is that of the problem."""
-        return lay_step(step_of(problem, config), folds=False, calls=False).machine
+        return lay_step(step_of(problem, config), folds=False).machine
 
     def placements(self, problem: StepProblem) -> dict[str, Layout]:
         """Return the layouts of the buckets of the first candidate."""
@@ -119,8 +120,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
 
     def outside_s(self, problem: StepProblem, config: Parallelism) -> float:
         """Return the seconds of software, and of the gradient of a table that both ends have."""
-        step = step_of(problem, config)
-        return outside_s(step, lay_step(step, folds=False, calls=False))
+        return outside_s(step_of(problem, config))
 
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
         """Return the bytes of weights, gradients, activations and buffers on a chip."""
