@@ -131,7 +131,7 @@ def main() -> None:
     names = list(of_ranks[0][0])
     slowest = {name: [max(rank[n][name] for rank in of_ranks) for n in range(given.rounds)] for name in names}
     result = {
-        "ranks": given.ranks, "mib": given.mib, "rounds": given.rounds,
+        "ranks": given.ranks, "mib": given.mib, "rounds": given.rounds, "load_average": os.getloadavg(),
         "median_s": {name: round(statistics.median(slowest[name]), 3) for name in sorted(names)},
         "least_and_most_s": {name: [round(min(v), 3), round(max(v), 3)] for name, v in sorted(slowest.items())},
     }  # fmt: skip
