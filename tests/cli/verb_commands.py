@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "simulate-gpu": ("simulate-gpu {program} --cluster t3-8", "simulate-gpu t3_ring --cluster {cluster}"),
     "compile": ("compile {plan} --layer out", "compile {plan} --emission all --text x.txt"),
+    "cluster new": ("cluster new --chip h100 --hosts 2 --nic 400Gb", "cluster new --chip mi300x --json"),
     "catalog": ("catalog", "catalog models gpt3", "catalog clusters dgx-h100 --toml", "catalog kernels"),
     "calibrate": (
         *("calibrate --lab {lab} --out x.toml", "calibrate --ranks 2 --out x.toml"),

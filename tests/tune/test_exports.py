@@ -173,7 +173,7 @@ def test_every_field_has_another_value() -> None:
     of_problem = {item.name for item in fields(StepProblem)} - {
         "model",
         "cluster",
-        "seq",
+        "sequence",
         "batch",
         "dtype",
         "overlap",

@@ -18,7 +18,7 @@ CLUSTERS = [mw.load_cluster(name) for name in ("dgx-a100:32", "dgx-h100:32", "dg
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> mw.Step:
+def steps(draw: st.DrawFn) -> mw.algorithms.Step:
     """Draw a step of a kind that a program is written for."""
     cluster, model = draw(st.sampled_from(CLUSTERS)), draw(st.sampled_from([GPT, LLAMA]))
     degrees = st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2, st.sampled_from([1, 1, 2]))
@@ -43,16 +43,16 @@ def steps(draw: st.DrawFn) -> mw.Step:
 
 @examples(8)
 @given(steps())
-def test_the_simulation_is_near_to_the_estimate(step: mw.Step) -> None:
-    simulated = mw.simulate_step(step)
+def test_the_simulation_is_near_to_the_estimate(step: mw.algorithms.Step) -> None:
+    simulated = mw.simulation.simulate_step(step)
     assert step.time_s == pytest.approx(simulated.time_s, rel=0.1)
 
 
 @examples(4)
 @given(steps())
-def test_a_fold_takes_as_long(step: mw.Step) -> None:
+def test_a_fold_takes_as_long(step: mw.algorithms.Step) -> None:
     """Replicas in hosts of their own, to the picosecond."""
-    folded, whole = (mw.simulate_step(step, folds=folds) for folds in (True, False))
+    folded, whole = (mw.simulation.simulate_step(step, folds=folds) for folds in (True, False))
     assert folded.simulation.duration_s == whole.simulation.duration_s
     assert len(folded.simulation.ranks) * folded.fold == len(whole.simulation.ranks)
 
@@ -72,7 +72,7 @@ def test_a_fold_takes_as_long(step: mw.Step) -> None:
 )
 def test_replicas_in_hosts_of_their_own_are_folded(options: dict[str, object], fold: int) -> None:
     step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, sequence=256, **options)
-    folded, whole = mw.simulate_step(step), mw.simulate_step(step, folds=False)
+    folded, whole = mw.simulation.simulate_step(step), mw.simulation.simulate_step(step, folds=False)
     assert folded.fold == fold
     assert folded.simulation.duration_s == whole.simulation.duration_s
 
@@ -88,7 +88,7 @@ def test_the_mean_error_is_small() -> None:
         {"tp": 1, "pp": 2, "strategy": "megatron"},
     ):
         step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=2048, **options)
-        simulated = mw.simulate_step(step)
+        simulated = mw.simulation.simulate_step(step)
         errors.append(abs(step.time_s / simulated.time_s - 1))
     assert statistics.mean(errors) < 0.02
 
@@ -96,9 +96,9 @@ def test_the_mean_error_is_small() -> None:
 def test_a_program_has_every_chip_and_is_valid() -> None:
     tiny = mw.Transformer("tiny", 4, 16, 4, 4, 4, 64, 32, False, "made up", tied_embeddings=False)
     step = mw.step(tiny, CLUSTERS[2], batch=16, sequence=4, tp=4, pp=2)
-    program = mw.step_program(step)
+    program = mw.algorithms.step_program(step)
     assert len(program.ranks) == 16
-    text = mw.to_text(program)
+    text = mw.ir.to_text(program)
     assert all(f"{op}(" in text for op in ("include", "call", "all_reduce", "send", "recv"))
     assert mw.parse(text) == program
 
@@ -108,7 +108,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
     for layers in (8, 16):
         model = replace(GPT, num_layers=layers)
         step = mw.step(model, CLUSTERS[2], batch=16, sequence=512, tp=4, pp=2)
-        sizes.append(len(list(mw.step_program(step).expanded.ops())))
+        sizes.append(len(list(mw.algorithms.step_program(step).expanded.ops())))
     assert sizes[0] == sizes[1]
 
 
@@ -116,4 +116,4 @@ def test_2d_products_are_included_beside_data_parallelism() -> None:
     model = mw.Transformer("small", 2, 64, 8, 8, 8, 256, 128, False, "made up", tied_embeddings=False)
     cluster = mw.load_cluster("dgx-a100:8")
     step = mw.step(model, cluster, 8, 32, dp=2, tp=(2, 2), strategy="meshslice_block", micro_batch=2)
-    assert mw.simulate_step(step).time_s > 0
+    assert mw.simulation.simulate_step(step).time_s > 0

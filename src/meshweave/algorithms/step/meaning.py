@@ -187,9 +187,9 @@ class LaidWeights:
         functions |= dict.fromkeys(("arrived", "software", "reduced"), lambda *_: None)
         functions["begin"] = lambda *_: np.zeros(1, self.problem.dtype)
         functions["add"] = lambda one, other: one + other
-        functions["optimizer"] = lambda w, dw, *others: w - dw
         for bucket in self._buckets:
             unit = bucket.unit
+            functions[f"optimizer_{unit.name}"] = lambda w, dw, *others: w - dw
             functions[f"unpack_{unit.name}"] = _unpack(unit.weights)
             functions[f"pack_{unit.name}"] = partial(_packed, unit.elements)
             functions[f"accumulate_{unit.name}"] = partial(_accumulated, unit.elements)
