@@ -25,7 +25,10 @@ def make(kind: str, **options: Any) -> nn.Module:
         model: nn.Module = transformers.GPT2LMHeadModel(config)
     else:
         prefix = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "seed_oss": "SeedOss"}[kind]
-        own = {"mistral": {"sliding_window": 5}, "seed_oss": {"head_dim": 4}}.get(kind, {})
+        own = {
+            "mistral": {"sliding_window": 5},
+            "seed_oss": {"head_dim": 4, "attention_dropout": 0.0, "residual_dropout": 0.0},
+        }.get(kind, {})
         sizes = {**HEADS, **own, **options}
         config = getattr(transformers, f"{prefix}Config")(**sizes)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)

@@ -26,22 +26,25 @@ FIXED: dict[str, dict[str, Any]] = {
 """What a plan is told beside model, cluster, batch and sequence: nothing, and for one model some more."""
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, mw.Plan]]:
-    folder, made = tmp_path_factory.mktemp("plans"), {}
-    for kind in KINDS:
+def made_plans(folder: Path, kinds: tuple[str, ...]) -> dict[str, mw.Plan]:
+    """Write the plans of small models into a folder, and return them by file."""
+    made = {}
+    for kind in kinds:
         make(kind).config.save_pretrained(folder / kind)
         for name, fixed in FIXED.items() if kind == "llama" else [("", {})]:
             file = f"{kind}{name}.json"
             made[file] = mw.plan(folder / kind, "dgx-h100:4", batch=BATCH, sequence=SEQUENCE, **fixed)
             made[file].save(folder / file)
-    return folder, made
+    return made
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-def test_a_plan_without_a_flag_trains_as_one_process_does(plans: tuple[Path, dict[str, mw.Plan]]) -> None:
-    folder, made = plans
+@pytest.mark.parametrize(
+    "kinds", [KINDS[3:4], pytest.param(KINDS, marks=pytest.mark.slow)], ids=["one model", "all models"]
+)
+def test_a_plan_without_a_flag_trains_as_one_process_does(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    folder, made = tmp_path, made_plans(tmp_path, kinds)
     assert all(plan.step.overlap == "sites" for plan in made.values())
     payload = {"folder": str(folder), "plans": {name: name.split()[0].removesuffix(".json") for name in made}}
     for answer in launch("planned_rank_functions:trained", 4, payload, timeout_s=300, env=HERE):
