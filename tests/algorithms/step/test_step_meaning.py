@@ -9,6 +9,7 @@ import pytest
 
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.algorithms.step.algorithm import TRAINING_STEP
+from meshweave.execute.calls import of_rank
 from meshweave.execute.numpy import run_numpy
 from sampling import mostly_slow
 
@@ -64,7 +65,7 @@ def test_integers_show_a_sum_that_is_left_out() -> None:
     expected = TRAINING_STEP.reference(problem, weights)
     calls = dict(TRAINING_STEP.calls(problem, choice))
     accumulate = calls["accumulate_layer"]
-    calls["accumulate_layer"] = lambda *given: 2 * accumulate(*given) - given[-1]
+    calls["accumulate_layer"] = of_rank(lambda *given: 2 * accumulate(*given) - given[-1])
     operands = TRAINING_STEP.operands(problem, choice, weights)
     outputs = run_numpy(TRAINING_STEP.program(problem, choice), operands, calls=calls).outputs
     results = TRAINING_STEP.results(problem, choice, outputs)
