@@ -10,12 +10,12 @@ import pytest
 from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.estimate import estimate_skeleton
-from meshweave.execute.ranks.clocks import ClockOffset
 from meshweave.ir.work import Transfer, work_of
 from meshweave.trace import Trace
 from meshweave_lab import Lab
 from meshweave_lab.bench.yardsticks import bound_s, ideal_cluster, matmul_machine
 from meshweave_lab.fidelity.cases import reached_share_of_pace, seeded_cases, with_pace_of_ranks
+from meshweave_lab.fidelity.clocks import ClockOffset
 from meshweave_lab.fidelity.measure import CaseFidelity, FidelityReport
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "labs"

@@ -12,7 +12,7 @@ import pytest
 
 from meshweave.base.errors import DescriptionError
 from meshweave.calibrate.cluster_toml import kernels_toml
-from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
+from meshweave.calibrate.kernel_fit import Hardware, fit_products
 from meshweave.cli.app import run_app
 from meshweave.cost.attention import attention_seconds
 from meshweave.cost.collectives import collective_seconds
@@ -28,6 +28,7 @@ from meshweave.describe.machine.measured_file import (
     product_dtypes,
     shipped_measured,
 )
+from meshweave_studies.kernels.fits import fit_attention, fit_collective
 from meshweave_studies.kernels.score import catalog_kernels, score_kernels
 from meshweave_studies.kernels.tables import results_page
 from sampling import mostly_slow

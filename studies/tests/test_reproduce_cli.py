@@ -40,6 +40,8 @@ def test_help_lists_papers(capsys: pytest.CaptureFixture[str]) -> None:
         ((*ESTIMATE, "--cluster", "tpu-v4-4x4", "--rows", "utilisation"), "cannot have 256 chips"),
         ((*ESTIMATE, "--report", "/nowhere/at/all.html"), "cannot write"),
         (("reproduce", "meshslice", "--by", "guess"), "estimate"),
+        ((*ESTIMATE, "--rows", ","), "',' names nothing"),
+        (("reproduce", "all", "--papers", "atp,meshslic", "--out", "x"), "did you mean 'meshslice'?"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -104,3 +106,16 @@ def test_python_callers_get_what_the_command_prints(capsys: pytest.CaptureFixtur
     assert select("meshslice") == Selection() and select("slicing", ["leaders"]).figures is None
     with pytest.raises(UnsupportedError, match="figures: 2, 3"):
         select("slicing", (), ["9"])
+
+
+@pytest.mark.slow
+def test_every_paper_goes_into_one_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = called(capsys, "reproduce", "all", "--papers", "slicing", "--out", str(tmp_path))
+    assert status == 0 and out.count("written to") == 2
+    page = (tmp_path / "README.md").read_text()
+    saved = json.loads((tmp_path / "slicing-cut.json").read_text())["rows"]
+    holds = sum(row["counts"] and row["verdict"] == "holds" for row in saved)
+    assert (
+        f"| [slicing, cut](slicing-cut.md) | {len(saved)} | {sum(row['counts'] for row in saved)} | {holds} |"
+        in page
+    )

@@ -7,9 +7,18 @@ from fnmatch import fnmatchcase
 import pytest
 
 from meshweave_studies.meshslice.agreement import picks_best, summary
+from meshweave_studies.meshslice.readings import READINGS
 from meshweave_studies.papers import FIGURES
 from meshweave_studies.published import listed_patterns, published_rows
-from meshweave_studies.verdict import LISTED, JudgedRow, Listed, Tolerance, count_verdicts, tolerance_of
+from meshweave_studies.verdict import (
+    LISTED,
+    JudgedRow,
+    Listed,
+    OurValue,
+    Tolerance,
+    count_verdicts,
+    tolerance_of,
+)
 
 
 def row(
@@ -92,12 +101,23 @@ def test_listed_rows_have_a_verdict_and_do_not_count() -> None:
 
 @pytest.mark.parametrize("paper", FIGURES)
 def test_what_is_listed_is_there_and_has_a_reason(paper: str) -> None:
-    ids = [entry.id for entry in published_rows(paper)]
+    entries = published_rows(paper)
+    names = [entry.id for entry in entries]
+    names += [f"{entry.id} of {subject}" for entry in entries for subject in entry.models]
+    names += [f"{entry.id} by {reading}" for entry in entries for reading in READINGS]
     for reason, patterns in listed_patterns(paper).items():
         assert reason in LISTED
         for pattern in patterns:
-            assert any(fnmatchcase(name, pattern) for name in ids), pattern
-    assert any(not entry.listed for entry in published_rows(paper))
+            assert any(fnmatchcase(name, pattern) for name in names), pattern
+    assert any(not entry.listed(subject) for entry in entries for subject in entry.models)
+
+
+def test_a_row_is_listed_for_a_subject_or_under_a_reading() -> None:
+    entry = next(entry for entry in published_rows("meshslice") if entry.id == "real_wang")
+    assert entry.listed("gpt3") == "" and entry.listed("gpt3", "public-defaults") == ""
+    assert entry.beside("gpt3", OurValue(47.0), reading="fixed-batch").listed == "fitted"
+    entry = next(entry for entry in published_rows("atp") if entry.id == "atp2_falls")
+    assert entry.listed("ic5") == "" and entry.listed("ic6") == "read again"
 
 
 @pytest.mark.parametrize("paper", FIGURES)
@@ -108,7 +128,7 @@ def test_every_gain_is_judged_by_its_own_size(paper: str) -> None:
 
 
 def test_no_number_of_meshslice_counts_twice() -> None:
-    counted = [entry for entry in published_rows("meshslice") if not entry.listed and entry.scored]
+    counted = [e for e in published_rows("meshslice") if not e.listed("gpt3") and e.scored]
     named = [
         (entry.where, model, value) for entry in counted for model, value in entry.values.items() if value
     ]

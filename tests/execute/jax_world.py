@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from meshweave.algorithms.contract import Algorithm
+from meshweave.base.errors import BindError, did_you_mean
 from meshweave.execute.numpy import numpy_dtype
-from meshweave.ir.program import Program
+from meshweave.ir.program import Call, Program
 
 FLAGS = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
 
@@ -31,6 +33,62 @@ def prepare_jax() -> Any:
     return jax
 
 
+def run_jax(
+    program: Program,
+    inputs: Mapping[str, Any],
+    mesh: Any = None,
+    calls: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    loops: Any = "unrolled",
+    in_order: bool = False,
+) -> dict[str, NDArray[Any]]:
+    """Return the whole output tensors of a program by name, run on jax devices.
+
+    Args:
+        inputs: whole input tensors by name.
+        mesh: a jax mesh of the shape of the program's; by default of the first devices of this process.
+        calls: the functions that `call` ops name, on jax arrays.
+        loops: "rolled" for loops as `lax.fori_loop`, as in `jax_source`.
+        in_order: tie the order of ops to data, as in `jax_source`.
+
+    Raises:
+        BindError: a tensor or a function is missing, or there are too few devices.
+        UnsupportedError: jax has no form for something in the program.
+    """
+    from meshweave.execute.jax.run import device_mesh, load_source
+    from meshweave.execute.jax.source import jax_source
+
+    mesh = device_mesh(program) if mesh is None else mesh
+    needed = dict.fromkeys(op.fn for op in program.expanded.ops() if isinstance(op, Call))
+    for name in needed:
+        if name not in (calls or {}):
+            raise BindError(f"no function is bound to call '{name}'{did_you_mean(name, calls or {})}")
+    source = jax_source(program, mesh.axis_names, loops=loops, in_order=in_order)
+    function = load_source(source, mesh, calls if needed else None)
+    results = function(*_arguments(program, inputs))
+    outputs = dict.fromkeys(b.tensor for b in program.buffers if b.kind == "output")
+    listed = results if isinstance(results, tuple) else (results,)
+    return {str(name): np.asarray(value) for name, value in zip(outputs, listed, strict=True)}
+
+
+def _arguments(program: Program, inputs: Mapping[str, Any]) -> list[Any]:
+    import jax
+
+    listed = []
+    for name in dict.fromkeys(
+        b.tensor for b in program.buffers if b.kind == "input" and b.tensor is not None
+    ):
+        if name not in inputs:
+            raise BindError(f"tensor {name} is an input of program {program.name} and was not given")
+        dtype = program.tensor_of[name].dtype
+        if dtype in ("float64", "int64") and not jax.config.jax_enable_x64:
+            raise BindError(
+                f"tensor {name} is {dtype}, for which jax needs jax.config.update('jax_enable_x64', True)"
+            )
+        listed.append(jax.numpy.asarray(inputs[name], dtype))
+    return listed
+
+
 def assert_equals_reference(
     algorithm: Algorithm[Any, Any],
     problem: Any,
@@ -42,8 +100,6 @@ def assert_equals_reference(
 ) -> None:
     """Assert that a program on jax devices gives what the dense reference does, exactly."""
     jax = prepare_jax()
-    from meshweave.execute.jax.run import run_jax
-
     with jax.enable_x64(True):
         functions = algorithm.functions(problem)
         outputs = run_jax(program, inputs, calls=functions, loops=loops, in_order=in_order)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
-from meshweave.execute.torch import compat, compat_observing  # noqa: E402
+from meshweave.execute.torch import compat  # noqa: E402
+from meshweave_lab.bench import observing  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 HAS_SHARD_ORDER = VERSION >= (2, 13)
@@ -19,7 +20,7 @@ HAS_SHARD_ORDER = VERSION >= (2, 13)
 
 @pytest.fixture
 def mesh():
-    with compat_observing.fake_default_group(1, 4):
+    with observing.fake_default_group(1, 4):
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
@@ -45,7 +46,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_version_of_torch():
         (
             "tensor.placement_types",
             "shard_dim_alltoall",
-            lambda: compat_observing.observe_shard_dim_alltoall(print).__enter__(),
+            lambda: observing.observe_shard_dim_alltoall(print).__enter__(),
         ),
     ],
 )
@@ -79,7 +80,7 @@ def test_group_by_name(mesh):
 
 def test_naming_groups():
     """Groups that form among their own ranks take the name that is made for them, others torch's."""
-    with compat_observing.fake_default_group(1, 4):
+    with observing.fake_default_group(1, 4):
         with compat.override_group_names(lambda ranks: f"ranks {list(ranks)}"):
             own = dist.new_group([1, 3], use_local_synchronization=True)
             of_all = dist.new_group([0, 1])
@@ -171,7 +172,7 @@ def test_symmetric_memory():
 
 
 def test_pretended_ranks():
-    with compat_observing.fake_default_group(2, 5):
+    with observing.fake_default_group(2, 5):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
         dist.all_reduce(torch.ones(3))  # returns, although nobody else is there
     assert not dist.is_initialized()
@@ -183,7 +184,7 @@ def test_watching_ops(mesh):
     seen = []
     with (
         torch.no_grad(),
-        compat_observing.observe_ops(lambda op, args: seen.append((op.namespace, op.name(), args))),
+        observing.observe_ops(lambda op, args: seen.append((op.namespace, op.name(), args))),
     ):
         a.redistribute(mesh, [Replicate(), Replicate()])
     gathers = [args for space, name, args in seen if space == "_c10d_functional" and "all_gather" in name]
@@ -200,8 +201,8 @@ def test_watching_shard_dim_alltoall(mesh):
     seen, under = [], []
     with (
         torch.no_grad(),
-        compat_observing.observe_shard_dim_alltoall(lambda *args: seen.append(args)) as is_running,
-        compat_observing.observe_ops(lambda op, args: under.append((op.namespace, is_running()))),
+        observing.observe_shard_dim_alltoall(lambda *args: seen.append(args)) as is_running,
+        observing.observe_ops(lambda op, args: under.append((op.namespace, is_running()))),
     ):
         a.redistribute(mesh, [Shard(1), Replicate()])
     assert [(tuple(one.shape), device_mesh, mesh_dim) for one, device_mesh, mesh_dim in seen] == [
@@ -246,3 +247,28 @@ def test_ops_that_stay_in_order():
 def test_ops_that_stay_in_order_where_inductor_is_not_in_use(monkeypatch):
     monkeypatch.delitem(importlib.import_module("sys").modules, "torch._inductor.lowering", raising=False)
     compat.keep_in_inductor(torch.ops.aten.add.Tensor)
+
+
+def test_inside_of_a_backward_pass():
+    seen = []
+    value = torch.ones(1, requires_grad=True)
+    value.register_hook(lambda grad: seen.append(compat.is_in_backward()))
+    (2 * value).backward()
+    assert seen == [True]
+    assert not compat.is_in_backward()
+
+
+def test_steps_of_optimizers_without_their_hooks():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.grad = torch.ones(2)
+    seen = []
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    assert compat.other_step_hooks(optimizer)
+    compat.bare_step(type(optimizer))(optimizer)
+    assert not seen
+    assert weight.tolist() == [0.5, 0.5]
+    optimizer.step()
+    assert seen == [1]
+    handle.remove()
+    assert not compat.other_step_hooks(optimizer)

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 from meshweave.base.errors import RankLostError
-from meshweave.execute.ranks.fork_server import active_fork_servers, fork_servers
+from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
+from meshweave_lab.fork_server import fork_servers
 
 pytestmark = [
     pytest.mark.gloo,
@@ -59,9 +60,9 @@ def test_ranks_of_different_servers_have_hash_seeds_of_their_own():
 
 
 def test_a_killed_server_takes_its_ranks_along_and_is_started_anew_and_the_context_ends_it():
-    outer = active_fork_servers()
+    outer = launcher.rank_starter
     with fork_servers(preload=["torch.distributed"], num_servers=1) as servers:
-        assert active_fork_servers() is servers
+        assert launcher.rank_starter is servers
         first = seen_by_ranks(1)[0]["parent"]
         with pytest.raises(
             RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"
@@ -70,7 +71,7 @@ def test_a_killed_server_takes_its_ranks_along_and_is_started_anew_and_the_conte
         second = seen_by_ranks(1)[0]["parent"]
         assert second != first
         assert Path(f"/proc/{second}").exists()
-    assert not Path(f"/proc/{second}").exists() and active_fork_servers() is outer
+    assert not Path(f"/proc/{second}").exists() and launcher.rank_starter is outer
 
 
 def test_launching_from_several_threads_keeps_the_ranks_apart():

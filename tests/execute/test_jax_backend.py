@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax
+from jax_world import assert_equals_reference, lowered, needs_jax, prepare_jax, run_jax
 
 import meshweave as mw
 from meshweave.algorithms import block
@@ -115,8 +115,6 @@ def test_layers_of_every_strategy(name: str) -> None:
 @pytest.mark.parametrize("name", ["megatron_sp", "meshslice_block", "ring_attention"])
 def test_layers_with_the_functions_of_models(name: str, family: Any) -> None:
     jax = prepare_jax()
-    from meshweave.execute.jax.run import run_jax
-
     entry = mw.algorithm(name)
     problem = replace(next(iter(entry.examples())), exact=False, dtype="float64", family=family)
     program = entry.program(problem, next(iter(entry.candidates(problem))))
@@ -158,8 +156,6 @@ def test_equal_shards_move_what_the_program_says() -> None:
 
 def test_too_few_devices_are_named() -> None:
     prepare_jax()
-    from meshweave.execute.jax.run import run_jax
-
     program = program_of("collective", mw.algorithms.Matmul2dProblem(8, 8, 8, (4, 8)))
     with pytest.raises(mw.errors.BindError, match="runs on 32 devices, and jax has 16"):
         run_jax(program, {})

@@ -12,7 +12,6 @@ import pytest
 import meshweave as mw
 from meshweave.algorithms.fused import Tiles
 from meshweave.execute.jax.source import jax_source
-from meshweave.lower import interleave, split_products
 
 
 def product_source(
@@ -87,28 +86,9 @@ def test_in_order_transfers_wait_for_the_last_product_and_their_lane() -> None:
     assert lines[product + 1 :] == ["last = c", "arrived, moved = moved.values(), {}", "return (c,)"]
 
 
-def test_a_product_waits_before_its_operand_is_sliced() -> None:
-    """So that the slice can be part of it; a piece that is read as it came waits too."""
-    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (1, 4))
-    for rings, operand in ((0, "after(a_g[0], *arrived, last)[:32]"), (1, "after(a_g_1, *arrived, last)")):
-        program = mw.algorithm("wang" if rings else "meshslice").program(
-            problem, mw.algorithms.Matmul2dConfig((1,) * 2, 4)
-        )
-        lowered = mw.lower.lower_rings(program, 1) if rings else program
-        lines = body_of(jax_source(interleave(split_products(lowered, 1 + (not rings))), in_order=True))
-        assert any(operand in line for line in lines if "product(" in line), lines
-
-
 def test_slots_that_start_as_arrays_share_none() -> None:
     lines = body_of(product_source(mesh=(2, 4), rings=1))
     assert 'a_g = [lax.empty((32, 16), "float32") for _ in range(4)]' in lines
-
-
-def test_parts_are_cast_before_they_are_joined() -> None:
-    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (2, 2), dtype="bfloat16")
-    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 2))
-    lines = body_of(jax_source(split_products(program, 2)))
-    assert lines[-1] == 'return (jnp.concatenate([part.astype("bfloat16") for part in c], axis=0),)'
 
 
 def test_names_of_the_program_do_not_hide_names_of_the_source() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.base.errors import BindError, DeadlineError, RankLostError
-from meshweave.execute.ranks import fork_server
+from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import RankError, launch
 from meshweave.execute.ranks.worker import resolve
 
@@ -33,7 +33,7 @@ def run(function, num_ranks, payload=None, **options):
 def any_start(request, monkeypatch):
     """Start ranks as other tests do, and as a user does."""
     if request.param == "new interpreters":
-        monkeypatch.setattr(fork_server, "_active", None)
+        monkeypatch.setattr(launcher, "rank_starter", None)
 
 
 def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):

@@ -21,7 +21,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.work import work_of
 from meshweave.lower import lower_chains
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import examples
 
 quick = examples(24, suppress_health_check=[HealthCheck.too_slow])

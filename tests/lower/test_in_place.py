@@ -23,7 +23,8 @@ from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Get
 from meshweave.lower import lower_one_sided, read_in_place
-from meshweave.simulate import reference, simulate
+from meshweave.simulate import simulate
+from plain_simulator import reference
 
 MESH = Mesh.of("tp", (2, 2), ("row", "col"))
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial(), Tile(0, 2, 1))

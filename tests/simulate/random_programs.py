@@ -12,6 +12,7 @@ from meshweave.cost.libraries import SIZED_KINDS
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.kernels import (
     TILE_MENUS,
     AttentionConstants,
@@ -444,7 +445,13 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
     if draw.random() < 0.4:
         chip = replace(chip, pack_launch_s=_seconds(draw), pack_bytes_per_s=draw.choice(RATES))
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
-    return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
+    network = _network(draw, chips)
+    host = _host(draw) if draw.random() < 0.4 else None
+    return Cluster("random", chip, network, "a test", host, send_buffer_bytes=room)
+
+
+def _host(draw: random.Random) -> HostRates:
+    return HostRates(_seconds(draw), _seconds(draw), _seconds(draw), waits=draw.random() < 0.5)
 
 
 def random_machine(draw: random.Random, program: Program, cluster: Cluster | None = None) -> Machine | None:

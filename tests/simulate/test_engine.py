@@ -21,8 +21,9 @@ from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_chains, lower_rings
-from meshweave.simulate import engine, reference
+from meshweave.simulate import engine
 from meshweave.simulate.columns import Columns
+from plain_simulator import reference
 from sampling import examples
 
 LONGEST_PS = 1 << 59

@@ -21,9 +21,9 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.work import Transfer
 from meshweave.lower import lower_rings
-from meshweave.simulate.flows import Flow, FlowTable, amount_left
-from meshweave.simulate.reference import simulate
 from meshweave.trace import check_order
+from plain_simulator.flows import Flow, FlowTable, amount_left
+from plain_simulator.reference import simulate
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)

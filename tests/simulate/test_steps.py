@@ -14,8 +14,8 @@ from meshweave.describe.machine.network import TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
-from meshweave.simulate.reference import simulate
-from meshweave.simulate.steps import Message, PacketChain, ShiftExchange
+from plain_simulator.reference import simulate
+from plain_simulator.steps import Message, PacketChain, ShiftExchange
 
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 LAUNCH, SYNC = 5e-4, 1e-4

@@ -4,7 +4,9 @@
 checks it and measures it.
 """
 
-from meshweave.check.runner import MeasuredProduct, RunReport, run
-from meshweave.check.verifier import Verification, VerifyReport, verify
-
-__all__ = ["MeasuredProduct", "RunReport", "Verification", "VerifyReport", "run", "verify"]
+from meshweave.check.runner import MeasuredProduct as MeasuredProduct
+from meshweave.check.runner import RunReport as RunReport
+from meshweave.check.runner import run as run
+from meshweave.check.verifier import Verification as Verification
+from meshweave.check.verifier import VerifyReport as VerifyReport
+from meshweave.check.verifier import verify as verify

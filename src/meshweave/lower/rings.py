@@ -25,7 +25,7 @@ from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceSc
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, Selector, View
-from meshweave.lower.split_products import sub_view, view_extent
+from meshweave.lower.boxes import sub_view, view_extent
 
 BACK = "_back"
 """Suffix of the lane for the second direction."""

@@ -1,6 +1,5 @@
-"""The discrete-event reading of a program: `engine` is fast, `reference` the oracle that it agrees with."""
+"""The discrete-event reading of a program; tests hold it against a simulator in plain Python."""
 
-from meshweave.simulate.engine import simulate
-from meshweave.simulate.result import LinkUse, Simulation
-
-__all__ = ["LinkUse", "Simulation", "simulate"]
+from meshweave.simulate.engine import simulate as simulate
+from meshweave.simulate.result import LinkUse as LinkUse
+from meshweave.simulate.result import Simulation as Simulation

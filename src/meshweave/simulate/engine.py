@@ -1,8 +1,13 @@
-"""The fast simulator: the reference's model (`simulate.reference`) in a C++ core, for thousands of ranks.
+"""The simulator: discrete events in a C++ core, for thousands of ranks.
+
+An op that is issued waits for its partners, then for its launch and synchronisation, then its amounts flow: FLOPs
+through the rank's compute engine, what products and copies read and write through its memory, messages through the
+memories of both ends and the links between them, max-min fairly where flows meet. Collectives run message by
+message. `tests/plain_simulator` has the same model in plain Python, in full.
 
 The core gets the program as a template in columns and expands it itself. Only the routes between chips are found
-here, because `cost.machine` knows which link carries what. The same program gives the same integers as the
-reference, op by op.
+here, because `cost.machine` knows which link carries what. The same program gives the same integers as in
+plain Python, op by op.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from meshweave.base.limits import (
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.compute import engine_amount, shape_s
+from meshweave.cost.issue import host_columns
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
@@ -43,7 +49,7 @@ _IDLE = "too many statements"
 
 
 def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Simulation:
-    """Return the simulation of a program on a machine with contention; its times equal `simulate.reference`.
+    """Return the simulation of a program on a machine with contention; its times are those of plain Python.
 
     Args:
         limited: refuse a program that takes more than seconds, as `base.limits` says.
@@ -106,6 +112,7 @@ def _machine_columns(machine: Machine, names: list[str], works: list[tuple[str, 
             to_ps(chip.pack_launch_s),
             int(chip.pack_bytes_per_s),
         ),
+        "host": _column(*(host_columns(machine.cluster.host) if machine.cluster.host else ())),
         "flop_rates": _column(*(flops_per_s(chip, call, dtype) for call, dtype in works)),
         "num_directions": _column(*(machine.num_directions(name) for name in names)),
         "rails": _column(*(int(machine.uses_rails(name)) for name in names)),

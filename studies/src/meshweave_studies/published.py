@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,18 +36,30 @@ class PublishedRow:
     scored: bool
     fitted: bool
     why: dict[str, str]
-    listed: Listed = ""
+    patterns: Mapping[Listed, Sequence[str]] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[str, ...]:
         """What the row is computed for."""
         return tuple(self.values) or MODELS
 
-    def beside(self, subject: str, ours: OurValue, fits: bool = True) -> JudgedRow:
+    def listed(self, subject: str, reading: str = "") -> Listed:
+        """Return why the row of one of `models` is listed under a reading of the paper; "" where it counts.
+
+        A pattern of `listed.toml` is that of an id, of "ID of SUBJECT" or of "ID by READING".
+        """
+        names = (self.id, f"{self.id} of {subject}", f"{self.id} by {reading}")
+        for reason, patterns in self.patterns.items():
+            if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+                return reason
+        return ""
+
+    def beside(self, subject: str, ours: OurValue, fits: bool = True, reading: str = "") -> JudgedRow:
         """Return the row of one of `models`, our value beside the published one.
 
         Args:
             fits: whether constants were fitted for ours, so that rows for fits (`fitted`) do not count.
+            reading: the reading of the paper by which it is ours.
         """
         return JudgedRow(
             self.id,
@@ -63,7 +75,7 @@ class PublishedRow:
             self.why.get(subject, ""),
             ours.detail,
             ours.reason,
-            "fitted" if self.fitted and fits else self.listed,
+            "fitted" if self.fitted and fits else self.listed(subject, reading),
         )
 
 
@@ -74,7 +86,7 @@ def published_rows(paper: str) -> tuple[PublishedRow, ...]:
 
 
 def listed_patterns(paper: str) -> dict[Listed, list[str]]:
-    """Return the ids of rows that are listed and do not count, by reason; `*` stands for any text."""
+    """Return the patterns of rows that are listed and do not count, by reason; `*` stands for any text."""
     patterns: dict[Listed, list[str]] = _load("listed").get(paper, {})
     return patterns
 
@@ -104,10 +116,9 @@ def _number(value: float | str) -> float:
 
 def _row(entry: dict[str, Any], listed: Mapping[Listed, Sequence[str]]) -> PublishedRow:
     values = {name: _number(value) for name, value in entry.items() if name not in _KEYS}
-    why, name = entry.get("why", ""), entry["id"]
-    reasons = [reason for reason, ids in listed.items() if any(fnmatchcase(name, wanted) for wanted in ids)]
+    why = entry.get("why", "")
     return PublishedRow(
-        name,
+        entry["id"],
         entry["what"],
         entry["where"],
         entry["unit"],
@@ -116,7 +127,7 @@ def _row(entry: dict[str, Any], listed: Mapping[Listed, Sequence[str]]) -> Publi
         entry.get("scored", True),
         entry.get("use") == "cal",
         why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH, *values), why),
-        reasons[0] if reasons else "",
+        listed,
     )
 
 
@@ -172,11 +183,13 @@ class PaperRows(Generic[StudyT]):
     reading: NamedReading | None = None
     fits: bool = True
 
-    def row(self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None) -> JudgedRow:
-        """Return one row, computed for a subject; `fits` says whether constants were fitted for it."""
+    def row(
+        self, study: StudyT, entry: PublishedRow, subject: str, fits: bool | None = None, reading: str = ""
+    ) -> JudgedRow:
+        """Return one row, computed for a subject by a reading; `fits`: whether constants were fitted for it."""
         value = self.ours[entry.id](study, subject)
         value = value if isinstance(value, OurValue) else OurValue(value)
-        return entry.beside(subject, value, self.fits if fits is None else fits)
+        return entry.beside(subject, value, self.fits if fits is None else fits, reading)
 
     def __call__(
         self,
@@ -202,6 +215,6 @@ class PaperRows(Generic[StudyT]):
         jobs = [(entry, subject) for entry in entries for subject in entry.models]
         out = []
         for number, (entry, subject) in enumerate(jobs):
-            out.append(self.row(study, entry, subject, fits))
+            out.append(self.row(study, entry, subject, fits, reading.name if reading else ""))
             progress(number + 1, len(jobs))
         return out

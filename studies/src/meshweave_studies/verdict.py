@@ -19,12 +19,13 @@ GAIN_AMOUNT, NEAR_GAIN = 0.25, 0.5
 """A gain holds within a quarter of itself, and is near within half of itself."""
 GAIN_UNITS = ("% faster", "% longer", "% lost")
 """Units of gains and losses: differences of two times or rates, which are judged by their own size."""
-Listed = Literal["", "identity", "read again", "follows", "cannot fail", "our goal", "fitted"]
+Listed = Literal["", "identity", "read again", "follows", "cannot fail", "one side", "our goal", "fitted"]
 LISTED: dict[Listed, str] = {
     "identity": "by definition or by an equation of the paper",
     "read again": "another reading of a number that counts elsewhere",
     "follows": "arithmetic of rows that count",
     "cannot fail": "true by construction here",
+    "one side": "the text has no number, and nearly any constants give the sign",
     "our goal": "not published",
     "fitted": "constants were fitted on it",
 }

@@ -212,14 +212,14 @@ def _fake_device_mesh(rank: int, mesh: Mesh) -> Iterator[Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from meshweave.execute.torch import compat_observing
+    from meshweave_lab.bench import observing
 
     if dist.is_initialized():
         raise UnsupportedError(
             "traffic is counted with a process group of its own; this process has one already"
         )
     serial = next(_serial)
-    with compat_observing.fake_default_group(rank, mesh.num_ranks):
+    with observing.fake_default_group(rank, mesh.num_ranks):
         names = tuple(f"{axis}_{serial}" for axis in mesh.axes)
         yield init_device_mesh("cpu", mesh.shape, mesh_dim_names=names)
 
@@ -227,7 +227,7 @@ def _fake_device_mesh(rank: int, mesh: Mesh) -> Iterator[Any]:
 @contextmanager
 def _count_collectives() -> Iterator[list[DTensorCollective]]:
     """Give a list that collects the collectives of the block, in the order of issue."""
-    from meshweave.execute.torch import compat_observing
+    from meshweave_lab.bench import observing
 
     moved: list[DTensorCollective] = []
 
@@ -235,13 +235,13 @@ def _count_collectives() -> Iterator[list[DTensorCollective]]:
         num_bytes = local.numel() * local.element_size()
         moved.append(DTensorCollective("all_to_all", mesh.size(mesh_dim), num_bytes))
 
-    with compat_observing.observe_shard_dim_alltoall(count_all_to_all) as is_in_all_to_all:
+    with observing.observe_shard_dim_alltoall(count_all_to_all) as is_in_all_to_all:
 
         def count_collective(op: Any, args: tuple[Any, ...]) -> None:
             if op.namespace in _FUNCTIONAL and not is_in_all_to_all():
                 moved.extend(_collectives(op.name().split("::")[1].split(".")[0], args))
 
-        with compat_observing.observe_ops(count_collective):
+        with observing.observe_ops(count_collective):
             yield moved
 
 

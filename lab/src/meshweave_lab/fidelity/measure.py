@@ -16,12 +16,12 @@ from meshweave.base.units import format_s
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate.timeline import timeline
-from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
 from meshweave.ir.program.text import to_text
 from meshweave.simulate import simulate
 from meshweave.trace import Span, Trace, merge
 from meshweave_lab.bench.yardsticks import matmul_machine
 from meshweave_lab.fidelity.cases import FidelityCase, seeded_cases, with_pace_of_ranks
+from meshweave_lab.fidelity.clocks import ClockOffset, align, offset_at
 from meshweave_lab.lab import Lab, RunningLab
 
 GOAL_MEAN, GOAL_WORST = 0.05, 0.15

@@ -36,8 +36,8 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from meshweave.execute.ranks.clocks import clock_offsets
     from meshweave.execute.torch.context import TorchContext
+    from meshweave_lab.fidelity.clocks import clock_offsets
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.

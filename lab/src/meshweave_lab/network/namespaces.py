@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.owner import Owner
-from meshweave.execute.ranks.namespaces import (
+from meshweave_lab.network.entering import (
     NAMED_NAMESPACES,
     enter_named_namespace,
     enter_network_namespace,

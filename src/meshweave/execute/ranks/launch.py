@@ -23,7 +23,6 @@ from meshweave.base import errors
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.ranks.fork_server import ForkRequest, active_fork_servers
 from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token
 
@@ -75,8 +74,8 @@ def launch(
     """Run `function(context, payload)` in `num_ranks` processes on this host, and return the result of each rank.
 
     Needs torch. The ranks inherit stdout, stderr and the environment. No rank outlives the call or this process.
-    Inside `fork_servers` the ranks are forks of processes that have imported torch already. An error that comes
-    from the ranks has an attribute `reports`, a dict from each rank without a result to its error in one line.
+    An error that comes from the ranks has an attribute `reports`, a dict from each rank without a result to its
+    error in one line.
 
     Args:
         target: "package.module:function", importable in a new interpreter (see `env`). It is given a
@@ -165,7 +164,7 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
 
 
 class _Process(Protocol):
-    """A started rank: a new interpreter (`subprocess.Popen`) or a fork (`ForkedRank`)."""
+    """A started rank: a new interpreter (`subprocess.Popen`), or what a `RankStarter` started."""
 
     @property
     def pid(self) -> int: ...
@@ -173,6 +172,22 @@ class _Process(Protocol):
     def wait(self, timeout: float) -> int: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
+
+
+class RankStarter(Protocol):
+    """What starts ranks otherwise than as new interpreters; the lab forks them from processes with torch."""
+
+    def can_start(self, environment: Mapping[str, str]) -> bool:
+        """Return whether it starts a rank with these environment variables."""
+
+    def start(
+        self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
+    ) -> _Process:
+        """Return a started rank; `folder` is that of the job, `is_ours` whether it runs a function of ours."""
+
+
+rank_starter: RankStarter | None = None
+"""Starts the ranks of every launch that it can start, for as long as it is set."""
 
 
 @dataclass
@@ -194,17 +209,9 @@ class _LaunchedRanks:
             self._start(rank, environment, place)
 
     def _start(self, rank: int, environment: dict[str, str], place: RankPlace) -> None:
-        servers, namespace = active_fork_servers(), place.network_namespace
-        if servers is not None and not place.prefix and servers.can_start(environment):
-            request = ForkRequest(
-                str(self.folder),
-                environment,
-                str(Path.cwd()),
-                self.is_ours,
-                network_namespace=namespace,
-                startup=place.fork_startup,
-            )
-            self.running[rank] = servers.start(rank, request)
+        starter, namespace = rank_starter, place.network_namespace
+        if starter is not None and not place.prefix and starter.can_start(environment):
+            self.running[rank] = starter.start(rank, self.folder, environment, place, is_ours=self.is_ours)
             return
         # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
         safe = ["-P"] if self.is_ours else []

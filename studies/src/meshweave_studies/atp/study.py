@@ -34,13 +34,13 @@ from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import with_axes
-from meshweave.describe.model.attention import ops_besides_fc_layers
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Lane, Op, Program, Statement, rewrite
 from meshweave.ir.work import Compute
 from meshweave.simulate import simulate
 from meshweave.tune.blocks import MeshShape, block_machine
+from meshweave_studies.layer_operations import ops_besides_fc_layers
 
 TABLE_2 = "ATP, table 2"
 MODELS = {
@@ -122,7 +122,7 @@ def with_products(cluster: Cluster, share: float) -> Cluster:
 def with_unfused_attention(cluster: Cluster, model: Transformer) -> Cluster:
     """Return a machine whose calls of attention take as long as its operations one by one.
 
-    Each is a roofline of its FLOPs and bytes as `describe.model.attention` counts them, with scores and dropout.
+    Each is a roofline of its FLOPs and bytes as `layer_operations` counts them, with scores and dropout.
     """
     chip, seconds = cluster.chip, 0.0
     for op in ops_besides_fc_layers(model, LOAD):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshweave.base.outputs import claim_output, write_file
 from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import OutputOption, print_json, progress_bar
+from meshweave.cli.options import progress_bar
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave_studies.cli.reproduce_all import every_paper
+from meshweave_studies.cli.reproduce_measured import kernels, nccl, published
 from meshweave_studies.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave_studies.published import reading_named
 
@@ -34,6 +34,11 @@ class ProductTiming(StrEnum):
 @reproduce.callback()
 def papers() -> None:
     """Compute the published results of papers again: tables with verdicts, and the papers' figures."""
+
+
+reproduce.command("all")(every_paper)
+for measured in (kernels, nccl, published):
+    reproduce.command()(measured)
 
 
 @reproduce.command()
@@ -59,10 +64,10 @@ def meshslice(
             "that of the reading."
         ),
     ] = "",
-    rows: Rows = "",
+    rows: Rows = None,
     figures: Annotated[
-        str, typer.Option(help="Compute only these figures: some of 9 to 14, separated by commas.")
-    ] = "",
+        str | None, typer.Option(help="Compute only these figures: some of 9 to 14, separated by commas.")
+    ] = None,
     out: Out = None,
     png: Png = False,
     report: Report = None,
@@ -109,10 +114,10 @@ class SlicingOptions:
             help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
         ),
     ] = "all-factors"
-    rows: Rows = ""
+    rows: Rows = None
     figures: Annotated[
-        str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
-    ] = ""
+        str | None, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
+    ] = None
     every: Annotated[
         bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
     ] = False
@@ -169,10 +174,10 @@ def alpacomm(
             "(rivals by their public code) or alpa-messages."
         ),
     ] = "bandwidth",
-    rows: Rows = "",
+    rows: Rows = None,
     figures: Annotated[
-        str, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
-    ] = "",
+        str | None, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
+    ] = None,
     out: Out = None,
     png: Png = False,
     report: Report = None,
@@ -201,10 +206,10 @@ def alpacomm(
 
 @reproduce.command()
 def atp(
-    rows: Rows = "",
+    rows: Rows = None,
     figures: Annotated[
-        str, typer.Option(help="Compute only these figures: some of 10 to 12, separated by commas.")
-    ] = "",
+        str | None, typer.Option(help="Compute only these figures: some of 10 to 12, separated by commas.")
+    ] = None,
     out: Out = None,
     png: Png = False,
     report: Report = None,
@@ -226,138 +231,9 @@ def atp(
     outputs.write(reproduce_atp(selection, progress_bar=progress_bar))
 
 
-@reproduce.command()
-def kernels(
-    cases: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measured products, attentions or collectives (CSV); which it is follows from the columns. "
-            "Default: the rows of the catalog, to which its constants are fitted."
-        ),
-    ] = None,
-    constants: Annotated[
-        str,
-        typer.Option(
-            "--kernels",
-            help="A kernels file to score for all devices of the file, instead of the catalog's by device.",
-        ),
-    ] = "",
-    json: Json = False,
-) -> None:
-    """Score the times of products, attention and collectives by their shape against measured ones.
-
-    Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are
-    priced by the model of the chip's constants, and by a table of the measured products that the catalog has.
-    Devices without constants are named and count nowhere. Times of TPUs are those that their compiler expects.
-
-    Example: meshweave reproduce kernels --cases gemm.csv
-    """
-    from meshweave.describe.machine.kernels_file import load_kernels
-    from meshweave.describe.machine.measured_file import (
-        SHIPPED,
-        TPU_PRODUCTS,
-        read_measured,
-        shipped_measured,
-    )
-    from meshweave_studies.kernels.score import catalog_kernels, overall, score_kernels
-    from meshweave_studies.kernels.tables import score_table
-
-    given = load_kernels(constants) if constants else None
-    files = {"": read_measured(cases)} if cases is not None else {x: shipped_measured(x) for x in SHIPPED}
-    scores = {}
-    for name, measured in files.items():
-        scored = score_kernels(measured, (lambda _: given) if given else catalog_kernels)
-        title = "products, TPU compiler" if name == TPU_PRODUCTS else measured.kind
-        scores[title] = [*scored, *overall(scored)]
-    if json:
-        print_json({kind: [score.to_json() for score in scored] for kind, scored in scores.items()})
-        return
-    for kind, scored in scores.items():
-        typer.echo(f"{kind}\n\n{score_table(scored)}")
-
-
-@reproduce.command()
-def nccl(report: Report = None, json: Json = False) -> None:
-    """Predict bus bandwidths of collectives across hosts beside those that nccl-tests printed.
-
-    Published runs on hosts of A100 and H100, 16 to 256 GPUs, 1 MiB to 4 GiB. A row is a hit within 15 %.
-
-    Example: meshweave reproduce nccl
-    """
-    from meshweave_studies.nccl.score import bandwidth_rows
-    from meshweave_studies.nccl.tables import bandwidth_page, bandwidth_table, summary_line
-
-    if report is not None:
-        claim_output(report, "--report")
-    rows = bandwidth_rows()
-    if report is not None:
-        write_file(report, bandwidth_page(rows))
-    if json:
-        print_json([row.to_json() for row in rows])
-        return
-    typer.echo(f"{bandwidth_table(rows)}\n{summary_line(rows)}")
-
-
-@reproduce.command()
-def published(
-    cases: Annotated[
-        Path | None,
-        typer.Option(
-            help="Published training runs (CSV), one a row. Default: those that ship with the package."
-        ),
-    ] = None,
-    worst: Annotated[
-        int, typer.Option(help="How many of the rows with the largest errors to list.", min=0)
-    ] = 10,
-    report: Annotated[Path | None, OutputOption(help="Write the tables as a Markdown page here.")] = None,
-    scores: Annotated[
-        Path | None,
-        OutputOption(help="Write the errors with their chips here (CSV), as the wheel ships them."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Predict published training runs, and score step time (or MFU, tokens/s) and memory by source.
-
-    Each row states model, chips, degrees and a figure, with its source. What cannot be predicted is listed with
-    the reason. Software stacks have at most five named constants each, fitted on half of the families of models.
-
-    Example: meshweave reproduce published --cases runs.csv
-    """
-    from meshweave_studies.training_runs.best_of_sweeps import cells_line, cells_table, sweep_cells
-    from meshweave_studies.training_runs.rows import read_runs, shipped_runs
-    from meshweave_studies.training_runs.score import score_runs, source_scores, summary_of
-    from meshweave_studies.training_runs.sweeps import sweep_table, sweeps_of
-    from meshweave_studies.training_runs.tables import runs_page, runs_table, scores_csv
-
-    runs = read_runs(cases) if cases is not None else shipped_runs()
-    with progress_bar("runs") as progress:
-        rows = score_runs(runs, progress=progress)
-    sweeps = sweeps_of(runs, rows)
-    with progress_bar("sweeps") as progress:
-        cells = sweep_cells(runs, progress)
-    cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}" if cells else ""
-    if report is not None:
-        write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
-    if scores is not None:
-        write_file(scores, scores_csv(rows))
-    if json:
-        sources = [score.to_json() for score in source_scores(rows)]
-        print_json(
-            {
-                "summary": summary_of(rows).to_json(),
-                "sources": sources,
-                "sweeps": [sweep.to_json() for sweep in sweeps],
-                "cells": [cell.to_json() for cell in cells],
-                "rows": [row.to_json() for row in rows],
-            }
-        )
-        return
-    typer.echo(runs_table(rows, worst) + (f"\n\n{cells_text}" if cells_text else ""))
-
-
 @reproduce.command(name="zero-bubble")
 def zero_bubble(
-    rows: Rows = "",
+    rows: Rows = None,
     out: Out = None,
     png: Png = False,
     report: Report = None,
@@ -381,10 +257,11 @@ def zero_bubble(
 
 @reproduce.command()
 def t3(
-    rows: Rows = "",
+    rows: Rows = None,
     figures: Annotated[
-        str, typer.Option(help="Compute only these figures: 4, 6, or some of 14 to 20, separated by commas.")
-    ] = "",
+        str | None,
+        typer.Option(help="Compute only these figures: 4, 6, some of 14 to 20, separated by commas."),
+    ] = None,
     out: Out = None,
     png: Png = False,
     report: Report = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshweave_studies import Reproduction
 
 Rows = Annotated[
-    str, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
+    str | None, typer.Option(help="Compute only these rows: ids separated by commas, as --json shows them.")
 ]
 Out = Annotated[
     Path | None,
@@ -33,9 +33,12 @@ Report = Annotated[
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list, empty for an empty text."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def split_names(text: str | None) -> tuple[str, ...]:
+    """Return the names in a comma-separated list; of None none. Raises UnsupportedError where a text has none."""
+    names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+    if text is not None and not names:
+        raise UnsupportedError(f"'{printable(text)}' names nothing; without the option, all are computed")
+    return names
 
 
 @dataclass(frozen=True)

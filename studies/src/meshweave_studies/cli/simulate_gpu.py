@@ -34,38 +34,33 @@ class ArbitrationPolicy(StrEnum):
     communication_aware = "communication-aware"
 
 
-ArbitrationOption = Annotated[
-    ArbitrationPolicy | None,
-    typer.Option(
-        help="How memory controllers choose between computing and communication; "
-        "communication-aware is T3's MCA. Default: round-robin."
-    ),
-]
-ThresholdOption = Annotated[
-    str,
-    typer.Option(
-        help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes 5, "
-        "10, 30 or none by how full the queues are while the first work groups run alone."
-    ),
-]
-StarvationOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
-        "the GPU's.",
-        min=1,
-        max=1 << 20,
-    ),
-]
-
-
 @dataclass(frozen=True)
 class GpuOptions:
     """How the memory arbitrates, and what is written."""
 
-    arbitration: ArbitrationOption = None
-    threshold: ThresholdOption = "auto"
-    starvation: StarvationOption = None
+    arbitration: Annotated[
+        ArbitrationPolicy | None,
+        typer.Option(
+            help="How memory controllers choose between computing and communication; "
+            "communication-aware is T3's MCA. Default: round-robin."
+        ),
+    ] = None
+    threshold: Annotated[
+        str,
+        typer.Option(
+            help="Of communication-aware: communication is issued while a queue has fewer entries; 'auto' takes "
+            "5, 10, 30 or none by how full the queues are while the first work groups run alone."
+        ),
+    ] = "auto"
+    starvation: Annotated[
+        int | None,
+        typer.Option(
+            help="Of communication-aware: cycles of the memory after which communication goes first. Default: "
+            "the GPU's.",
+            min=1,
+            max=1 << 20,
+        ),
+    ] = None
     trace: Annotated[
         Path | None, OutputOption(help="Write a Chrome / Perfetto trace with memory as counter tracks.")
     ] = None

@@ -8,8 +8,8 @@ comes back to it as what its neighbour sent at the same time.
 
 from __future__ import annotations
 
-from meshweave_studies.gpu.lower import lower
-from meshweave_studies.gpu.machine import simulate_in_detail
-from meshweave_studies.gpu.run import Arbiter, GpuRun, run
-
-__all__ = ["Arbiter", "GpuRun", "lower", "run", "simulate_in_detail"]
+from meshweave_studies.gpu.lower import lower as lower
+from meshweave_studies.gpu.machine import simulate_in_detail as simulate_in_detail
+from meshweave_studies.gpu.run import Arbiter as Arbiter
+from meshweave_studies.gpu.run import GpuRun as GpuRun
+from meshweave_studies.gpu.run import run as run

@@ -293,6 +293,3 @@ def _store_of(op: Matmul, is_remote: bool) -> StoreTarget:
     if is_remote:
         return StoreTarget.REMOTE_UPDATE if op.release.update else StoreTarget.REMOTE
     return StoreTarget.LOCAL_UPDATE if op.release.update else StoreTarget.LOCAL
-
-
-__all__ = ["BLOCK_BYTES", "lower"]

@@ -91,6 +91,3 @@ def _outline(program: Program, rank: int) -> Iterator[tuple[Any, ...]]:
     for bound in program.expanded.ops_on_rank(rank):
         op = bound.op
         yield op.kind, op.lane, tuple((mode, view.buffer, view.shape) for mode, view in op.accesses())
-
-
-__all__ = ["simulate_in_detail"]

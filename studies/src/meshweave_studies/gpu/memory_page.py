@@ -124,6 +124,3 @@ def _steps(times_ps: Sequence[int], values: Sequence[float], last: int, count: i
         sums[place] += value
         seen[place] += 1
     return [total / max(number, 1) for total, number in zip(sums, seen, strict=True)]
-
-
-__all__ = ["draw_counters", "memory_page"]

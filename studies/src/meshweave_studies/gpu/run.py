@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshweave._core import ProgramFault, run_channel, run_gpus
+from meshweave._core import ProgramFault as ProgramFault
+from meshweave._core import run_channel as run_channel
+from meshweave._core import run_gpus as run_gpus
 from meshweave.describe.machine.gpu import ARBITRATIONS, Arbitration, GpuFile
 from meshweave_studies.gpu.kernels import Column, Kernels, Source
 
@@ -172,6 +174,3 @@ def _controller(gpu: GpuFile, arbiter: Arbiter) -> Column:
         ],
         dtype=np.int64,
     )
-
-
-__all__ = ["BIN_PS", "Arbiter", "GpuRun", "ProgramFault", "columns_of", "run", "run_channel", "run_gpus"]

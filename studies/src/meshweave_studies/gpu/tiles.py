@@ -84,6 +84,3 @@ def estimated_ps(gpu: GpuFile, tile: TileChoice, m: int, n: int, k: int, item_by
 def _slots(gpu: GpuFile, area: int) -> int:
     """Return how many tiles of an area fit where the machine's do at once."""
     return max(1, min(MOST_SLOTS, gpu.slots * gpu.tile[0] * gpu.tile[1] // area))
-
-
-__all__ = ["PARTIAL_BYTES", "SPLITS", "TileChoice", "choose_tile", "estimated_ps"]

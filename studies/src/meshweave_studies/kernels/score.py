@@ -17,10 +17,10 @@ from meshweave.cost.products import product_seconds
 from meshweave.describe.catalog import kernels_names
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.describe.machine.measured_file import ATTENTION as ATTENTION
+from meshweave.describe.machine.measured_file import COLLECTIVES as COLLECTIVES
+from meshweave.describe.machine.measured_file import PRODUCTS as PRODUCTS
 from meshweave.describe.machine.measured_file import (
-    ATTENTION,
-    COLLECTIVES,
-    PRODUCTS,
     MeasuredKernel,
     MeasuredKernels,
     product_dtypes,
@@ -180,6 +180,3 @@ def overall(scores: Sequence[Score]) -> list[Score]:
             worst = max(score.worst or 0 for score in chosen)
             out.append(Score("all", "all", method, subset, rows, round(mean, 4), None, worst))
     return out
-
-
-__all__ = ["ATTENTION", "COLLECTIVES", "PRODUCTS", "Score", "score_kernels"]

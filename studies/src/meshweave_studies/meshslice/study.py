@@ -15,7 +15,7 @@ from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import RingNetwork
 from meshweave.describe.model import load_model
-from meshweave.describe.model.workload import Workload, block_gemms
+from meshweave.describe.model.workload import Workload
 from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.product import SearchCounts
@@ -143,8 +143,9 @@ class MeshSliceStudy:
         return block_products(layers, flows, tokens, shape, self.experiment.dtype)
 
     def flops(self, block: FcBlock) -> int:
-        """Return the FLOPs of the products of a block."""
-        return sum(gemm.flops for gemm in block_gemms(load_model(block.model), self.workload(block)))
+        """Return the FLOPs of the products of a block: 2 for each weight and token, in each of three passes."""
+        layers = load_model(block.model).fc_layers()
+        return 6 * self.workload(block).tokens * sum(one.in_features * one.out_features for one in layers)
 
     # --- choosing -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ fixed before any row:
 
 `counted`: what a layer does besides, by count. The other products (forward those of IP and FC-1; backward the
 input gradients of OP and FC-2 and all weight gradients) at the rate of the simulated ones; attention and
-element-wise operations of `describe.model.attention`, without fused attention as in the paper, at the GPU's
+element-wise operations of `layer_operations`, without fused attention as in the paper, at the GPU's
 peak rates, those over the heads and the FFN's inner size sliced and the others not; Adam on the rank's
 parameters when training.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.describe.machine.gpu import load_gpu
-from meshweave.describe.model.attention import ops_besides_fc_layers
+from meshweave_studies.layer_operations import ops_besides_fc_layers
 from meshweave_studies.t3.models import BACKWARD, FORWARD, MODELS, SubLayer
 from meshweave_studies.t3.study import GPU, T3Study
 from meshweave_studies.zero_bubble.models import OPTIMIZER_BYTES_PER_PARAMETER

@@ -33,8 +33,10 @@ from meshweave.execute.jax.source import jax_source
 from meshweave.execute.jax.tpu import TpuTarget, require_tpu_compiler, tpu_devices
 from meshweave.ir.program import Program
 from meshweave.ir.work import Transfer
-from meshweave.lower import interleave, lower_rings, split_products
+from meshweave.lower import lower_rings
+from meshweave_studies.tpu.interleave import interleave
 from meshweave_studies.tpu.scheduled_module import ModuleCollective, ScheduledModule
+from meshweave_studies.tpu.split_products import split_products
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -60,7 +62,7 @@ class Emission:
         ring_directions: 0 for collectives as they are, 1 or 2 for rings of permutes.
         num_parts: the parts into which each product is cut.
         along_sum: whether these are terms of a sum, rather than parts of the result.
-        in_order: whether each transfer waits for the product before it, in the order of `lower.interleave`.
+        in_order: whether each transfer waits for the product before it, in the order of `tpu.interleave`.
         most_beside: the most transfers beside one product, where it is in order; None for one of each lane.
         options: of the compiler.
     """

@@ -17,14 +17,28 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave_studies.training_runs.clusters import cluster_of
+from meshweave_studies.training_runs.left_out import left_out_reason
 from meshweave_studies.training_runs.models import NoPredictionError, model_of, with_source_columns
+from meshweave_studies.training_runs.routed_runs import dispatcher_of, on_expert_ranks
 from meshweave_studies.training_runs.rows import PublishedRun
 from meshweave_studies.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_MICRO_BATCHES = 2**14
 """More of them on a pipeline than any run has, and than schedules are made of in a second."""
-_LOW_PRECISION = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
+_PRECISIONS = (
+    (r"nvfp4", (), "nvfp4"),
+    (r"mxfp8", (), "mxfp8"),
+    (r"rowwise", ("torchtitan",), "fp8-token"),
+    (r"fp8|float8", ("Megatron-Bridge", "torchtitan"), "fp8-current"),
+    (r"fp8|float8", (), "fp8-delayed"),
+)
+"""Patterns of a row's words, words of its source, any of which names it (none: any source), and the recipe.
+
+That FP8 of Megatron-Bridge and of torchtitan has scales that follow from the tensor itself, and that of NeMo,
+llm-foundry, dgxc-benchmarking and MLPerf 5.0 scales of the last steps, is a reading: rows say FP8 alone.
+"""
+_UNKNOWN_PRECISION = re.compile(r"mxfp4|mxfp6|fp4|int8", re.IGNORECASE)
 _SCHEDULES = (("zb-1p", "zb-1p"), ("zb-2p", "zb-2p"), ("zb-h1", "zb-h1"), ("zb-v", "zbv"))
 
 
@@ -52,28 +66,48 @@ class RunCase:
         """Return what makes two rows figures of the same run."""
         of, model = self.problem, self.problem.model
         shape = model.num_layers, model.hidden, model.layer.counts["ffn"]
-        return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.sequence, self.choices
+        sizes = of.cluster.name, of.cluster.num_chips, of.batch, of.sequence
+        return *shape, *sizes, of.precision, self.choices
+
+
+def _adapted(software: SoftwareStack, words: _Words) -> SoftwareStack:
+    """Return a stack as a run says that it was: by autocast, or compiled."""
+    if words.is_amp:
+        software = replace(software, stops_early=True)
+    if not words.is_compiled:
+        return software
+    return replace(
+        software,
+        forward=UnfusedKernels(),
+        backward=UnfusedKernels(),
+        recomputes_gate=True,
+        copies_norm_inputs=False,
+    )
 
 
 def case_of(
-    run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None
+    run: PublishedRun,
+    constants: SoftwareStack | None = None,
+    attention: float | None = None,
+    *,
+    experts: bool = False,
 ) -> RunCase:
     """Return the problem and parallelism of a run.
 
     Args:
         constants: those of the stack; by default those that ship with the package.
         attention: the rate of its kernel of attention over the measured one; by default likewise.
+        experts: whether runs of models with experts are predicted.
 
     Raises:
         NoPredictionError: it cannot be predicted; the reason.
     """
+    if reason := left_out_reason(run):
+        raise NoPredictionError(reason)
     run = with_source_columns(run)
-    model, stack = model_of(run), stack_of(run)
-    if _LOW_PRECISION.search(run.config) or _LOW_PRECISION.search(run.source.rpartition(":")[2]):
-        raise NoPredictionError(
-            "products in eight or four bits: rates of such training kernels are not known"
-        )
-    if stack.needs_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
+    model, stack = model_of(run, experts=experts), stack_of(run)
+    precision = precision_of(run)
+    if stack.needs_precision and not precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
         raise NoPredictionError("the precision is not stated")
     cluster, words = cluster_of(run), _Words(run)
     # sources print what the allocator has, in memory of which makers' sizes leave out the rest
@@ -83,7 +117,7 @@ def case_of(
     seq = run.count("seq")
     if seq is None:
         raise NoPredictionError("the sequence length is not stated")
-    recompute = words.recompute or stack.recompute
+    recompute = stack.recomputes_instead or words.recompute or stack.recompute
     choices = tuple(
         replace(degrees, micro_batch=size, virtual_stages=virtual, recompute=recompute)
         for size, virtual in product(
@@ -101,29 +135,42 @@ def case_of(
         )
     if not words.is_sequence_parallel(stack.is_sequence_parallel):
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
+    if model.is_routed:
+        choices = tuple(_with_experts(run, choice) for choice in choices)
     if attention is None:
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
-    software = software_of(stack) if constants is None else constants
-    if words.is_amp:
-        software = replace(software, stops_early=True)
-    if words.is_compiled:
-        software = replace(
-            software,
-            forward=UnfusedKernels(),
-            backward=UnfusedKernels(),
-            recomputes_gate=True,
-            copies_norm_inputs=False,
-        )
+    software = _adapted(software_of(stack) if constants is None else constants, words)
     loss = stack.compiled_loss if words.is_compiled else stack.loss
     gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
             attention_share=attention, loss=loss, stack=software, overlap="layers", reserve=0.0,
+            precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None
     return RunCase(run, stack, problem, choices, words.recomputed_share, words.kept_operators)
+
+
+def _with_experts(run: PublishedRun, choice: Parallelism) -> Parallelism:
+    try:
+        return on_expert_ranks(run, choice)
+    except MeshweaveError as error:
+        raise NoPredictionError(str(error)) from None
+
+
+def precision_of(run: PublishedRun) -> str | None:
+    """Return the recipe of the products of a run's layers, None for 16 bits. Raises NoPredictionError."""
+    words = f"{run.config} {run.source.rpartition(':')[2]}"
+    for pattern, sources, name in _PRECISIONS:
+        if re.search(pattern, words, re.IGNORECASE) and (
+            not sources or any(s in run.source for s in sources)
+        ):
+            return name
+    if _UNKNOWN_PRECISION.search(words):
+        raise NoPredictionError("products in eight or four bits by a recipe that is not known")
+    return None
 
 
 class _Words:

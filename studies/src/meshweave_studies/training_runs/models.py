@@ -16,17 +16,20 @@ from typing import Any
 from meshweave.describe.files import parse_table
 from meshweave.describe.model import load_model
 from meshweave.describe.model.transformer import Transformer
+from meshweave_studies.training_runs.routed_runs import exclusion, routed_model
 from meshweave_studies.training_runs.rows import COUNTS, PublishedRun
 
 _FILE = "training_models.toml"
 _EXPERTS = re.compile(
-    r"deepseek|gpt[ _-]?oss|kimi|mixtral|[ _-]a\d+b\b|nemotron[ _-]?[345]|\bmoe\b|experts", re.IGNORECASE
+    r"deepseek|grok|gpt[ _-]?oss|kimi|mixtral|[ _-]a\d+b\b|nemotron[ _-]?(?:3|5|h)|\bmoe\b|experts",
+    re.IGNORECASE,
 )
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([mbt])\b", re.IGNORECASE)
 _SHAPE = re.compile(r"\bh(\d+)\b.*\bl(\d+)\b.*\ba(\d+)\b", re.IGNORECASE)
 _PARAMETERS = re.compile(r"\((\d+) params\)")
 _CATALOG = {"8b": "llama-3-8b", "70b": "llama-3-70b", "405b": "llama-3.1-405b"}
 """Llama 3 and 3.1 by size: both have the same shapes."""
+_LLAMA_2 = {size: f"llama-2-{size}" for size in ("7b", "13b", "70b")}
 _VOCABULARY = 51200
 
 
@@ -40,17 +43,32 @@ def _tables() -> dict[str, Any]:
     return parse_table(text, _FILE, "toml")
 
 
-def model_of(run: PublishedRun) -> Transformer:
-    """Return the model of a run. Raises NoPredictionError where its sizes are not known, or it has experts."""
-    if _EXPERTS.search(run.model) or (run.count("ep") or 1) > 1:
-        raise NoPredictionError("experts, or layers that are not of a dense transformer")
+def has_experts(run: PublishedRun) -> bool:
+    """Return whether a run is of a model with experts."""
+    return bool(_EXPERTS.search(run.model)) or (run.count("ep") or 1) > 1
+
+
+def model_of(run: PublishedRun, *, experts: bool = False) -> Transformer:
+    """Return the model of a run; `experts`: also one with experts.
+
+    Raises NoPredictionError where its sizes are not known, or it has experts.
+    """
+    if has_experts(run):
+        if not experts:
+            raise NoPredictionError("experts, or layers that are not of a dense transformer")
+        if reason := exclusion(run):
+            raise NoPredictionError(reason)
+        if (model := routed_model(run)) is None:
+            raise NoPredictionError("experts of a model whose sizes are not known")
+        return model
     shape = _SHAPE.search(run.model)
     if shape:
         hidden, layers, heads = (int(number) for number in shape.groups())
         return _gpt(run.model, [layers, hidden, heads], _VOCABULARY, "stated in the row")
     size, name = size_of(run), _family_name(run)
-    if name == "llama" and size in _CATALOG:
-        return load_model(_CATALOG[size])
+    catalog = _LLAMA_2 if re.search(r"llama-? ?2", run.model, re.IGNORECASE) else _CATALOG
+    if name == "llama" and size in catalog:
+        return load_model(catalog[size])
     for family in _tables()["families"]:
         for known, numbers in family["sizes"].items():
             if family["name"] == name and known.lower() == size:
@@ -95,12 +113,18 @@ def _family_name(run: PublishedRun) -> str:
         return "zero-bubble"
     if "llama" in model:
         return "llama"
+    if "nemotron" in model:
+        return "nemotron"
     is_megatron = any(word in f"{model} {source}" for word in ("gpt", "megatron", "mt-nlg"))
     return "gpt" if is_megatron else ""
 
 
 def _from_family(family: Mapping[str, Any], size: str, numbers: list[int]) -> Transformer:
     name, source = f"{family['name']} {size}", f"{_FILE}: {family['source']}"
+    if len(numbers) == 5:
+        layers, hidden, heads, kv_heads, ffn = numbers
+        sizes = layers, hidden, heads, kv_heads, hidden // heads, ffn, family["vocab_size"]
+        return Transformer(name, *sizes, False, source, tied_embeddings=False)
     if not family.get("gated"):
         return _gpt(name, numbers, family["vocab_size"], source)
     layers, hidden, heads, ffn = numbers

@@ -15,7 +15,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,6 +27,8 @@ SHIPPED = "training_runs.csv"
 """The file of `meshweave_studies/published` that ships with the package."""
 COUNTS = ("tp", "pp", "cp", "dp", "vp", "ep", "mbs", "gbs", "seq")
 COLUMNS = ("source", "model", "chips", *COUNTS, "config", "metric", "value", "second")
+OTHERS = ("etp", "dispatcher", "balance")
+"""Columns of runs of models with experts, which a file need not have: words."""
 _REQUIRED = ("source", "model", "metric", "value")
 _NOT_STATED = ("", "n/a", "-")
 _MOST = 2**40
@@ -41,6 +43,7 @@ class PublishedRun:
         counts: the stated numbers of `COUNTS` by column.
         value: the figure, in the unit that `metric` names.
         second: another figure of the run, in words.
+        others: words of the columns `OTHERS` that the file has.
     """
 
     line: int
@@ -52,6 +55,7 @@ class PublishedRun:
     metric: str
     value: float
     second: str
+    others: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, column: str) -> int | None:
         """Return a stated number of `COUNTS`; None where it is not stated."""
@@ -148,7 +152,5 @@ def _row(row: dict[str, str], line: int) -> PublishedRun | Problem:
         row["metric"],
         value,
         row["second"],
+        {name: row[name] for name in OTHERS if row.get(name)},
     )
-
-
-__all__ = ["COLUMNS", "PublishedRun", "parse_runs", "read_runs", "shipped_runs"]

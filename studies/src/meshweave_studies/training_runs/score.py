@@ -14,10 +14,14 @@ from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.figures import published_bytes, published_seconds
 from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun
-from meshweave_studies.training_runs.split import is_fitted
+from meshweave_studies.training_runs.split import is_fitted_run
 
 TIME_GOAL, ROW_GOAL, ROWS_GOAL, MEMORY_GOAL = 0.08, 0.20, 0.90, 0.08
-"""Goals: the median over sources of each one's median error; a row's error, and the share of rows within it."""
+LOW_TIME_GOAL, LOW_ROWS_GOAL = 0.10, 0.80
+"""Goals: the median over sources of each one's median error; a row's error, and the share of rows within it.
+
+Those of rows below 16 bits are the two `LOW` ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class ScoredRun:
         choice: the parallelism of the prediction, in short.
         parts: seconds of the predicted step by part.
         chip, num_chips: those of the predicted cluster.
+        stack: the software stack of the prediction.
+        precision: the recipe of products below 16 bits; "" where they run in 16. Such rows are scored apart.
     """
 
     line: int
@@ -50,6 +56,8 @@ class ScoredRun:
     parts: tuple[tuple[str, float], ...] = ()
     chip: str = ""
     num_chips: int = 0
+    stack: str = ""
+    precision: str = ""
 
     @property
     def error(self) -> float | None:
@@ -163,11 +171,13 @@ def run_bytes(case: RunCase, parallelism: Parallelism) -> int:
     return memory.ranks[0].total if case.stack.memory_of_first_rank else memory.total
 
 
-def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tuple[ScoredRun, RunCase | None]:
+def score_run(
+    run: PublishedRun, constants: SoftwareStack | None = None, *, experts: bool = False
+) -> tuple[ScoredRun, RunCase | None]:
     """Return a row beside its prediction, and what was predicted; None with a reason where nothing could be."""
     scored = ScoredRun(run.line, run.source, run.model, run.chips, run.metric, run.value)
     try:
-        case = case_of(run, constants)
+        case = case_of(run, constants, experts=experts)
         prediction = predict(case)
         published_s = published_seconds(case, prediction.step)
     except NoPredictionError as error:
@@ -183,10 +193,16 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
         f"dp {p.data} pp {p.pipeline} cp {p.context} tp {p.tensor_size} vp {p.virtual_stages} "
         f"mbs {p.micro_batch} zero {p.zero} {p.strategy} {p.schedule} recompute {p.recompute}"
     )
-    fitted = is_fitted(case.problem.model)
+    fitted = is_fitted_run(run, case.problem.model)
     parts = tuple((name, round(seconds, 6)) for name, seconds in asdict(step.parts).items())
     cluster = case.problem.cluster
-    scored = replace(scored, chip=cluster.chip.name, num_chips=cluster.num_chips)
+    scored = replace(
+        scored,
+        chip=cluster.chip.name,
+        num_chips=cluster.num_chips,
+        stack=case.problem.stack.name,
+        precision=case.problem.precision or "",
+    )
     return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted), case
 
 
@@ -194,15 +210,18 @@ def score_runs(
     runs: Sequence[PublishedRun],
     constants: Callable[[PublishedRun], SoftwareStack | None] = lambda run: None,
     progress: Progress = no_progress,
+    *,
+    experts: bool = False,
 ) -> list[ScoredRun]:
     """Return all rows beside their predictions. Of rows of one run in several sources the first source counts.
 
     Args:
         constants: those of the stack of a run; None for those that ship with the package.
+        experts: whether runs of models with experts are predicted.
     """
     out, first = [], dict[tuple[object, ...], str]()
     for number, run in enumerate(runs):
-        scored, case = score_run(run, constants(run))
+        scored, case = score_run(run, constants(run), experts=experts)
         if case is not None and first.setdefault(case.key, run.source) != run.source:
             scored = replace(scored, counts=False)
         out.append(scored)

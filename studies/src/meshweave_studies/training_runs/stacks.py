@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshweave.algorithms.step import SoftwareStack, load_stack
+from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import stack_table
 from meshweave.describe.model.memory import Recompute
 from meshweave_studies.training_runs.rows import PublishedRun
@@ -23,12 +24,13 @@ class RunStack:
 
     Attributes:
         words: words of a source, any of which names this stack.
-        name: its name (`algorithms.step.stack_names`); "none" where it has no constants.
+        name: its name (`algorithms.step.stack_names`); "ideal" where it has no constants.
         gradient_dtype: of gradients that are accumulated and reduced.
         attention_kernel: which fused kernel computes attention; "" for scores in memory.
         loss: as of `StepProblem`.
         compiled_loss: the same, where the row says that the model was compiled.
         memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
+        recomputes_instead: what is computed again where rows cannot be right; None: what they say.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
@@ -36,7 +38,7 @@ class RunStack:
     """
 
     words: tuple[str, ...]
-    name: str = "none"
+    name: str = "ideal"
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     attention_kernel: str = "flash-2"
@@ -44,6 +46,7 @@ class RunStack:
     compiled_loss: Literal["fused", "eager"] = "fused"
     memory_of_first_rank: bool = False
     recompute: Recompute = "none"
+    recomputes_instead: Recompute | None = None
     is_sequence_parallel: bool = True
     interleaves: bool = False
     needs_precision: bool = False
@@ -64,6 +67,18 @@ _MEGATRON = RunStack(
     is_sequence_parallel=False,
 )
 """Megatron-LM before fused attention and overlapped transfers."""
+_DEEPSPEED = RunStack(
+    ("vTrain",),
+    "megatron-deepspeed",
+    "float16",
+    gradient_dtype="float16",
+    attention_kernel="",
+    loss="sharded",
+    recompute="full",
+    is_sequence_parallel=False,
+)
+"""Megatron-DeepSpeed of 2021-22. Its runs on one host state full recomputation, and cannot have had it: products
+alone would take 97 % of what the rows of degree 1 on 2 GPUs state for a whole layer."""
 _STACKS = (
     _MEGATRON,
     replace(
@@ -75,6 +90,8 @@ _STACKS = (
         # Asynchronous all-reduces and products that add to gradients came later.
         does={"waits_for_tensor": True, "gradient_passes": (1.0, 2.0)},
     ),
+    replace(_DEEPSPEED, words=("ground_truth_single",), recomputes_instead="none"),
+    _DEEPSPEED,
     RunStack(
         ("llm-foundry",),
         "llm-foundry",
@@ -85,14 +102,23 @@ _STACKS = (
     RunStack(("torchtitan",), "torchtitan"),
     RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
     RunStack(
-        ("Megatron-Bridge", "Megatron-Core"),
+        ("Megatron-Bridge", "Megatron-Core", "NeMo 24.07", "dgxc-benchmarking", "MLPerf Training"),
         loss="fused",
         attention_kernel="flash-3",
         needs_precision=True,
     ),
 )
-_ZERO_3 = RunStack((), "none", "float16", "float16", "", recompute="full")
-"""DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
+_ZERO_3 = RunStack(
+    (),
+    "megatron-2021",
+    "float16",
+    "float16",
+    "",
+    loss="fused",
+    recompute="full",
+    does={"overlap": 1.0, "runs": StackRuns()},
+)
+"""DeepSpeed, with which Narayanan et al. ran ZeRO-3: the model is Megatron's, collectives run beside it."""
 _UNKNOWN = RunStack(())
 
 

@@ -1,7 +1,7 @@
 """Sweeps among published runs: whether predictions order their rows as the measurements do.
 
-A sweep is all rows of a source with the same model that differ in one thing: sequence length, chips, or the
-schedule of a pipeline with as many micro-batches.
+A sweep is all rows of a source with the same model that differ in one thing: sequence length, chips, the schedule
+of a pipeline with as many micro-batches, or, of vTrain's runs on as many chips with as large a batch, the layout.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[R
         metric, model = run.metric, size_of(run)
         if micro_batches:
             groups.setdefault((run.source, model, "schedule", f"{micro_batches[1]} {metric}"), []).append(row)
+        elif "vTrain" in run.source:
+            key = f"{run.chips} {run.count('gbs')} {metric}"
+            groups.setdefault((run.source, run.model, "layout", key), []).append(row)
         elif run.count("seq"):
             groups.setdefault((run.source, model, "sequence", f"{run.chips} {metric}"), []).append(row)
             groups.setdefault((run.source, model, "chips", f"{run.count('seq')} {metric}"), []).append(row)

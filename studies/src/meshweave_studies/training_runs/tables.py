@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from meshweave.report.markdown import markdown_table
 from meshweave_studies.training_runs.score import (
+    LOW_ROWS_GOAL,
+    LOW_TIME_GOAL,
     MEMORY_GOAL,
     ROW_GOAL,
     ROWS_GOAL,
@@ -25,11 +27,13 @@ def scores_csv(rows: Sequence[ScoredRun]) -> str:
     """Return the errors of the rows that were predicted and count, with their chips: what the wheel ships."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(("chip", "num_chips", "model", "fitted", "error"))
+    lines.writerow(("chip", "num_chips", "model", "stack", "precision", "fitted", "error"))
     for row in rows:
         if row.error is not None and row.counts:
             fitted = "yes" if row.fitted else "no"
-            lines.writerow((row.chip, row.num_chips, row.model, fitted, f"{row.error:.4f}"))
+            lines.writerow(
+                (row.chip, row.num_chips, row.model, row.stack, row.precision, fitted, f"{row.error:.4f}")
+            )
     return out.getvalue()
 
 
@@ -96,17 +100,25 @@ def reasons_table(rows: Sequence[ScoredRun]) -> str:
 
 
 def summary_line(rows: Sequence[ScoredRun]) -> str:
-    """Return the score over all sources in a line, beside the goals."""
+    """Return the score over all sources in a line, beside the goals; of rows below 16 bits in one more."""
+    low = [row for row in rows if row.precision]
+    if not low:
+        return _summary(rows, "rows", TIME_GOAL, ROWS_GOAL)
+    whole = _summary([row for row in rows if not row.precision], "rows", TIME_GOAL, ROWS_GOAL)
+    return f"{whole}\n\n{_summary(low, 'rows below 16 bits', LOW_TIME_GOAL, LOW_ROWS_GOAL)}"
+
+
+def _summary(rows: Sequence[ScoredRun], what: str, time_goal: float, rows_goal: float) -> str:
     summary = summary_of(rows)
     if summary.median is None or summary.within is None:
-        return f"none of {len(rows)} rows can be predicted"
+        return f"none of {len(rows)} {what} can be predicted"
     memory = ""
     if summary.memory_median is not None:
         memory = f"; memory {summary.memory_median:.1%} of {summary.memory_rows} (goal {MEMORY_GOAL:.0%})"
     return (
-        f"{summary.rows} of {len(rows)} rows scored, {summary.sources} sources: median of their medians "
-        f"{summary.median:.1%} (goal {TIME_GOAL:.0%}); {summary.within:.0%} of rows within {ROW_GOAL:.0%} "
-        f"(goal {ROWS_GOAL:.0%}){memory}"
+        f"{summary.rows} of {len(rows)} {what} scored, {summary.sources} sources: median of their medians "
+        f"{summary.median:.1%} (goal {time_goal:.0%}); {summary.within:.0%} of rows within {ROW_GOAL:.0%} "
+        f"(goal {rows_goal:.0%}){memory}"
     )
 
 

@@ -3,7 +3,7 @@
 `flops`: the FLOPs of `models` at one rate. Transfers on hosts of eight A100 with a NIC of 200 Gb/s for each.
 
 `kernels`: products by the A100's constants for their shapes; attention and element-wise operations, listed in
-`describe.model.attention`, each as a roofline of the chip's peak and its memory. Transfers as for `flops`.
+`layer_operations`, each as a roofline of the chip's peak and its memory. Transfers as for `flops`.
 
 `profiled`: the authors' own times of the parts and of a transfer, equal for all stages.
 """
@@ -17,9 +17,9 @@ from meshweave.cost.compute import call_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
-from meshweave.describe.model.attention import Direction, ops_besides_fc_layers
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.work import Compute
+from meshweave_studies.layer_operations import Direction, ops_besides_fc_layers
 from meshweave_studies.zero_bubble.models import (
     BYTES_PER_ELEMENT,
     SEQUENCE,

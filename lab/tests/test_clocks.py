@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
 from meshweave.trace import Span, Trace
+from meshweave_lab.fidelity.clocks import ClockOffset, align, offset_at
 
 ENV = {"PYTHONPATH": str(Path(__file__).parent)}
 SKEWS_NS = [0, 1, -250_000, 3_600 * 10**9, -7 * 10**12]

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from numpy.typing import NDArray
 
 from meshweave.base.errors import BindError
-from meshweave.execute.jax.pallas_source import ENTRY, pallas_source
 from meshweave.execute.jax.run import device_mesh
 from meshweave.ir.program import Program
+from meshweave_studies.tpu.pallas_source import ENTRY, pallas_source
 
 DmaMode = Literal["eager", "on_wait"]
 

@@ -1,6 +1,6 @@
 """A program as the source of one Pallas kernel: products, and ring steps as remote DMA with semaphores.
 
-The kernel is the program op by op, in the order of `lower.interleave`. A `permute` starts a remote copy into the
+The kernel is the program op by op, in the order of `tpu.interleave`. A `permute` starts a remote copy into the
 buffer of its receiver. A later op waits for it exactly where the program's derived edges say so: for what
 arrives, if it touches that; for what leaves, if it overwrites that. Where what a permute fills was used before,
 its receiver first tells the sender that it is free. Nothing else orders the kernel, so a race that TPU interpret
@@ -23,7 +23,7 @@ from meshweave.ir.program import Buffer, On, Program
 from meshweave.ir.program.expressions import Index, Var, evaluate, names_in, substitute
 from meshweave.ir.program.ops import Add, Copy, Matmul, Op, Permute, Zero
 from meshweave.ir.program.views import Range, View, selector_intervals
-from meshweave.lower import interleave
+from meshweave_studies.tpu.interleave import interleave
 
 ENTRY = "on_mesh"
 """The function of the source that returns the jitted function of whole tensors."""

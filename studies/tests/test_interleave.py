@@ -8,10 +8,12 @@ import pytest
 
 import meshweave as mw
 from meshweave.base.errors import ProgramError
+from meshweave.execute.jax.source import jax_source
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.ops import Matmul, Permute
 from meshweave.ir.work import work_of
-from meshweave.lower import interleave, split_products
+from meshweave_studies.tpu.interleave import interleave
+from meshweave_studies.tpu.split_products import split_products
 
 NAMES = ("collective", "meshslice", "wang", "summa", "cannon")
 
@@ -90,3 +92,27 @@ def test_a_product_has_at_least_one_part() -> None:
     assert split_products(program, 1) is program
     with pytest.raises(ProgramError, match="not 0"):
         split_products(program, 0)
+
+
+def body_of(source: str) -> list[str]:
+    inside = source[source.index("def on_device") : source.index("def on_mesh")]
+    return [line.strip() for line in inside.splitlines()[2:] if line.strip()]
+
+
+def test_a_product_waits_before_its_operand_is_sliced() -> None:
+    """So that the slice can be part of it; a piece that is read as it came waits too."""
+    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (1, 4))
+    for rings, operand in ((0, "after(a_g[0], *arrived, last)[:32]"), (1, "after(a_g_1, *arrived, last)")):
+        program = mw.algorithm("wang" if rings else "meshslice").program(
+            problem, mw.algorithms.Matmul2dConfig((1,) * 2, 4)
+        )
+        lowered = mw.lower.lower_rings(program, 1) if rings else program
+        lines = body_of(jax_source(interleave(split_products(lowered, 1 + (not rings))), in_order=True))
+        assert any(operand in line for line in lines if "product(" in line), lines
+
+
+def test_parts_are_cast_before_they_are_joined() -> None:
+    problem = mw.algorithms.Matmul2dProblem(64, 64, 64, (2, 2), dtype="bfloat16")
+    program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 2))
+    lines = body_of(jax_source(split_products(program, 2)))
+    assert lines[-1] == 'return (jnp.concatenate([part.astype("bfloat16") for part in c], axis=0),)'

@@ -31,11 +31,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from meshweave.execute.ranks.namespaces import live_in_named_namespace
+import meshweave
+from meshweave.execute.ranks import launch
+from meshweave.execute.ranks.launch import RankPlace
+from meshweave_lab.network.entering import live_in_named_namespace
 
 _PRELOADED = (
     "meshweave.execute.torch.compat:import_all_of_dtensor",
@@ -112,10 +115,10 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        package_folder = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
+        ours = (str(Path(file).parents[1]) for file in (__file__, meshweave.__file__))
+        path = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
         with theirs:
-            command = [sys.executable, "-P", "-m", "meshweave.execute.ranks.fork_server"]
+            command = [sys.executable, "-P", "-m", "meshweave_lab.fork_server"]
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *preload],
                 env={
@@ -203,9 +206,19 @@ class ForkServers:
         """Let the servers import further modules, before the next rank is forked."""
         self._imports = tuple(dict.fromkeys([*self._imports, *modules]))
 
-    def start(self, rank: int, request: ForkRequest) -> ForkedRank:
+    def start(
+        self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
+    ) -> ForkedRank:
         """Return rank `rank` of a launch, started."""
-        request = replace(request, imports=self._imports)
+        request = ForkRequest(
+            str(folder),
+            environment,
+            str(Path.cwd()),
+            is_ours,
+            place.network_namespace,
+            place.fork_startup,
+            self._imports,
+        )
         try:
             return self._server_of(rank).start(request)
         except ChildProcessError:  # the server was killed a moment ago
@@ -231,14 +244,6 @@ class ForkServers:
                 self._servers[index] = None
 
 
-_active: ForkServers | None = None
-
-
-def active_fork_servers() -> ForkServers | None:
-    """Return the servers of the innermost `fork_servers` of this process, None outside one."""
-    return _active
-
-
 @contextmanager
 def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> Iterator[ForkServers]:
     """Let every `launch` of this process fork its ranks, for as long as the context lasts.
@@ -251,13 +256,12 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
             thread or touch a GPU.
         num_servers: how many servers share the ranks of a launch.
     """
-    global _active
-    servers, outer = ForkServers(preload, num_servers), _active
-    _active = servers
+    servers, outer = ForkServers(preload, num_servers), launch.rank_starter
+    launch.rank_starter = servers
     try:
         yield servers
     finally:
-        _active = outer
+        launch.rank_starter = outer
         servers.close()
 
 

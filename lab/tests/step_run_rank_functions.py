@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
-from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer
 from meshweave.execute.ranks.job import RankContext
-from meshweave.nn.step_run import Adam, StepRun
+from meshweave_lab.step_reference import random_batches, random_weights, reference_steps
+from meshweave_lab.step_run import Adam, StepRun
 
 ADAM = Adam(lr=0.01, eps=0.05)
 """Gradients that are nearly zero do not decide by their rounding which way a weight moves."""

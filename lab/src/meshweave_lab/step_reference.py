@@ -16,7 +16,7 @@ from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.contract import Array, Arrays
 from meshweave.algorithms.step import StepProblem
-from meshweave.nn.step_run import Adam
+from meshweave_lab.step_run import Adam
 
 _NO_WEIGHTS = (TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 

@@ -3,8 +3,8 @@
 import time
 from dataclasses import astuple
 
-from meshweave.execute.ranks.clocks import clock_offsets
 from meshweave.execute.torch.context import TorchContext
+from meshweave_lab.fidelity.clocks import clock_offsets
 
 
 def compare(context, payload):

@@ -31,9 +31,10 @@ from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Accumulate, Get, Permute, Put
 from meshweave.ir.work import Compute, ring_hops, work_of
-from meshweave.simulate.flows import Flow, FlowTable, Resource, amount_left
-from meshweave.simulate.steps import Message, MessageSchedule, message_schedules
 from meshweave.trace import Trace
+from plain_simulator.flows import Flow, FlowTable, Resource, amount_left
+from plain_simulator.issue import is_joined, issue_ps
+from plain_simulator.steps import Message, MessageSchedule, message_schedules
 
 Action = Callable[[], None]
 Demand = tuple[int, int, Mapping[Resource, int]]
@@ -58,8 +59,9 @@ def simulate(program: Program | Dataflow, machine: Machine, *, contention: bool 
 
 class _ContendedSimulator(TraceRecorder):
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
-        super().__init__(flow)
+        super().__init__(flow, hosted=machine.cluster.host is not None)
         self.machine = machine
+        self.released: list[Node] = []
         self.table = FlowTable(self._rate_of)
         self.events: list[tuple[int, int, Action]] = []
         self.num_events = 0
@@ -71,6 +73,9 @@ class _ContendedSimulator(TraceRecorder):
     def run(self) -> Trace:
         for node in self.issuer.start():
             self._issue(node)
+        for rank, ops in self.flow.matched.ops.items():
+            if ops:
+                self._host_issues((rank, 0))
         while self.events:
             self.now_ps = self.events[0][0]
             while self.events and self.events[0][0] == self.now_ps:
@@ -86,13 +91,36 @@ class _ContendedSimulator(TraceRecorder):
         for action in actions:
             action()
         complete, self.complete = self.complete, []
+        released, self.released = self.released, []
         self.ended_ps.update(dict.fromkeys(complete, self.now_ps))
-        for node in self.issuer.finish_all(complete):
+        for node in self.issuer.finish_all(complete, released):
             self._issue(node)
+        for node in complete:
+            if self._host_waits_for(node):
+                self._host_issues((node[0], node[1] + 1))
 
     def _schedule(self, at_ps: int, action: Action) -> None:
         self.num_events += 1
         heapq.heappush(self.events, (at_ps, self.num_events, action))
+
+    # --- hosts ----------------------------------------------------------------------------------------
+
+    def _host_issues(self, node: Node) -> None:
+        """Let the host of a rank begin to issue an op, the next one of its program, where there is one."""
+        host = self.machine.cluster.host
+        if host is None or node[1] == len(self.flow.matched.ops[node[0]]):
+            return
+        at_ps = self.now_ps + issue_ps(self.flow.program, self.flow.op(node), host)
+        self._schedule(at_ps, partial(self._end_issue, node))
+
+    def _end_issue(self, node: Node) -> None:
+        self.released.append(node)
+        if not self._host_waits_for(node):
+            self._host_issues((node[0], node[1] + 1))
+
+    def _host_waits_for(self, node: Node) -> bool:
+        host = self.machine.cluster.host
+        return host is not None and host.waits and is_joined(self.flow.op(node))
 
     def _part_done(self, node: Node) -> None:
         self.open_parts[node] -= 1

@@ -8,8 +8,8 @@ from jax_world import needs_jax, prepare_jax
 
 import meshweave as mw
 from meshweave.base.errors import UnsupportedError
-from meshweave.execute.jax.pallas_source import pallas_source
 from meshweave.ir.analysis.validate import validate
+from meshweave_studies.tpu.pallas_source import pallas_source
 
 RINGS = [("wang", "os", (1, 4))]
 MORE = [
@@ -49,7 +49,7 @@ def reference(problem: mw.algorithms.Matmul2dProblem, inputs: dict[str, np.ndarr
 def test_a_ring_is_right_and_has_no_race(name: str, dataflow: str, shape: tuple[int, int]) -> None:
     """Copies are made as late as possible, so that what is not waited for is not there."""
     prepare_jax()
-    from meshweave.execute.jax.pallas import run_interpreted
+    from meshweave_studies.tpu.pallas import run_interpreted
 
     program, problem = ring(name, dataflow, shape)
     validate(program)
@@ -66,7 +66,7 @@ def test_a_ring_is_right_and_has_no_race(name: str, dataflow: str, shape: tuple[
 def test_a_wait_left_out_is_a_race(number: int) -> None:
     """A product then reads what is still arriving: the detector says so where copies are made at once."""
     prepare_jax()
-    from meshweave.execute.jax.pallas import run_interpreted
+    from meshweave_studies.tpu.pallas import run_interpreted
 
     program, problem = ring("wang", "os", (1, 4))
     lines = pallas_source(program).splitlines()
@@ -82,7 +82,7 @@ def test_a_wait_left_out_is_a_race(number: int) -> None:
 def test_an_inbox_that_is_filled_before_it_is_free_is_a_race(number: int) -> None:
     """A ring of eight in two directions uses slots of the inbox again in three of its seven steps."""
     prepare_jax()
-    from meshweave.execute.jax.pallas import run_interpreted
+    from meshweave_studies.tpu.pallas import run_interpreted
 
     program, problem = ring("wang", "ls", (1, 8))
     lines = pallas_source(program).splitlines()

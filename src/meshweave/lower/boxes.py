@@ -1,0 +1,41 @@
+"""Parts of views along a dim in which they are boxes: their sizes and sub-views."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program import Program
+from meshweave.ir.program.expressions import Index, Var, select
+from meshweave.ir.program.views import Range, View
+
+
+def view_extent(program: Program, view: View, dim: int) -> Index:
+    """Return the size of a view along a dim in which it is a box, as an expression in mesh coordinates.
+
+    Raises:
+        ProgramError: the view is no box along that dim.
+    """
+    selector = view.selectors[dim]
+    if not isinstance(selector, Range):
+        raise ProgramError(f"a ring moves boxes, not {view}", buffer=view.buffer)
+    if selector.stop is not None:
+        return selector.stop - selector.start
+    buffer = program.buffer_of[view.buffer]
+    if buffer.tensor is None:
+        return buffer.shape[dim] - selector.start
+    mesh = program.mesh_of[buffer.mesh]
+    extents: list[Index] = [program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks]
+    for axis, size in zip(reversed(mesh.axes), reversed(mesh.shape), strict=True):
+        rows = (extents[at : at + size] for at in range(0, len(extents), size))
+        extents = [select(row, Var(f"{mesh.name}.{axis}")) for row in rows]
+    return extents[0] - selector.start
+
+
+def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
+    """Return [start, stop) of a view along a dim in which it is a box."""
+    selector = view.selectors[dim]
+    assert isinstance(selector, Range)
+    selectors = list(view.selectors)
+    selectors[dim] = Range(selector.start + start, selector.start + stop)
+    return replace(view, selectors=tuple(selectors))
