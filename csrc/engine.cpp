@@ -30,10 +30,14 @@ class Engine {
       state.lane = static_cast<u32>(rank * static_cast<i64>(code_.lanes.size()) + code_.ops[static_cast<size_t>(of.ops[state.index].row)].lane);
     });
     for (const Tracked& edge : program.tracked) ++ops_[static_cast<size_t>(edge.to)].pending;
+    if (!machine_.has_host) return;
+    for (OpState& state : ops_) ++state.pending;
+    hosts_.resize(static_cast<size_t>(code_.num_ranks()));
   }
 
   Result run() {
     for (size_t lane = 0; lane < lanes_.size(); ++lane) issue_lane(lane);
+    for (size_t rank = 0; rank < hosts_.size(); ++rank) issue_next(rank);
     std::vector<Event> round;
     while (!queue_.empty()) {
       now_ps_ = queue_.next_ps();
@@ -54,6 +58,11 @@ class Engine {
   }
 
  private:
+  struct HostState {
+    size_t next = 0;         // the op that it issues
+    u32 waits_for = NOBODY;  // the collective whose end it waits for
+  };
+
   struct LaneState {
     u32 head = 0, in_flight = 0;
     u32 stamp = 0;        // of the round that touched it last
@@ -343,6 +352,32 @@ class Engine {
           {STEP, static_cast<u32>(number), static_cast<u32>(direction), static_cast<u32>(member)});
   }
 
+  // --- hosts ----------------------------------------------------------------------------------------------
+
+  static constexpr u32 ISSUED = UINT32_MAX;  // version of the event that the host of rank `flow` has issued its next op
+
+  void issue_next(size_t rank) {
+    const Class& of = program_.of(static_cast<i64>(rank));
+    const size_t next = hosts_[rank].next;
+    if (next == of.ops.size()) return;
+    const ClassOp& op = of.ops[next];
+    queue_.push(checked_add(now_ps_, machine_.issue_ps(code_.ops[static_cast<size_t>(op.row)], op)), {static_cast<u32>(rank), ISSUED});
+  }
+
+  // An op is issued: it begins when its stream and its data are there.
+  void take_issued(size_t rank) {
+    HostState& host = hosts_[rank];
+    const u32 op = numbering_.of(static_cast<i64>(rank), static_cast<i64>(host.next));
+    ++host.next;
+    released_.push_back(op);
+    const Kind kind = row_of(op).kind;
+    if (machine_.host_waits && is_collective(kind) && kind != Kind::PERMUTE) {
+      host.waits_for = op;
+    } else {
+      issue_next(rank);
+    }
+  }
+
   // --- flows ----------------------------------------------------------------------------------------------
 
   void begin(i64 after_ps, i64 amount, i64 cap, const std::vector<Use>& uses, Purpose purpose) {
@@ -351,7 +386,9 @@ class Engine {
   }
 
   void take(const Event& event) {
-    if (event.version == 0) {
+    if (event.version == ISSUED) {
+      take_issued(event.flow);
+    } else if (event.version == 0) {
       const Purpose purpose = flows_.purpose(event.flow);
       if (purpose.role == FREED_PAIR) part_done(purpose.x);
       if (flows_.start(event.flow, now_ps_)) over(event.flow);
@@ -398,9 +435,12 @@ class Engine {
   // --- ends -----------------------------------------------------------------------------------------------
 
   void finish_all() {
-    if (done_.empty()) return;
+    if (done_.empty() && released_.empty()) return;
     ++round_;
     touched_.clear();
+    for (const u32 op : released_)
+      if (--ops_[op].pending == 0) touch(ops_[op].lane);
+    released_.clear();
     for (const u32 op : done_) {
       OpState& state = ops_[op];
       state.ended_ps = now_ps_;
@@ -411,6 +451,10 @@ class Engine {
       ledger_.close(op, row, ended, joint < 0 ? NOBODY : last_[static_cast<size_t>(joint)]);
       const u32 lane = state.lane;
       --lanes_[lane].in_flight;
+      if (!hosts_.empty() && hosts_[state.rank].waits_for == op) {
+        hosts_[state.rank].waits_for = NOBODY;
+        issue_next(state.rank);
+      }
       lanes_[lane].freed_by = op;
       touch(lane);
       for (i64 at = of.after_start[state.index]; at < of.after_start[state.index + 1]; ++at)
@@ -427,8 +471,8 @@ class Engine {
   }
 
   void release(u32 op, u32 by) {
+    ops_[op].cause = by;  // the last one stays
     if (--ops_[op].pending) return;
-    ops_[op].cause = by;
     touch(ops_[op].lane);
   }
 
@@ -460,7 +504,8 @@ class Engine {
   std::vector<OpState> ops_;                           // by number
   std::vector<Parts> parts_;                           // by rank
   std::vector<LaneState> lanes_;
-  std::vector<u32> done_;
+  std::vector<HostState> hosts_;  // by rank; none where the machine has no host
+  std::vector<u32> done_, released_;
   std::vector<size_t> touched_;
   std::vector<Use> uses_;
   PermuteTerms permute_terms_;

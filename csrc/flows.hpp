@@ -1,4 +1,4 @@
-// Flows that share resources: max-min fair rates in integers, as in the reference (`simulate/flows.py`).
+// Flows that share resources: max-min fair rates in integers, as in the reference (`tests/plain_simulator/flows.py`).
 //
 // A resource limits no flow if all its flows can run at their caps at once. It also does not limit a flow whose cap is
 // below an equal share of it. Rates are computed jointly only for flows that share a resource which does limit them, so

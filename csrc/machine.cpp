@@ -80,6 +80,12 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   pack_launch_ps_ = in_range(chip[8], 0, LARGEST_FIXED_PS, "launch of packing");
   pack_per_s_ = in_range(chip[9], 0, LARGEST_RATE, "rate of packing");
 
+  const Column& host = column(c, "host");
+  require(host.empty() || host.size() == 4, "machine: bad host");
+  has_host = !host.empty();
+  for (size_t at = 0; has_host && at < issue_.size(); ++at) issue_[at] = in_range(host[at], 0, LARGEST_FIXED_PS, "issue time");
+  host_waits = has_host && host[3] != 0;
+
   flop_rates_ = column(c, "flop_rates");
   for (const i64 rate : flop_rates_) in_range(rate, 1, LARGEST_RATE, "FLOP rate");
   for (const OpRow& row : program.code.ops)

@@ -98,11 +98,21 @@ class Machine {
                       static_cast<u32>(route_links_[static_cast<size_t>(at)] % LINK_WEIGHTS)});
   }
 
+  // What issuing an op takes its rank's host (`tests/plain_simulator/issue.py`); a call of nothing is not issued.
+  i64 issue_ps(const OpRow& row, const ClassOp& of) const {
+    if (is_collective(row.kind) && row.kind != Kind::PERMUTE) return issue_[1];
+    if (row.kind >= Kind::ALL_GATHER) return issue_[2];
+    return row.kind == Kind::CALL && !of.a && !of.b ? 0 : issue_[0];
+  }
+
   i64 flops_per_s, memory_per_s, launch_ps, send_buffer_bytes;
+  bool has_host = false;    // ops wait until their rank's host has issued them
+  bool host_waits = false;  // and hosts wait for collectives
   bool has_rings;  // the network is a torus or a ring, so that a permute goes hop by hop
 
  private:
   i64 num_ranks_;
+  std::array<i64, 3> issue_{};  // of a kernel, a collective, a transfer
   i64 tile_m_, tile_n_, tile_k_, pack_launch_ps_, pack_per_s_;
   std::vector<Constants> constants_;
   Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_;

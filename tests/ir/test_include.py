@@ -22,7 +22,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.work import traffic
 from meshweave.simulate import simulate
-from meshweave.simulate.reference import simulate as reference_simulate
+from plain_simulator.reference import simulate as reference_simulate
 
 Array = Any
 

@@ -25,7 +25,7 @@ from meshweave.ir.skeleton import skeleton_of
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_chains, lower_one_sided, lower_rings, read_in_place, write_out_per_rank
 from meshweave.simulate import simulate
-from meshweave.simulate.reference import simulate as reference_simulate
+from plain_simulator.reference import simulate as reference_simulate
 
 Entry = Algorithm[Any, Any]
 PROVED = {name: entry for name, entry in ALGORITHMS.items() if entry.is_proved}

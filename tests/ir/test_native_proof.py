@@ -24,7 +24,7 @@ from meshweave.ir.analysis.validate import validate
 from meshweave.ir.columns.proof import ProofColumns
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import On, Program, Repeat
-from meshweave.ir.program.declarations import check_declarations
+from meshweave.ir.program.declarations import check_header, check_statements
 from meshweave.ir.program.ops import Recv
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.statements import Statement
@@ -139,7 +139,8 @@ def mutant(name: str, changes: list[int], seed: int) -> Program | None:
         for number in changes:
             ops = MUTATIONS[number](program, ops, draw)
         changed = with_ops(program, ops)
-        check_declarations(changed)
+        check_header(changed)
+        check_statements(changed)
     except (IndexError, ProgramError):
         return None
     return changed

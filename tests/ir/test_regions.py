@@ -17,7 +17,8 @@ from meshweave.ir.program.regions import EachRegion, LocalMap, product_statement
 from meshweave.ir.program.release import Release
 from meshweave.ir.program.text import to_text
 from meshweave.ir.program.views import FULL, View
-from meshweave.simulate import reference, simulate
+from meshweave.simulate import simulate
+from plain_simulator import reference
 
 HEAD = """program("regions")
 tp = mesh((4,), ("x",))

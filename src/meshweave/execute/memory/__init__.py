@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from meshweave.base.errors import BindError, did_you_mean
-from meshweave.execute.memory.base import RemoteMemory, Window
+from meshweave.execute.memory.base import RemoteMemory as RemoteMemory
 from meshweave.execute.torch.context import TorchContext
-
-__all__ = ["KINDS", "Kind", "RemoteMemory", "Window", "open_memory"]
 
 Kind = Literal["shared", "mpi", "symmetric", "auto"]
 KINDS = ("shared", "mpi", "symmetric", "auto")

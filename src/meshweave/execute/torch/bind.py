@@ -84,6 +84,13 @@ class BoundProgram:
         """Return the most bytes that the stashes of this rank's calls had at once, over all runs so far."""
         return self._calls.peak_stash_bytes
 
+    @property
+    def next_run(self) -> int:
+        """Return a number below 65,521 of the program and its next run: the same on ranks that are in step."""
+        if self._call is None:
+            return 0
+        return (8191 * self._call.number + self._call.sequence.count + 1) % 65_521
+
     def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
         """Run this rank's part of the program; all its ranks run it together.
 
@@ -169,6 +176,8 @@ def bind(
     num_threads: int | None = None,
     products: Products = "library",
     graph: bool = False,
+    meets: bool = True,
+    agreed: Program | None = None,
 ) -> BoundProgram:
     """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
 
@@ -203,6 +212,10 @@ def bind(
             "library" runs each product as a call of torch.
         graph: capture what a run issues into a CUDA graph at the second run, and replay it since. Not for programs
             with one-sided ops or `trace`; `calls` must be fit for capture.
+        meets: let ranks meet before the first of torch's own collectives in a run, by a message from each to each.
+            False for who finds out from the data that other ranks run another program.
+        agreed: the program that ranks agree on in place of this one, which follows from it and from values
+            that they share, as counts are (`execute.torch.counted`).
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
@@ -214,7 +227,9 @@ def bind(
         context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
     # What is bound outlives the call, and later ones may be outside inference mode.
     with share_refusal(context, program.ranks, f"program {program.name}"), torch.inference_mode(False):
-        how = _HowBound(calls, mode, order, trace, memory, update_order, num_threads, products, graph)
+        how = _HowBound(
+            calls, mode, order, trace, memory, update_order, num_threads, products, graph, meets, agreed
+        )
         return _bound(program, rank, tensors, context, how)
 
 
@@ -231,6 +246,8 @@ class _HowBound:
     num_threads: int | None
     products: Products
     graph: bool
+    meets: bool
+    agreed: Program | None
 
 
 def _bound(
@@ -257,14 +274,14 @@ def _bound(
     buffers = allocate(analysis, tensors, context.device, remote.own if remote else {})
     matched = analysis.matched_program
     if analysis.channels and remote is None:
-        agree_once(context, program)
+        agree_once(context, how.agreed or program)
     context.prepare(matched, analysis.channels)
     communicates = bool(analysis.channels) or remote is not None
     call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
     table = CallTable(how.calls or {}, program, rank)
     binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, how.num_threads)
-    wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call)
+    wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call, how.meets)
 
     actions = _bind_ops(ops, binder, wire, remote)
     if (waits := context.waits) is not None:

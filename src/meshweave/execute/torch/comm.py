@@ -158,7 +158,7 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
     sizes = part_sizes(op.sizes, op.src.shape[op.dim], len(over))
     native, send, before, recv, after = _ends(wire, op, sizes)
     group, me = wire.group(op.lane, over), over.index(wire.rank)
-    if native:
+    if native and wire.context.device.type == "cuda":
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
         moved = [
             wire.collective(
@@ -168,16 +168,27 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
         return chain_actions([*before, *moved, *after])
     parts = _split(send, sizes)
     terms = wire.binder.staging.get(op.lane, "terms", (len(over), *recv.shape), recv.dtype)
-    sends = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
-    recvs = [(term, peer) for term, peer in zip(terms, over, strict=True) if peer != wire.rank]
+    if native:  # gloo's own sums all parts on every rank: here each goes to where it is summed, in one call
+        flat, box, counts = terms.view(-1), send.reshape(-1), [recv.numel()] * len(over)
+        exchanged = [
+            wire.collective(
+                what,
+                over,
+                group,
+                lambda: dist.all_to_all_single(flat, box, counts, counts, group=group, async_op=True),
+            )
+        ]
+    else:
+        sends = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
+        recvs = [(term, peer) for term, peer in zip(terms, over, strict=True) if peer != wire.rank]
+        exchanged = [lambda: terms[me].copy_(parts[me]), *wire.exchange(what, group, RING_TAG, sends, recvs)]
 
     def total() -> None:  # in the order of members, whatever order they came in
-        terms[me].copy_(parts[me])
         recv.copy_(terms[0])
         for term in terms[1:]:
             combine(recv, term, out=recv)
 
-    return chain_actions([*before, *wire.exchange(what, group, RING_TAG, sends, recvs), total, *after])
+    return chain_actions([*before, *exchanged, total, *after])
 
 
 def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:

@@ -228,6 +228,42 @@ def outside_of_traces() -> contextlib.AbstractContextManager[None]:
     return disabled
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread.
+
+    Relies on `torch._C._current_graph_task_id` (torch 2.9 and 2.13), as torch's own FSDP2 does.
+
+    Raises:
+        UnsupportedError: the function is gone.
+    """
+    return int(_private("torch._C", "_current_graph_task_id")()) != -1
+
+
+def bare_step(kind: type) -> Callable[..., Any]:
+    """Return the step of a class of optimizers without what torch wraps around it, which runs hooks.
+
+    Relies on `Optimizer.profile_hook_step`, which marks what it returns as `hooked` and keeps what it wraps (torch
+    2.9 and 2.13).
+    """
+    step: Callable[..., Any] = vars(kind).get("step") or getattr(kind, "step")  # noqa: B009
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def other_step_hooks(optimizer: Any) -> bool:
+    """Return whether an optimizer has hooks around steps, or there are some for all beside one each way.
+
+    Relies on `Optimizer._optimizer_step_pre_hooks` and `_optimizer_step_post_hooks`, and those of all optimizers,
+    `torch.optim.optimizer._global_optimizer_pre_hooks` and `_global_optimizer_post_hooks` (torch 2.9 and 2.13).
+    """
+    module = "torch.optim.optimizer"
+    own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    for_all = (
+        _private(module, "_global_optimizer_pre_hooks"),
+        _private(module, "_global_optimizer_post_hooks"),
+    )
+    return own > 0 or any(len(hooks) > 1 for hooks in for_all)
+
+
 def keep_in_order(op: Any) -> None:
     """Let all calls of ops that were given to this function stay in the order of the program in compiled graphs.
 

@@ -152,6 +152,8 @@ class Wire:
     channels: Mapping[str, int]
     call: BoundCall | None = None
     """The program as a call of its ranks; None where no others run it."""
+    meets: bool = True
+    """Whether ranks meet before torch's own collectives."""
     num_received: dict[str, Iterator[int]] = field(default_factory=dict)
     """By lane, the messages that have been bound to be received."""
     _entries: dict[Any, GroupEntry] = field(default_factory=dict)
@@ -168,7 +170,7 @@ class Wire:
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
         """Return what runs one of torch's collectives over the ranks of `group`; `post` returns its work."""
         run = self._wait(what, over, lambda: [post()])
-        if self.call is None or self.context.device.type == "cuda":
+        if self.call is None or not self.meets or self.context.device.type == "cuda":
             return run
         if group not in self._entries:
             self._entries[group] = GroupEntry(self, what, group, over, self.call)

@@ -112,17 +112,17 @@ class Issuer:
     """Issues ops as lanes and edges allow; the caller says when an issued op is complete.
 
     The untimed run, the in-process executor and the reference simulator all drive this state machine. They differ
-    only in when they call `finish` or `finish_all`.
+    only in when they call `finish` or `finish_all`. Where ops are `hosted`, each also waits until it is released.
     """
 
-    def __init__(self, flow: Dataflow) -> None:
+    def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
         self.flow = flow
         self._lanes: Mapping[str, Lane] = flow.program.lane_of
         self._pending: dict[Node, int] = {}
         self._followers: dict[Node, list[Node]] = defaultdict(list)
         for node in flow.nodes():
             before = flow.waits_for(node)
-            self._pending[node] = len(before)
+            self._pending[node] = len(before) + hosted
             for earlier in before:
                 self._followers[earlier].append(node)
         self._waiting = {key: list(queue) for key, queue in flow.queues.items()}
@@ -138,12 +138,19 @@ class Issuer:
         """Mark an issued op as complete and return the ops that can be issued now, in order of rank and lane."""
         return self.finish_all((node,))
 
-    def finish_all(self, nodes: Iterable[Node]) -> list[Node]:
+    def finish_all(self, nodes: Iterable[Node], released: Iterable[Node] = ()) -> list[Node]:
         """Mark issued ops as complete together and return the ops that can be issued now.
 
         No lane issues anything before all of `nodes` are marked, so that their order makes no difference.
+
+        Args:
+            released: ops whose ranks' hosts have issued them.
         """
         touched: set[tuple[int, str]] = set()
+        for node in released:
+            self._pending[node] -= 1
+            if not self._pending[node]:
+                touched.add((node[0], self.flow.op(node).lane))
         for node in nodes:
             key = node[0], self.flow.op(node).lane
             self.done.add(node)

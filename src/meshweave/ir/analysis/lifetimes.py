@@ -1,18 +1,23 @@
-"""Peak memory: a buffer slot lives from its first write to its last read, inputs and outputs throughout.
+"""Peak memory in program order: a value lives from the write of its slot to its last read, inputs and outputs
+throughout.
 
-A call of part "free" ends the life of what it reads; another begins with the next access. A stash grows with each
-part of a stage that keeps something, and shrinks with those that free some.
+An op that writes all of a slot and does not read it begins a new life; writes of a part of it do not. A call of
+part "free" ends the life of what it reads; another begins with the next access. What a call of part "in_place"
+writes has no bytes of its own: it lies in what the call reads, and keeps that alive. A stash grows with each part
+of a stage that keeps something, and shrinks with those that free some.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import evaluate
-from meshweave.ir.program.ops import Call, Op
+from meshweave.ir.program.ops import READ, WRITE, Call, Op
+from meshweave.ir.program.views import Range, View
 
 Written = Sequence[tuple[Op, Mapping[str, int]]]
 
@@ -20,56 +25,145 @@ Slot = tuple[str, int]
 """A buffer and the number of one of its slots."""
 
 
-def lifetimes(program: Program, rank: int) -> dict[Slot, list[tuple[int, int]]]:
-    """Return the first and last op index of each life of each used scratch or temp slot of `rank`.
+LOCAL = frozenset({"scratch", "temp"})
+"""Kinds of buffers that are there for a part of a program."""
+
+
+def lifetimes(
+    program: Program, rank: int, kinds: Collection[str] = LOCAL, times: int = 1
+) -> dict[Slot, list[tuple[int, int]]]:
+    """Return the first and last op index of each life of each used slot of `rank`.
 
     Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
+
+    Args:
+        kinds: of the buffers; inputs and outputs have the lives of what the program reads or makes.
+        times: how often the program runs, one run after the other.
     """
     program = program.expanded
-    return _lifetimes(program, rank, list(program.unbound_ops_on_rank(rank)))
+    return _lifetimes(program, rank, times * list(program.unbound_ops_on_rank(rank)), kinds)
 
 
-def _lifetimes(program: Program, rank: int, ops: Written) -> dict[Slot, list[tuple[int, int]]]:
+def _lifetimes(
+    program: Program, rank: int, ops: Written, kinds: Collection[str] = LOCAL
+) -> dict[Slot, list[tuple[int, int]]]:
     """Return the lifetimes from unbound ops: only the slot of a view is evaluated, which is fast in a search."""
-    local = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
+    local = {buffer.name for buffer in program.buffers if buffer.kind in kinds}
+    exposed = exposed_buffers(program)
     spans: dict[Slot, list[tuple[int, int]]] = {
         (name, slot): [(0, len(ops) - 1)]
-        for name in sorted(exposed_buffers(program))
+        for name in sorted(exposed)
         for slot in range(program.buffer_of[name].slots)
         if name in local and ops and rank in program.mesh_of[program.buffer_of[name].mesh]
     }
-    ended: set[Slot] = set()
+    shapes = {
+        name: program.local_shape(name, rank)
+        for name in local
+        if name not in exposed and rank in program.mesh_of[program.buffer_of[name].mesh]
+    }
+    lives_of = {key: _Lives(lives) for key, lives in spans.items()}
+    lies_in: dict[Slot, list[Slot]] = {}
     for index, (op, env) in enumerate(ops):
-        frees = isinstance(op, Call) and op.part == "free"
-        for _, view in op.accesses():
-            if view.rank is None and view.buffer in local:
-                key = view.buffer, evaluate(view.slot, env)
-                lives = spans.setdefault(key, [])
-                if not lives or key in ended:
-                    lives.append((index, index))
-                    ended.discard(key)
-                else:
-                    lives[-1] = lives[-1][0], max(index, lives[-1][1])
-                if frees:
-                    ended.add(key)
-    return spans
+        call = op if isinstance(op, Call) else None
+        own = [(mode, view) for mode, view in op.accesses() if view.rank is None]
+        kept = {view.buffer for mode, view in own if mode != WRITE}
+        if call is not None and call.part == "in_place":
+            _lay_in(lies_in, own, env)
+        for mode, view in own:
+            key = view.buffer, evaluate(view.slot, env)
+            begins = mode == WRITE and view.buffer not in kept and _is_whole(view, shapes.get(view.buffer))
+            for place in lies_in.get(key, [key]):
+                if place[0] not in local:
+                    continue
+                lives = lives_of.setdefault(place, _Lives())
+                is_read = mode != WRITE or view.buffer in kept or place != key
+                lives.access(index, is_read=is_read, begins=begins and place == key)
+                lives.is_ended |= call is not None and call.part == "free"
+    return {key: lives.spans for key, lives in lives_of.items()}
+
+
+@dataclass
+class _Lives:
+    """The lives of a slot so far.
+
+    Attributes:
+        spans: first and last op index of each.
+        unread: index of the first write of a part since the last read or write of all; -1 for none.
+        is_ended: whether the last life has ended.
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    unread: int = -1
+    is_ended: bool = False
+    _last_read: int = -1
+
+    def access(self, index: int, *, is_read: bool, begins: bool) -> None:
+        """Note an access by op `index`; `begins` says that it writes all of the slot."""
+        if begins and self.spans and not self.is_ended:
+            first = self.spans[-1][0]
+            if self.unread < 0:
+                self.is_ended = True
+            elif self._last_read >= first:  # writes that nothing read belong to the new life
+                self.spans[-1] = first, self._last_read
+                self.spans.append((self.unread, index))
+        if not self.spans or self.is_ended:
+            self.spans.append((index, index))
+            self.is_ended = False
+        else:
+            self.spans[-1] = self.spans[-1][0], max(index, self.spans[-1][1])
+        if is_read:
+            self.unread, self._last_read = -1, index
+        elif begins:
+            self.unread = -1
+        elif self.unread < 0:
+            self.unread = index
+
+
+def _lay_in(
+    lies_in: dict[Slot, list[Slot]], accesses: Sequence[tuple[str, View]], env: Mapping[str, int]
+) -> None:
+    """Note that the slots which a call writes lie in those that it reads."""
+    slots = [(mode, (view.buffer, evaluate(view.slot, env))) for mode, view in accesses]
+    ins = [place for mode, key in slots if mode != WRITE for place in lies_in.get(key, [key])]
+    for mode, key in slots:
+        if mode == WRITE:
+            lies_in[key] = ins
+
+
+def _is_whole(view: View, shape: tuple[int, ...] | None) -> bool:
+    """Return whether a view is all of a slot of this shape, as its text says; expressions are not evaluated."""
+    return shape is not None and all(
+        isinstance(each, Range) and each.start == 0 and (each.stop is None or each.stop == size)
+        for each, size in zip(view.selectors, shape, strict=True)
+    )
 
 
 def peak_bytes(program: Program, rank: int) -> int:
     """Return the most bytes that `rank` holds at once in program order, stashes of calls included."""
     program = program.expanded
+    ops = list(program.unbound_ops_on_rank(rank))
+    in_place = _written_in_place(ops)
     resident = sum(
         buffer.slots * program.buffer_bytes(buffer.name, rank)
         for buffer in program.buffers
         if buffer.kind in ("input", "output") and rank in program.mesh_of[buffer.mesh]
+        if buffer.name not in in_place
     )
-    ops = list(program.unbound_ops_on_rank(rank))
     changes = list(_stash_changes(ops))
     for (name, _), lives in _lifetimes(program, rank, ops).items():
         size = program.buffer_bytes(name, rank)
         for first, last in lives:
             changes += [(first, size), (last + 1, -size)]
     return _peak(changes, resident)
+
+
+def _written_in_place(ops: Written) -> set[str]:
+    """Return the buffers that nothing writes but calls of part "in_place"."""
+    written: dict[bool, set[str]] = {True: set(), False: set()}
+    for op, _ in ops:
+        is_in_place = isinstance(op, Call) and op.part == "in_place"
+        written[is_in_place] |= {view.buffer for mode, view in op.accesses() if mode != READ}
+    return written[True] - written[False]
 
 
 def peak_stash_bytes(program: Program, rank: int) -> int:

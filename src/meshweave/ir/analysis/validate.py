@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshweave.base.errors import ProgramError, listed
+from meshweave.ir.analysis.cells import COUNTS_TRIED, check_cells, sampled_counts
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, analyse_as_written, untimed_order
 from meshweave.ir.analysis.include import (
     PartSummary,
@@ -88,9 +89,14 @@ def validate(program: Program, *, labels: bool = True, native: bool = True) -> V
     for a program that is over `base.limits.PROOF_ELEMENTS` or `base.limits.PROOF_WORK`. With `native` False it is
     made in Python alone, which says the same and takes longer.
 
+    A program with counts is proved at one row a cell, which holds for all values, and tried on some
+    (`ir.analysis.cells`).
+
     Raises:
         ProgramError: at the first fault.
     """
+    if program.counts:
+        return _validate_counted(program, labels, native)
     parts: dict[str, PartSummary] = {}
     for name, part in program.parts.items():
         try:
@@ -100,6 +106,23 @@ def validate(program: Program, *, labels: bool = True, native: bool = True) -> V
         parts[name] = summarise(proof.flow, parts, proof.skipped if labels else ())
     proof = _validate(program, parts, labels, native)
     return replace(proof, skipped=(*proof.skipped, *part_notes(parts)))
+
+
+def _validate_counted(program: Program, labels: bool, native: bool) -> Validation:
+    """Return the proof of a program with counts: that of one row a cell."""
+    check_header(program)
+    proof = validate(program.one_row_a_cell, labels=labels, native=native)
+    check_cells(program, proof.flow)
+    for seed in range(COUNTS_TRIED):
+        values = sampled_counts(program, seed)
+        try:
+            validate(program.with_counts(values), labels=False, native=native)
+        except ProgramError as error:
+            shown = ", ".join(f"{name} {table.tolist()}" for name, table in values.items())
+            raise ProgramError(
+                f"{error.message} (counts {shown})", op=error.op, rank=error.rank, buffer=error.buffer
+            ) from None
+    return proof
 
 
 def _validate(program: Program, parts: Summaries, labels: bool, native: bool) -> Validation:

@@ -25,6 +25,7 @@ class GroupColumns:
     """
 
     def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:
+        program.require_counts()
         self.program, self.copies = program, dict(copies or {})
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.expressions = ExpressionColumns()

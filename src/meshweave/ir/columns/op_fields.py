@@ -14,7 +14,8 @@ from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Call, Op
 
 Column = NDArray[np.int64]
 
-_PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)}
+_PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)} | {"in_place": 0}
+"""Of parts of a stage. Where an output lies is nothing to what reads these rows."""
 
 
 (

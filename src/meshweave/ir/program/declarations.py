@@ -10,20 +10,12 @@ from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.ir.program.check_includes import check_includes
 from meshweave.ir.program.check_meanings import check_meanings
+from meshweave.ir.program.counts import check_counts
 from meshweave.ir.program.include import Include
 from meshweave.ir.program.ops import Collective, Op
 from meshweave.ir.program.program import Program
 from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
 from meshweave.ir.program.written import Buffer
-
-
-def check_declarations(program: Program) -> None:
-    """Check what a program declares, and that its statements use nothing else.
-
-    Raises ProgramError, naming op or buffer where there is one.
-    """
-    check_header(program)
-    check_statements(program)
 
 
 def check_header(program: Program) -> None:
@@ -37,6 +29,7 @@ def check_header(program: Program) -> None:
             raise ProgramError(f"lane {lane.name} has order '{lane.order}' and width {lane.width}")
     for buffer in program.buffers:
         _check_buffer(program, buffer)
+    check_counts(program, program.parts.values())
     check_meanings(program)
     check_includes(program)
 
@@ -55,7 +48,7 @@ def is_loop_index(name: str) -> bool:
 
 
 def _check_names(program: Program) -> None:
-    tables = (program.meshes, program.tensors, program.buffers, program.lanes)
+    tables = (program.meshes, program.counts, program.tensors, program.buffers, program.lanes)
     declared = Counter([item.name for table in tables for item in table] + list(program.indices))
     axes = {axis for mesh in program.meshes for axis in mesh.axes}
     for name in (*declared, *sorted(axes)):

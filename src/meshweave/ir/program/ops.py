@@ -20,8 +20,16 @@ from meshweave.ir.program.views import View
 Over = str | tuple[int, ...]
 Sizes = Index | tuple[int, ...] | None
 
-CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free"]
-CALL_PARTS: tuple[CallPart, ...] = ("", "forward", "input_grad", "weight_grad", "recompute", "free")
+CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free", "in_place"]
+CALL_PARTS: tuple[CallPart, ...] = (
+    "",
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "recompute",
+    "free",
+    "in_place",
+)
 
 READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
@@ -147,6 +155,8 @@ class Call(Op):
     that name and those `args` (say, the micro-batch): the forward part keeps some, a recomputation makes again
     what it did not keep, the input gradient keeps something for the weight gradient. Each part waits for the one
     before it. A call of part "free" frees the buffers that it reads: what was in them is not used again.
+    What a call of part "in_place" writes lies in the memory of what it reads (matrices of a bucket, updated
+    weights); a run may copy it.
 
     Attributes:
         stash_bytes: bytes that this part adds to the stash.

@@ -43,7 +43,7 @@ from meshweave.ir.program.release import CollectiveStep, Release
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, View
-from meshweave.ir.program.written import Buffer, Lane, Tensor
+from meshweave.ir.program.written import Buffer, Counts, Lane, Tensor
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
 
@@ -85,6 +85,7 @@ class _Reader:
         self.parts: dict[str, Program] = {} if parts is None else parts
         self.defining = defining
         self.indices: dict[str, None] = {}
+        self.counts: dict[str, Counts] = {}
         self.name: str | None = None
         self.num_mesh_ranks = 0
         self.meshes: dict[str, Mesh] = {}
@@ -107,6 +108,7 @@ class _Reader:
             tuple(self.body),
             tuple(self.computes),
             tuple(self.indices),
+            tuple(self.counts.values()),
         )
 
     # --- declarations ---------------------------------------------------------------------------------
@@ -142,15 +144,19 @@ class _Reader:
         self.parts[name] = reader.program(node.lineno)
 
     def _declare(self, name: str, kind: str, call: ast.Call) -> None:
-        if any(
-            name in table for table in (self.meshes, self.tensors, self.buffers, self.lanes, self.indices)
-        ):
+        tables = (self.meshes, self.counts, self.tensors, self.buffers, self.lanes, self.indices)
+        if any(name in table for table in tables):
             raise fault_at(call, f"'{name}' is declared twice")
         if kind == "mesh":
             self.meshes[name] = self._mesh(name, call)
         elif kind == "tensor":
-            shape, dtype = read_arguments(call, ("shape", "dtype"))
-            self.tensors[name] = Tensor(name, read_dims(f"tensor {name}", shape), read_dtype(dtype))
+            shape, dtype, table = read_arguments(call, ("shape", "dtype", "counts"), optional=1)
+            counted = "" if table is None else read_name(table, self.counts, "table of counts")
+            self.tensors[name] = Tensor(name, read_dims(f"tensor {name}", shape), read_dtype(dtype), counted)
+        elif kind == "counts":
+            shape, capacity, totals = read_arguments(call, ("shape", "capacity", "totals"), optional=1)
+            most = () if totals is None else read_ints(totals)
+            self.counts[name] = Counts(name, read_dims(f"counts {name}", shape), read_int(capacity), most)
         elif kind in _BUFFER_KINDS:
             self.buffers[name] = self._buffer(name, kind, call)
         elif kind == "lane":
@@ -166,7 +172,7 @@ class _Reader:
             read_arguments(call, ())
             self.indices[name] = None
         else:
-            known = ("mesh", "tensor", "lane", "index", *_BUFFER_KINDS)
+            known = ("mesh", "counts", "tensor", "lane", "index", *_BUFFER_KINDS)
             raise fault_at(call, f"'{kind}' declares nothing{did_you_mean(kind, known)}")
 
     def _mesh(self, name: str, call: ast.Call) -> Mesh:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import RANK_STEPS, Limit
+from meshweave.ir.program.counts import CountValues, one_row_a_cell, with_counts
 from meshweave.ir.program.expand import expand
 from meshweave.ir.program.expressions import Index, evaluate
 from meshweave.ir.program.include import Include, include_error
@@ -77,6 +78,19 @@ class Program(WrittenProgram):
             return (replace(op, program=parts[id(op.program)]) if isinstance(op, Include) else op,)
 
         return replace(self, body=rewrite(self.body, changed)) if parts else self
+
+    def with_counts(self, values: CountValues) -> Program:
+        """Return the plain program whose tables of counts have these values, by name: every cell has its rows.
+
+        Raises:
+            ProgramError: values are missing or over what the table allows, or a view is no run of cells.
+        """
+        return with_counts(self, values)
+
+    @cached_property
+    def one_row_a_cell(self) -> Program:
+        """Return the plain program in which every cell is one row: what `validate` proves of all counts."""
+        return one_row_a_cell(self)
 
     @cached_property
     def expanded(self) -> Program:
@@ -168,6 +182,7 @@ class Program(WrittenProgram):
 
         Raises StepsError where statements and turns of loops are more than `steps` allows.
         """
+        self.require_counts()
 
         def enter(block: Block, key: Key, env: dict[str, int]) -> Iterable[tuple[Key, dict[str, int]]]:
             match block:

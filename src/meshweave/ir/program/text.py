@@ -66,8 +66,12 @@ def op_to_text(op: Op) -> str:
 def _lines(program: Program) -> Iterator[str]:
     for mesh in program.meshes:
         yield f"{mesh.name} = {mesh_to_text(mesh)}"
+    for table in program.counts:
+        totals = f", {table.totals}" if table.totals else ""
+        yield f"{table.name} = counts({table.shape}, {table.capacity}{totals})"
     for tensor in program.tensors:
-        yield f'{tensor.name} = tensor({tensor.shape}, "{tensor.dtype}")'
+        counted = f", counts={tensor.counts}" if tensor.counts else ""
+        yield f'{tensor.name} = tensor({tensor.shape}, "{tensor.dtype}"{counted})'
     for meaning in program.computes:
         yield _meaning(meaning)
     for buffer in program.buffers:

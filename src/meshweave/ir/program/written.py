@@ -21,12 +21,34 @@ from meshweave.ir.program.views import View
 
 
 @dataclass(frozen=True)
+class Counts:
+    """A table of numbers of rows that are known at run time only. An entry of it is a cell, of so many rows.
+
+    Attributes:
+        capacity: the most rows of one cell.
+        totals: for each dim of the table the most rows of all cells at one of its positions; 0 leaves that open.
+            () leaves all open.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    capacity: int
+    totals: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Tensor:
-    """A logical, global tensor, of which buffers hold shards."""
+    """A logical, global tensor, of which buffers hold shards.
+
+    Attributes:
+        counts: the table of counts whose dims are the first ones of the tensor: each of these elements stands
+            for as many rows as the table says (`ir.program.counts`). "" where every element is one.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    counts: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,7 @@ class WrittenProgram:
         computes: the meaning of each output tensor, which `ir.analysis.validate` proves.
         indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of
             calls may use. They are 0 where the program is not included.
+        counts: tables of numbers of rows, which `Program.with_counts` gives values; nothing runs before.
     """
 
     name: str
@@ -86,6 +109,7 @@ class WrittenProgram:
     body: tuple[Statement, ...]
     computes: tuple[Meaning, ...] = ()
     indices: tuple[str, ...] = ()
+    counts: tuple[Counts, ...] = ()
 
     @cached_property
     def mesh_of(self) -> dict[str, Mesh]:
@@ -96,6 +120,19 @@ class WrittenProgram:
     def tensor_of(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def counts_of(self) -> dict[str, Counts]:
+        """Return the tables of counts by name."""
+        return {table.name: table for table in self.counts}
+
+    def require_counts(self) -> None:
+        """Raise ProgramError where counts have no values, so that sizes are not known."""
+        if self.counts:
+            raise ProgramError(
+                f"program {self.name} has counts {listed(self.counts_of)}, known at run time: "
+                "with_counts gives them values"
+            )
 
     @cached_property
     def buffer_of(self) -> dict[str, Buffer]:

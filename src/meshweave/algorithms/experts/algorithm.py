@@ -1,0 +1,119 @@
+"""The base of algorithms for a layer of experts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Generic
+
+import numpy as np
+
+from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT
+from meshweave.algorithms.experts.functions import layer_functions
+from meshweave.algorithms.experts.layer import output_names, plain_tensors
+from meshweave.algorithms.experts.problem import ExpertsProblem
+from meshweave.algorithms.experts.reference import cells_reference, layer_reference
+from meshweave.algorithms.experts.routing import Routing
+from meshweave.base.errors import LayoutError
+from meshweave.cost.machine import Machine
+from meshweave.describe.layout import Layout
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import HostsNetwork
+from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
+
+
+class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
+    """An algorithm for a layer of experts.
+
+    `counted_program` is the program for all routings, `program` that of the routing of the problem. `validate`
+    proves the first; what packing makes has no equation, so a run is held against the reference.
+
+    Attributes:
+        is_one_sided: whether rows are stored in the memory of other ranks.
+        shares_nics: whether all ranks of a host send messages of their own over its NICs at once.
+    """
+
+    problem_type = ExpertsProblem
+    is_proved: ClassVar[bool] = False
+    is_one_sided: ClassVar[bool] = False
+    shares_nics: ClassVar[bool] = False
+
+    def examples(self) -> Iterator[ExpertsProblem]:
+        """Yield layers on two hosts of two: balanced, uneven with dropped tokens, all tokens to one expert."""
+        mesh = Mesh.of("ep", (2, 2), ("host", "local"))
+        exact: dict[str, Any] = {"dtype": "float64", "activation": "relu"}
+        yield ExpertsProblem(mesh, 6, 2, 8, 4, 3, **exact)
+        yield ExpertsProblem(
+            mesh, 5, 3, 4, 3, 2, part="training", capacity=3, routing=Routing("power", 1, 1.5), **exact
+        )
+        one = Routing("table", 2, table=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        yield ExpertsProblem(mesh, 4, 1, 8, 3, 2, part="training", routing=one, **exact)
+
+    @abstractmethod
+    def text(self, problem: ExpertsProblem, config: ConfigT) -> str:
+        """Return the program with counts in its text form."""
+
+    def counted_program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
+        """Return the program with counts. Raises LayoutError for a problem that does not fit."""
+        refusal = self.refusal(problem)
+        if refusal is not None:
+            raise LayoutError(f"{self.title}: {refusal}")
+        return parse(self.text(problem, config))
+
+    def counts(
+        self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
+    ) -> dict[str, Array]:
+        """Return the values of the program's counts, for choices of a run or those of the problem."""
+        chosen = problem.choices if choices is None else choices
+        return problem.counts_of(chosen)
+
+    def program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
+        """Return the program with the counts of the problem's routing."""
+        program, values = self.counted_program(problem, config), self.counts(problem, config)
+        return program.with_counts({name: values[name] for name in program.counts_of})
+
+    def machine(self, problem: ExpertsProblem, config: ConfigT, cluster: Cluster) -> Machine:
+        """Return the cluster under the program; each rank of a host has its share of the NICs where all send."""
+        network = cluster.network
+        if self.shares_nics and isinstance(network, HostsNetwork):
+            on_a_nic = max(network.chips_per_host / network.nics_per_host, 1)
+            share = network.nic.link_bytes_per_s / on_a_nic
+            network = replace(network, nic=replace(network.nic, link_bytes_per_s=max(share, 1.0)))
+            cluster = replace(cluster, network=network)
+        return super().machine(problem, config, cluster)
+
+    def placements(self, problem: ExpertsProblem) -> dict[str, Layout]:
+        """Return the layouts of the program's inputs and outputs."""
+        program = self.program(problem, next(self.candidates(problem)))
+        return {
+            buffer.tensor: buffer.layout
+            for buffer in program.buffers
+            if buffer.kind in ("input", "output") and buffer.tensor is not None and buffer.layout is not None
+        }
+
+    def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return what a loop over experts makes; of an exchange alone its rows, rank after rank."""
+        if problem.part in ("layer", "training"):
+            return layer_reference(problem, inputs)
+        return cells_reference(problem, inputs, self.source_order(problem))
+
+    def source_order(self, problem: ExpertsProblem) -> list[int]:
+        """Return the places of ranks on the mesh in the order of their rows at an expert."""
+        return list(range(problem.num_ranks))
+
+    def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
+        return layer_functions(problem.activation)
+
+    def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:
+        """Return small integers, and the choices of the problem."""
+        draw = np.random.default_rng(seed)
+        inputs: dict[str, Array] = {}
+        for name, (shape, dtype) in plain_tensors(problem).items():
+            if name == "Choices":
+                inputs[name] = problem.choices
+            elif name not in output_names(problem):
+                inputs[name] = draw.integers(-3, 4, shape).astype(dtype)
+        return inputs

@@ -1,0 +1,130 @@
+"""What calls of a layer of experts do, on arrays of numpy or tensors of torch alike.
+
+Rows of a rank's tokens are packed by expert, and for one expert in the order of tokens. `choices` (tokens,
+top_k) have -1 where an expert is dropped. Integers come out as integers, so tests with activation "relu" are
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+"""An array of numpy or a tensor of torch."""
+
+
+def numbers_like(array: Array, like: Array) -> Array:
+    """Return numbers in numpy as an array of the kind of `like`."""
+    return like.new_tensor(array) if hasattr(like, "new_tensor") else np.asarray(array, like.dtype)
+
+
+def _packing(choices: Array) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the token of each packed row, the row of each choice (0 if dropped), and 1 for kept choices."""
+    table = np.asarray(choices)
+    flat = table.reshape(-1).astype(np.int64)
+    kept = flat >= 0
+    order = np.argsort(np.where(kept, flat, np.iinfo(np.int64).max), kind="stable")[: int(kept.sum())]
+    rows = np.zeros(flat.shape, np.int64)
+    rows[order] = np.arange(len(order))
+    return order // table.shape[1], rows.reshape(table.shape), kept.reshape(table.shape)
+
+
+def _cells(rows: Array, features: int) -> Array:
+    return rows.reshape(-1, features)
+
+
+def pack(x: Array, choices: Array) -> Array:
+    """Return the rows of tokens by expert, (1, rows, hidden)."""
+    tokens, _, _ = _packing(choices)
+    return x[tokens][None]
+
+
+def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
+    """Return the rows of tokens by expert, each times its gate."""
+    tokens, rows, kept = _packing(choices)
+    weights = np.zeros(len(tokens), np.int64)
+    weights[rows[kept]] = np.flatnonzero(kept.reshape(-1))
+    return (dy[tokens] * gates.reshape(-1)[weights][:, None])[None]
+
+
+def _taken(b: Array, choices: Array) -> tuple[Array, Array]:
+    """Return the row of each choice, (tokens, top_k, features), and 1 for those that are kept, else 0."""
+    _, rows, kept = _packing(choices)
+    b = _cells(b, b.shape[-1])
+    if not b.shape[0]:
+        zero = numbers_like(np.zeros((*rows.shape, b.shape[-1])), b)
+        return zero, numbers_like(kept, b)
+    return b[rows], numbers_like(kept, b)
+
+
+def weigh(b: Array, gates: Array, choices: Array) -> Array:
+    """Return for each token the sum of its rows, each times its gate."""
+    taken, kept = _taken(b, choices)
+    return (taken * (gates * kept)[..., None]).sum(1)
+
+
+def add_rows(b: Array, choices: Array) -> Array:
+    """Return for each token the sum of its rows."""
+    taken, kept = _taken(b, choices)
+    return (taken * kept[..., None]).sum(1)
+
+
+def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
+    """Return the gradient of each gate: its row times that of the token."""
+    taken, kept = _taken(b, choices)
+    return (taken * dy[:, None, :]).sum(-1) * kept
+
+
+def sigmoid(x: Array) -> Array:
+    """Return 1 / (1 + exp(-x))."""
+    return x.sigmoid() if hasattr(x, "sigmoid") else 1 / (1 + np.exp(-x))
+
+
+def _relu(x: Array) -> tuple[Array, Array]:
+    slope = numbers_like(np.asarray(x > 0), x)
+    return x * slope, slope
+
+
+def _silu(x: Array) -> tuple[Array, Array]:
+    at = sigmoid(x)
+    return x * at, at * (1 + x * (1 - at))
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Array]]] = {"relu": _relu, "silu": _silu}
+
+
+def _activate(kind: str) -> Callable[[Array], Array]:
+    def activate(h: Array) -> Array:
+        inner = h.shape[-1] // 2
+        return _ACTIVATIONS[kind](h[..., :inner])[0] * h[..., inner:]
+
+    return activate
+
+
+def _activate_gradient(kind: str) -> Callable[[Array, Array, Array], None]:
+    def activate_gradient(h: Array, da: Array) -> Array:
+        inner = h.shape[-1] // 2
+        value, slope = _ACTIVATIONS[kind](h[..., :inner])
+        out = h * 0
+        out[..., :inner] = da * h[..., inner:] * slope
+        out[..., inner:] = da * value
+        return out
+
+    return activate_gradient  # type: ignore[return-value]
+
+
+def layer_functions(activation: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the functions of a layer whose experts have this activation, by the names of calls."""
+    return {
+        "pack": pack,
+        "pack_weighted": pack_weighted,
+        "weigh": weigh,
+        "add_rows": add_rows,
+        "gate_gradient": gate_gradient,
+        "activate": _activate(activation),
+        "activate_gradient": _activate_gradient(activation),
+    }

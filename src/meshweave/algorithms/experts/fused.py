@@ -1,0 +1,65 @@
+"""A fused layer: products start on the rows that have come, and rows go back as soon as their product is done.
+
+Two grains of the same idea. Tokens are cut into slices, as MeshSlice cuts a dim of a product: while experts
+multiply one slice the next is on its way. Within a slice, the products of one source's rows wait for that
+message alone
+and release them to the message back: the dependence that T3 tracks and triggers, on cells in place of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshweave.algorithms.contract import Array
+from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.layer import LayerText
+from meshweave.algorithms.experts.pairwise import PairwiseExchange
+from meshweave.algorithms.experts.problem import ExpertsProblem
+from meshweave.describe.machine.cluster import Cluster
+
+MOST_SLICES = 8
+
+
+@dataclass(frozen=True)
+class TokenSlices:
+    """How a fused layer is cut.
+
+    Attributes:
+        count: of slices of each rank's tokens.
+        by_source: whether rows of each source are multiplied apart, or all of an expert's together.
+    """
+
+    count: int = 1
+    by_source: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.count} slice{'s' * (self.count > 1)}" + (", by source" if self.by_source else "")
+
+
+class FusedExperts(ExpertsAlgorithm[TokenSlices]):
+    """Dispatch, products and combine of slices and sources side by side."""
+
+    name = "experts_fused"
+    title = "Fused experts"
+    shares_nics = True
+    source = "Pati et al., T3, ASPLOS '24; Nam et al., MeshSlice, ISCA '25; Zhang et al., Comet, MLSys '25"
+
+    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[TokenSlices]:
+        """Yield by source alone, then 2, 4 and 8 slices, with rows by expert and by source."""
+        yield TokenSlices()
+        count = 2
+        while count <= MOST_SLICES and -(-problem.tokens // count) * (count - 1) < problem.tokens:
+            yield TokenSlices(count, False)
+            yield TokenSlices(count, True)
+            count *= 2
+
+    def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
+        """Return the program with counts in its text form."""
+        return LayerText(problem, self.title, PairwiseExchange(), config.count, config.by_source).text()
+
+    def counts(
+        self, problem: ExpertsProblem, config: TokenSlices, choices: Array | None = None
+    ) -> dict[str, Array]:
+        """Return the values of the program's counts, a table for each slice."""
+        return problem.counts_of(problem.choices if choices is None else choices, config.count)

@@ -1,0 +1,87 @@
+"""What calls of a layer of experts over hosts do: a token goes once to each host that has experts of it.
+
+A host has `per_host` consecutive experts. Rows for hosts stand by host, and for one host in the order of
+tokens; with each row travel the choices and gates of its token. On the host, rows are packed by expert as on a
+source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.algorithms.experts.functions import (
+    Array,
+    add_rows,
+    gate_gradient,
+    numbers_like,
+    pack,
+    pack_weighted,
+    weigh,
+)
+
+
+def _needed(choices: Array, hosts: int, per_host: int) -> NDArray[np.bool_]:
+    """Return whether each host has an expert of each token, (hosts, tokens)."""
+    table = np.asarray(choices)
+    return np.stack([((table >= 0) & (table // per_host == host)).any(axis=1) for host in range(hosts)])
+
+
+def _on_host(choices: Array, host: int, per_host: int) -> NDArray[Any]:
+    """Return the choices of rows, (rows, top_k), -1 for experts of other hosts."""
+    table = np.asarray(choices).reshape(-1, choices.shape[-1])
+    return np.where((table >= 0) & (table // per_host == host), table, -1)
+
+
+def _flat(rows: Array) -> Array:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
+    """Return the rows of tokens by host, (1, rows, features)."""
+    tokens = np.nonzero(_needed(choices, hosts, per_host))[1]
+    return x[tokens][None]
+
+
+def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
+    """Return for each token the sum of its rows, (tokens, features)."""
+    needed, flat = _needed(choices, hosts, per_host), _flat(rows)
+    if not flat.shape[0]:
+        return numbers_like(np.zeros((needed.shape[1], flat.shape[1])), flat)
+    places = np.cumsum(needed.reshape(-1)).reshape(needed.shape) - 1
+    kept = numbers_like(needed[..., None], flat)
+    return (flat[np.maximum(places, 0)] * kept).sum(0)
+
+
+def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
+    """Return a row for each expert of this host that a token takes, by expert."""
+    return pack(_flat(rows), _on_host(choices, host, per_host))
+
+
+def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
+    """Return for each token the sum of its rows on this host, each times its gate."""
+    return weigh(rows, _flat(gates), _on_host(choices, host, per_host))[None]
+
+
+def fan_out_weighted(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
+    """Return a row for each expert of this host, times its gate."""
+    return pack_weighted(_flat(rows), _flat(gates), _on_host(choices, host, per_host))
+
+
+def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
+    """Return for each token the sum of its rows on this host."""
+    return add_rows(rows, _on_host(choices, host, per_host))[None]
+
+
+def fan_gradient(rows: Array, arriving: Array, choices: Array, host: int, per_host: int) -> Array:
+    """Return the gradient of each gate that experts of this host have."""
+    return gate_gradient(rows, _flat(arriving), _on_host(choices, host, per_host))[None]
+
+
+def host_functions() -> Mapping[str, Callable[..., Any]]:
+    """Return these functions by the names of calls."""
+    listed = (pack_hosts, sum_hosts, fan_out, fan_in, fan_out_weighted, fan_in_sum, fan_gradient)
+    return {function.__name__: function for function in listed}

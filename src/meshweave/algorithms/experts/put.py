@@ -1,0 +1,58 @@
+"""Dispatch and combine by one-sided puts: a rank stores rows in the owner's slots, whose place all counts tell.
+
+Nobody waits for a partner; one fence ends an exchange (as the universal product of slices does: Brock and Buluc).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.layer import LayerText
+from meshweave.algorithms.experts.pairwise import own_cells
+from meshweave.algorithms.experts.problem import ExpertsProblem
+from meshweave.algorithms.fused.product import NoChoice
+from meshweave.describe.machine.cluster import Cluster
+
+
+class PutToOwner(ExpertsAlgorithm[NoChoice]):
+    """Rows are put where the owner's products read them, the neighbour's first."""
+
+    name = "experts_put"
+    title = "Experts by one-sided puts"
+    source = "Brock et al., one-sided universal matrix products, IPDPS '26; DeepEP's low-latency kernels"
+    is_one_sided = True
+    shares_nics = True
+
+    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
+        """Yield the one config."""
+        yield NoChoice()
+
+    def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
+        """Return the program with counts in its text form."""
+        return LayerText(problem, self.title, self).text()
+
+    def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
+        """Yield nothing: rows go from end to end."""
+        return iter(())
+
+    def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
+        """Yield a copy of the own rows, puts of the others and a fence."""
+        yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
+        peer = layer.peer("1 + r")
+        out, sent = layer.received(dst, "ep.x"), layer.packed(src, peer)
+        yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=go)", "go")
+
+    def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
+        """Yield a copy of the own rows, puts of the others to their sources and a fence."""
+        yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
+        peer = layer.peer("1 + r")
+        out, sent = layer.packed(dst, "ep.x"), layer.received(src, peer)
+        yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=back)", "back")
+
+    def _puts(self, layer: LayerText, statement: str, lane: str) -> Iterator[str]:
+        if layer.count > 1:
+            yield f"for r in range({layer.count - 1}):"
+            yield f"    for e in range({layer.own}):"
+            yield f"        {statement}"
+        yield f'fence(over="ep", lane={lane})'

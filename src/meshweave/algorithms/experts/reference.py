@@ -1,0 +1,71 @@
+"""A layer of experts in one process: a loop over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.algorithms.experts.functions import layer_functions
+from meshweave.algorithms.experts.problem import ExpertsProblem
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArray[Any]]:
+    """Return Y, and for training dX, dgates, dW1 and dW2, from whole input tensors."""
+    functions = layer_functions(problem.activation)
+    x, choices, gates, w1, w2 = (inputs[name] for name in ("X", "Choices", "Gates", "W1", "W2"))
+    out = {"Y": np.zeros_like(x)}
+    is_training = problem.part == "training"
+    if is_training:
+        out |= {f"d{name}": np.zeros_like(inputs[name]) for name in ("X", "Gates", "W1", "W2")}
+    for expert in range(problem.num_experts):
+        tokens, place = np.nonzero(choices == expert)
+        gate, rows = gates[tokens, place][:, None], x[tokens]
+        h = rows @ w1[expert]
+        a = functions["activate"](h)
+        z = a @ w2[expert]
+        np.add.at(out["Y"], tokens, gate * z)
+        if is_training:
+            dy = inputs["dY"][tokens]
+            out["dGates"][tokens, place] = (z * dy).sum(-1)
+            dz = gate * dy
+            out["dW2"][expert] = a.T @ dz
+            dh = functions["activate_gradient"](h, dz @ w2[expert].T)
+            out["dW1"][expert] = rows.T @ dh
+            np.add.at(out["dX"], tokens, dh @ w1[expert].T)
+    return out
+
+
+def cells_reference(
+    problem: ExpertsProblem, inputs: Arrays, source_order: Sequence[int]
+) -> dict[str, NDArray[Any]]:
+    """Return what an exchange alone makes.
+
+    Rows of cells stand as in an output of a program: rank after rank, each padded with NaN to the most that
+    one has; on a rank by expert, by source in `source_order`, by token.
+    """
+    choices = inputs["Choices"]
+    sources = np.repeat(np.arange(problem.num_ranks), problem.tokens)
+    listed: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_ranks)]
+    for expert in range(problem.num_experts):
+        for source in source_order:
+            tokens, places = np.nonzero((choices == expert) & (sources == source)[:, None])
+            listed[expert // problem.local_experts] += zip(tokens.tolist(), places.tolist(), strict=True)
+    most = max(map(len, listed))
+    if problem.part == "combine":
+        z, y = inputs["Z0"], np.zeros((len(choices), problem.hidden), problem.dtype)
+        for rank, rows in enumerate(listed):
+            for row, (token, place) in enumerate(rows):
+                y[token] += inputs["Gates"][token, place] * z[0, rank * most + row]
+        return {"Y": y}
+    out = np.full((1, problem.num_ranks * most, problem.hidden), np.nan, problem.dtype)
+    for rank, rows in enumerate(listed):
+        for row, (token, place) in enumerate(rows):
+            weighted = problem.part == "weighted_dispatch"
+            value = inputs["dY"][token] * inputs["Gates"][token, place] if weighted else inputs["X"][token]
+            out[0, rank * most + row] = value
+    return {"Q0": out}

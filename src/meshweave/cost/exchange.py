@@ -1,0 +1,192 @@
+"""The time of a dispatch or a combine: copies of tokens to the ranks of their experts, and what these made back.
+
+Each of T tokens on a rank goes to k of E experts on P ranks, p of them in a host. Libraries differ in what they
+send:
+
+    copies    one copy for each expert of a token, straight to its rank (an all-to-all of NCCL)
+    ranks     one copy for each rank that has an expert of the token
+    hosts     one copy for each host over the NICs, and inside that one for each rank (DeepEP, Hybrid-EP)
+
+A rank that has e of n experts to choose from has one of the k of a token with the probability 1 - C(n - e, k) /
+C(n, k). Where a token may go to g of G groups of experts, n = E g / G, and a rank has g / G of that (DeepSeek-AI,
+DeepSeek-V3, 2024, section 2.1.2). A host likewise. The ranks of a host send and forward at once:
+
+    units  = (own bytes x sent + bytes that arrive) / (multiprocessors x unit_bytes_per_s)
+    inside = bytes that arrive / (inside_share x link)
+    time   = base_s + max(sqrt(units^2 + inside^2), bytes between / (between_share x NIC))
+
+`CopyExchange.load` is how many copies the most loaded rank gets over the average: all wait for it. Constants of
+DeepEP and of TRT-LLM are fitted by `validation/fit_exchange.py` on measured exchanges, at most four for each op,
+and stand in `catalog/exchange.toml`. Those of the all-to-all are ours: no table of measurements has it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.cost.machine import Machine
+from meshweave.describe.files import parse_table
+from meshweave.describe.machine.network import HostsNetwork
+from meshweave.ir.work import Transfer
+
+Sends = Literal["copies", "ranks", "hosts"]
+_FILE = "exchange.toml"
+
+
+@dataclass(frozen=True)
+class ExchangeConstants:
+    """The constants of a dispatch or of a combine; the module docstring has the formula.
+
+    Attributes:
+        base_s: seconds of an exchange of nothing.
+        unit_bytes_per_s: what a multiprocessor of the chip sends and receives; 0 where they set no limit.
+        inside_share, between_share: shares of the rates of links inside a host, and of NICs.
+        sent: how often own tokens count for the multiprocessors.
+    """
+
+    base_s: float
+    unit_bytes_per_s: float = 0.0
+    inside_share: float = 1.0
+    between_share: float = 1.0
+    sent: float = 1.0
+
+
+@dataclass(frozen=True)
+class DispatchLibrary:
+    """What a library sends, its constants inside a host and between hosts, and what it takes.
+
+    Attributes:
+        inside, between: the constants of dispatch and of combine.
+        multiprocessors: the units that its kernels take from products that run beside them.
+    """
+
+    name: str
+    sends: Sends
+    inside: tuple[ExchangeConstants, ExchangeConstants]
+    between: tuple[ExchangeConstants, ExchangeConstants]
+    multiprocessors: int = 0
+
+
+@lru_cache(maxsize=1)
+def libraries() -> dict[str, DispatchLibrary]:
+    """Return the libraries of the catalog by name."""
+    table = parse_table((files("meshweave") / "catalog" / _FILE).read_text("utf-8"), _FILE, "toml")
+    out = {}
+    for name, entry in table["libraries"].items():
+        inside, between = (_constants(entry[where]) for where in ("inside", "between"))
+        out[name] = DispatchLibrary(name, entry["sends"], inside, between, entry.get("multiprocessors", 0))
+    return out
+
+
+def _constants(entry: dict[str, Any]) -> tuple[ExchangeConstants, ExchangeConstants]:
+    return ExchangeConstants(**entry["dispatch"]), ExchangeConstants(**entry["combine"])
+
+
+def library_of(name: str) -> DispatchLibrary:
+    """Return a library by its name. Raises UnsupportedError."""
+    if name not in libraries():
+        raise UnsupportedError(
+            f"there is no dispatcher '{name}'{did_you_mean(name, libraries())}; there are {', '.join(libraries())}"
+        )
+    return libraries()[name]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyExchange(Transfer):
+    """A dispatch or a combine: `part_bytes` of one copy of a token, `num_ranks` that share the experts.
+
+    Attributes:
+        tokens: of a rank.
+        experts, chosen: how many there are, and of each token.
+        groups, top_groups: groups of experts, and those of them that a token may go to.
+        load: copies that the most loaded rank gets over the average.
+        library: a name of `libraries`.
+    """
+
+    tokens: int = 0
+    experts: int = 1
+    chosen: int = 1
+    groups: int = 1
+    top_groups: int = 1
+    load: float = 1.0
+    library: str = "all_to_all"
+
+
+@lru_cache(maxsize=4096)
+def share_with(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
+    """Return the share of tokens of which one of `parts` equal parts of the experts has a chosen one."""
+    own, among, of_group = experts // parts, experts * top_groups // groups, experts // groups
+    if own <= of_group:
+        return top_groups / groups * (1 - _missing(among, own, chosen))
+    mine, missed = own // of_group, 0.0  # so many groups are its own, of which some are among those chosen
+    for count in range(min(mine, top_groups) + 1):
+        chance = math.comb(mine, count) * math.comb(groups - mine, top_groups - count)
+        missed += chance / math.comb(groups, top_groups) * _missing(among, count * of_group, chosen)
+    return 1 - missed
+
+
+def _missing(among: int, own: int, chosen: int) -> float:
+    """Return the probability that none of `chosen` of `among` is one of `own`."""
+    if among - own < chosen:
+        return 0.0
+    return math.comb(among - own, chosen) / math.comb(among, chosen)
+
+
+@dataclass(frozen=True)
+class ExchangeBytes:
+    """Bytes of a rank: its tokens, what arrives inside a host (its own among it), and what passes its NIC."""
+
+    own: float
+    arriving: float
+    between: float
+
+
+def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeBytes:
+    """Return the bytes of an exchange over so many ranks in each of so many hosts."""
+    sends, own = library_of(work.library).sends, float(work.tokens * work.part_bytes)
+    limits = work.groups, work.top_groups
+    if sends == "copies":
+        each = own * work.load * work.chosen / work.num_ranks
+        return ExchangeBytes(own, each * (per_host - 1), each * per_host * (hosts - 1))
+    arriving = own * work.load * share_with(work.num_ranks, work.experts, work.chosen, *limits)
+    if hosts == 1 or sends == "ranks":
+        return ExchangeBytes(own, arriving * per_host, arriving * per_host * (hosts - 1))
+    of_host = share_with(hosts, work.experts, work.chosen, *limits)
+    return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1))
+
+
+def bytes_s(
+    of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
+) -> float:
+    """Return the seconds of an exchange of so many bytes over links and NICs of these rates."""
+    units = 0.0
+    if of.unit_bytes_per_s and multiprocessors:
+        units = (moved.own * of.sent + moved.arriving) / (multiprocessors * of.unit_bytes_per_s)
+    inside = moved.arriving / (of.inside_share * link)
+    return of.base_s + max(math.hypot(units, inside), moved.between / (of.between_share * nic))
+
+
+def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
+    """Return the seconds of an exchange on hosts, None on another network or where groups lie unevenly."""
+    network, span = machine.cluster.network, machine.host_span(work.axis)
+    if not isinstance(network, HostsNetwork) or span is None:
+        return None
+    library = library_of(work.library)
+    per_host, hosts = span.per_host, max(work.num_ranks // span.per_host, 1)
+    moved = exchange_bytes(work, per_host, hosts)
+    constants = (library.between if hosts > 1 else library.inside)[work.kind == "combine"]
+    sharing = span.per_host * span.groups_per_host / network.nics_per_host
+    nic = network.nic.link_bytes_per_s / max(sharing, 1.0)
+    return bytes_s(constants, moved, network.intra.link_bytes_per_s, nic, library.multiprocessors)
+
+
+def as_all_to_all(work: CopyExchange) -> Transfer:
+    """Return the all-to-all that moves as many bytes, for networks without hosts."""
+    moved = exchange_bytes(work, work.num_ranks, 1)
+    part = math.ceil(moved.arriving / max(work.num_ranks - 1, 1))
+    return Transfer("all_to_all", work.axis, work.num_ranks, part)

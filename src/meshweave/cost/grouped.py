@@ -1,0 +1,137 @@
+"""The time of the experts of a layer on a rank: grouped products up and down, with the activation between.
+
+Each expert has rows of its own. A kernel cuts those of all experts into tiles of tm x tn, padded for each expert,
+and takes the tm of a small menu that is fastest:
+
+    step  = max(2 tm tn / (flops_per_s / units), (tm + tn) item / unit_bytes_per_s)   for each element of k
+    tiles = sum over experts of ceil(rows / tm), times ceil(n / tn)
+    waves = x + wave_share (ceil(x) - x), at least 1, where x = tiles / units
+    c     = waves (k step + tile_s)
+    m     = (n k item of each expert with rows + 2 bytes of rows (n + k)) / memory_bytes_per_s
+    time  = launch_s + token_s tokens + sum over both products of (c^p + m^p)^(1/p) + passes over rows
+
+and what is slower than 0.1 ms loses `slowdown` for each factor e beyond (`cost.products`). Constants are fitted by
+`validation/fit_grouped.py` on measured layers and stand in `catalog/grouped.toml`, by the chip's kernels and
+dtype. Chips of the same multiprocessors share them. A chip without them multiplies expert by expert in one batch
+of equal products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.cost.products import slowed
+from meshweave.describe.files import parse_table
+
+Array = NDArray[np.float64]
+
+TILE_ROWS = np.array([16.0, 32.0, 64.0, 128.0])
+"""Rows of a tile of C; it has 128 columns."""
+_COLUMNS = 128
+_ACTIVATION_BYTES = 2
+_FILE = "grouped.toml"
+
+
+@dataclass(frozen=True)
+class GroupedConstants:
+    """What the time of experts depends on; the module docstring has the formula.
+
+    Attributes:
+        units: processors that compute a tile each. A count of the hardware, not fitted.
+        item_bytes: of a weight. Not fitted.
+        stream_passes: passes through memory over inputs, inner features and results of all rows.
+    """
+
+    units: int
+    item_bytes: float
+    launch_s: float
+    flops_per_s: float
+    unit_bytes_per_s: float
+    memory_bytes_per_s: float
+    tile_s: float
+    wave_share: float
+    overlap: float
+    stream_passes: float
+    slowdown: float
+    token_s: float
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The experts of a rank: arrays of equal length, one entry for each layer that is priced.
+
+    Attributes:
+        tokens: of which the choices are made; 0 where choosing is priced elsewhere.
+        hidden, inner: features.
+        columns: of the first product for each inner feature.
+        rows: of all experts together; `active` of these have some.
+        tiles: for each of `TILE_ROWS` the tiles of rows.
+    """
+
+    tokens: Array
+    hidden: Array
+    inner: Array
+    columns: Array
+    rows: Array
+    active: Array
+    tiles: Array
+
+
+def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
+    """Return one layer whose experts have equal rows."""
+    active = float(min(experts, max(rows, 1)))
+    tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
+    none, of_hidden, of_inner, of_columns, of_rows, of_active = (
+        np.array([float(size)]) for size in (0, hidden, inner, columns, rows, active)
+    )
+    return ExpertRows(none, of_hidden, of_inner, of_columns, of_rows, of_active, tiles)
+
+
+def grouped_seconds(of: GroupedConstants, rows: ExpertRows) -> Array:
+    """Return the seconds of the forward part of experts."""
+    sizes = ((rows.columns * rows.inner, rows.hidden), (rows.hidden, rows.inner))
+    total = sum((_product_seconds(of, rows, n, k) for n, k in sizes), np.zeros_like(rows.rows))
+    elements = rows.hidden + (rows.columns + 1) * rows.inner
+    streamed = of.stream_passes * rows.rows * elements * _ACTIVATION_BYTES / of.memory_bytes_per_s
+    return slowed(of.launch_s + total + streamed + of.token_s * rows.tokens, of.slowdown)
+
+
+def _product_seconds(of: GroupedConstants, rows: ExpertRows, n: Array, k: Array) -> Array:
+    filled = rows.tiles * np.ceil(n / _COLUMNS)[:, None] / of.units
+    waves = np.maximum(filled + of.wave_share * (np.ceil(filled) - filled), 1.0)
+    step_s = np.maximum(
+        2 * TILE_ROWS * _COLUMNS * of.units / of.flops_per_s,
+        (TILE_ROWS + _COLUMNS) * of.item_bytes / of.unit_bytes_per_s,
+    )
+    compute_s = (waves * (k[:, None] * step_s + of.tile_s)).min(axis=1)
+    weights = rows.active * n * k * of.item_bytes
+    memory_s = (weights + rows.rows * (n + k) * _ACTIVATION_BYTES) / of.memory_bytes_per_s
+    longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
+    out: Array = longer * (1 + (shorter / longer) ** of.overlap) ** (1 / of.overlap)
+    return out
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    return parse_table((files("meshweave") / "catalog" / _FILE).read_text("utf-8"), _FILE, "toml")
+
+
+@lru_cache(maxsize=256)
+def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
+    """Return the constants of a chip's kernels in a dtype, or of those of a chip like it; None without any."""
+    table = _table()
+    names = kernels, table.get("like", {}).get(kernels, "")
+    entry = next((of for name in names if (of := table["chips"].get(name, {}).get(dtype))), None)
+    return None if entry is None else GroupedConstants(**entry["constants"])
+
+
+@lru_cache(maxsize=1 << 14)
+def grouped_s(of: GroupedConstants, shape: tuple[int, int, int, int, int]) -> float:
+    """Return the seconds of experts with even rows: of (rows, hidden, inner, experts, columns)."""
+    return float(grouped_seconds(of, even_rows(*shape))[0])

@@ -1,0 +1,81 @@
+"""A program with counts on one rank: its cells get rows at every run, when the counts are known.
+
+Ranks agree on the program once. A run then needs the counts of all ranks on the host, which is one synchronisation
+of device and host; views, messages and buffers follow from them alone. A caller that wants none gives every
+cell its capacity: `bind` of `program.with_counts` of that table is bound once, with rows that hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.execute.calls import Calls
+from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.program import Program
+from meshweave.ir.program.counts import CountValues
+
+
+class CountedProgram:
+    """A program with counts, bound anew at each run.
+
+    Args:
+        rank: the global rank, that of this process.
+        calls: the functions that `call` ops name.
+        lowered: what is made of the plain program before it is bound, such as `lower.lower_one_sided`.
+        options: arguments of `bind`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        *,
+        context: TorchContext,
+        calls: Calls | None = None,
+        lowered: Callable[[Program], Program] | None = None,
+        **options: Any,
+    ) -> None:
+        self.program, self.rank, self.context = program, rank, context
+        self._calls, self._lowered, self._options = calls, lowered, options
+
+    def run(self, tensors: Mapping[str, Tensor], counts: CountValues) -> BoundProgram:
+        """Run this rank's part at these counts, which all ranks give alike, and return it with what it made.
+
+        Args:
+            tensors: by buffer name, all inputs, and memory for outputs if wanted; they are aliased.
+
+        Raises:
+            ProgramError: the counts are over the capacities that the program declares.
+            BindError: tensors do not fit; see `bind` and `BoundProgram.run` for the rest.
+        """
+        plain = self.program.with_counts(counts)
+        if self._lowered is not None:
+            plain = self._lowered(plain)
+        bound = bind(
+            plain,
+            self.rank,
+            tensors,
+            context=self.context,
+            calls=self._calls,
+            agreed=self.program,
+            **self._options,
+        )
+        bound.run()
+        return bound
+
+
+def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...]) -> Tensor:
+    """Return the equally many values of all ranks, (ranks, values), on the host. Collective among them."""
+    if len(ranks) == 1 or not context.is_distributed:
+        return values.cpu()[None]
+    out = [torch.empty_like(values) for _ in ranks]
+    with context.guard("the counts of all ranks", ranks):
+        dist.all_gather(out, values, group=context.group_of(tuple(sorted(ranks))))
+    by_rank = dict(zip(sorted(ranks), out, strict=True))
+    return torch.stack([by_rank[rank] for rank in ranks]).cpu()

@@ -1,0 +1,46 @@
+"""Exchanges between experts: what libraries send, and what of it takes time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.cost.exchange import CopyExchange, exchange_bytes, library_of, share_with
+
+
+def exchange(library: str, ranks: int = 16, tokens: int = 4096, **more: object) -> CopyExchange:
+    """Return the dispatch of tokens of 7168 features in 16 bits."""
+    given = {"experts": 256, "chosen": 8, "library": library, **more}
+    return CopyExchange("dispatch", "experts.rank", ranks, 14336, tokens=tokens, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parts", "groups", "top"), [(8, 1, 1), (64, 1, 1), (32, 8, 4), (4, 8, 4), (8, 8, 2)]
+)
+def test_shares_are_those_of_drawn_choices(parts: int, groups: int, top: int) -> None:
+    rng, hits, draws = random.Random(1), 0, 20_000
+    own = 256 // parts
+    for _ in range(draws):
+        kept = rng.sample(range(groups), top)
+        among = [g * (256 // groups) + i for g in kept for i in range(256 // groups)]
+        hits += any(expert < own for expert in rng.sample(among, 8))
+    assert share_with(parts, 256, 8, groups, top) == pytest.approx(hits / draws, abs=0.012)
+
+
+def test_fewer_copies_are_sent_by_rank_and_by_host() -> None:
+    copies, hosts = (exchange_bytes(exchange(name, 64), 8, 8) for name in ("all_to_all", "deepep"))
+    assert hosts.between < 0.7 * copies.between
+    assert copies.between == pytest.approx(4096 * 14336 * 8 * 56 / 64)
+
+
+def test_a_loaded_rank_gets_more() -> None:
+    even, loaded = (exchange_bytes(exchange("deepep", load=load), 8, 2) for load in (1.0, 1.5))
+    assert loaded.arriving == pytest.approx(1.5 * even.arriving)
+    assert loaded.own == even.own
+
+
+def test_an_unknown_library_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="did you mean 'deepep'"):
+        library_of("deep_ep")
