@@ -1,7 +1,7 @@
 """What there is: clusters, chips, models, meshes and layouts, and the catalog of both.
 
 `meshweave` itself has the classes that most need: clusters, models, meshes, layouts. Here are the names of the
-catalog, placements by tiles, and the process grids of ScaLAPACK.
+catalog, rates of hosts, placements by tiles, and the process grids of ScaLAPACK.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from meshweave.base.lazy import lazy_names
 
 _HOME = {
     "describe.catalog": "cluster_names model_names",
+    "describe.machine.host": "HostRates",
     "describe.model": "FcLayer",
     "describe.layout": "Placement Tile",
     "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from meshweave.describe.layout.grid import column_block as column_block
     from meshweave.describe.layout.grid import cyclic as cyclic
     from meshweave.describe.layout.grid import row_block as row_block
+    from meshweave.describe.machine.host import HostRates as HostRates
     from meshweave.describe.model import FcLayer as FcLayer
 
 __all__ = lazy_names(__name__, [_HOME])

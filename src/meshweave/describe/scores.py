@@ -20,6 +20,8 @@ class RunScore:
     Attributes:
         chip: name of the chip, as in its cluster's description.
         model: as the source calls it.
+        stack: the software stack that it was predicted with.
+        precision: the recipe of its products below 16 bits; "" where they ran in 16.
         fitted: whether constants of software were fitted on the model's family.
         error: predicted over published, less 1.
     """
@@ -27,6 +29,8 @@ class RunScore:
     chip: str
     num_chips: int
     model: str
+    stack: str
+    precision: str
     fitted: bool
     error: float
 
@@ -37,20 +41,35 @@ def run_scores() -> tuple[RunScore, ...]:
     text = (files("meshweave") / "catalog" / "scores.csv").read_text(encoding="utf-8")
     return tuple(
         RunScore(
-            row["chip"], int(row["num_chips"]), row["model"], row["fitted"] == "yes", float(row["error"])
+            row["chip"],
+            int(row["num_chips"]),
+            row["model"],
+            row["stack"],
+            row["precision"],
+            row["fitted"] == "yes",
+            float(row["error"]),
         )
         for row in csv.DictReader(text.splitlines())
     )
 
 
-def error_of_runs_like(chip: str) -> str:
-    """Return how far predictions were off for published runs on a chip, of models on which nothing was fitted."""
-    errors = [abs(score.error) for score in run_scores() if score.chip == chip and not score.fitted]
+def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> str:
+    """Return how far predictions were off for published runs on a chip, of models on which nothing was fitted.
+
+    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own; with
+    products below 16 bits (`is_low`), or above.
+    """
+    scores = [score for score in run_scores() if score.chip == chip and not score.fitted]
+    scores = [score for score in scores if bool(score.precision) == is_low]
+    own = [score for score in scores if score.stack == stack]
+    errors = [abs(score.error) for score in own or scores]
     if not errors:
-        return f"no published run on {chip} was predicted"
+        return f"no published run {'below 16 bits ' if is_low else ''}on {chip} was predicted"
     runs = f"{len(errors)} published runs" if len(errors) > 1 else "one published run"
+    of_stack = f" with {stack}" if own else ""
+    of_stack += " below 16 bits" if is_low else ""
     within = sum(error <= 0.2 for error in errors)
     return (
-        f"{runs} on {chip}, predicted: median off by {100 * median(errors):.1f} %, {within} within 20 %, worst "
-        f"{100 * max(errors):.0f} %"
+        f"{runs} on {chip}{of_stack}, predicted: median off by {100 * median(errors):.1f} %, {within} within "
+        f"20 %, worst {100 * max(errors):.0f} %"
     )

@@ -17,6 +17,7 @@ from meshweave.describe.like import table_like
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster_file import read_cluster_file
 from meshweave.describe.machine.cluster_phrase import is_phrase, phrase_table
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.network import HostsNetwork, Network
 
 
@@ -26,7 +27,7 @@ class Cluster:
 
     Attributes:
         source: where the numbers are from.
-        host_launch_s: seconds that the host spends to issue one operation of any kind.
+        host: how fast each rank's host issues operations; None for one that is never waited for.
         note: what to know before use.
         send_buffer_bytes: how many bytes of a message the transport (a socket) buffers. A send of at most so
             many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then. Only
@@ -40,7 +41,7 @@ class Cluster:
     chip: Chip
     network: Network
     source: str
-    host_launch_s: float = 0.0
+    host: HostRates | None = None
     note: str = field(default="", compare=False)
     send_buffer_bytes: int = 0
 
@@ -72,7 +73,7 @@ def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
             top.chip.chip(top.source, Path(file).parent),
             network_file.network(),
             top.source,
-            top.host_launch_s,
+            top.host.rates() if top.host else None,
             top.note,
             top.send_buffer_bytes,
         )

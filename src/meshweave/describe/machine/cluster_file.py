@@ -25,6 +25,7 @@ from meshweave.describe.files import (
 )
 from meshweave.describe.machine.chip import WORK_KINDS
 from meshweave.describe.machine.chip_file import ChipFile
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.links import COMM_KINDS, CommConstants, NetworkAxis
 from meshweave.describe.machine.network import (
     FullMeshNetwork,
@@ -234,6 +235,21 @@ NETWORK_FILES: dict[str, type[NetworkFile]] = {
 """The model of the table `network` for each value of its key `kind`."""
 
 
+class HostFile(FileModel):
+    """What issuing an operation takes a rank's host (`HostRates`), in seconds."""
+
+    kernel_s: Duration = Field(0.0, description="for a kernel, from 0 to 1e6")
+    collective_s: Duration = Field(0.0, description="for a collective, from 0 to 1e6")
+    transfer_s: Duration = Field(0.0, description="for a message to or from one rank, from 0 to 1e6")
+    layer_s: Duration = Field(0.0, description="for the Python code of a layer's forward part, from 0 to 1e6")
+
+    waits: bool = Field(False, description="whether it waits for the end of each collective, true or false")
+
+    def rates(self) -> HostRates:
+        """Return what the table says."""
+        return HostRates(self.kernel_s, self.collective_s, self.transfer_s, self.layer_s, self.waits)
+
+
 class ClusterFile(FileModel):
     """A chip, the network between chips, and where the numbers are from."""
 
@@ -248,7 +264,7 @@ class ClusterFile(FileModel):
         default_factory=list,
         description="in the catalog: a list of chips, by their usual names, whose usual host this is",
     )
-    host_launch_s: Duration = Field(0.0, description="seconds the host spends per operation, from 0 to 1e6")
+    host: HostFile | None = Field(None, description="a table of what issuing operations takes a rank's host")
     send_buffer_bytes: _BufferSize = Field(
         0, description="bytes of a message that a send need not wait for, a whole number of at least 0"
     )

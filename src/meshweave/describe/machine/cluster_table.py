@@ -35,7 +35,7 @@ def cluster_table(cluster: Cluster, *, whole: bool = True) -> dict[str, Any]:
             "name": cluster.name,
             "source": cluster.source,
             "note": cluster.note,
-            "host_launch_s": cluster.host_launch_s,
+            "host": asdict(cluster.host) if cluster.host else None,
             "send_buffer_bytes": cluster.send_buffer_bytes,
             "chip": _chip_table(cluster.chip, whole),
             "network": _network_table(cluster.network),

@@ -289,6 +289,7 @@ class ChipKernels:
         reference: the catalog's name of it, or its file; "" where it was made otherwise.
         sustained_share: the rate of products in steady training over the one of `products`, which short runs have:
             power limits the clock of a chip that multiplies for minutes. Steps of a software stack use it.
+        grouped_share: the same of grouped products, where steps use it.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 
@@ -302,6 +303,7 @@ class ChipKernels:
     outside: str = "model"
     switch_reduces: bool = False
     sustained_share: float = 1.0
+    grouped_share: float = field(default=1.0, kw_only=True)
     reference: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -136,12 +136,10 @@ def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
     Families that are known to be causal may have `is_decoder = false`, as gpt_neox has.
     """
     for key, value in data.items():
-        if _EXPERTS.match(key):
-            most = _most(value)
-            if most > 1:
-                return (
-                    f"{key}: a mixture of {format_value(most)} experts is not supported; give a dense model"
-                )
+        if _EXPERTS.match(key) and (most := _most(value)) > 1:
+            return other_layers(data) or (
+                f"{key}: a mixture of {format_value(most)} experts of a family that is not known; give one that is"
+            )
     for key, reason in REFUSED.items():
         if not is_off(data.get(key)):
             return f"{key}: {reason}"
@@ -154,7 +152,7 @@ def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
         named = [name for name in architectures if isinstance(name, str)]
         if named and not any(name.endswith((*_CAUSAL, "Model")) for name in named):
             return f"architectures: {format_value(named[0])} is no causal language model; give one"
-    return _other_layers(data)
+    return other_layers(data)
 
 
 def _most(value: object) -> float:
@@ -163,7 +161,7 @@ def _most(value: object) -> float:
     return max((x for x in values if isinstance(x, int | float)), default=0)
 
 
-def _other_layers(data: Mapping[str, Any]) -> str | None:
+def other_layers(data: Mapping[str, Any]) -> str | None:
     """Return which layers are no attention, or None."""
     kinds = layer_kinds(data)
     for key, names in kinds.items():

@@ -1,15 +1,18 @@
-"""Norms of the queries and keys of each head, as in Qwen3 and Gemma 3."""
+"""Norms of queries and keys, and attention with learned sinks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.describe.model.nodes import Features, LayerNode, NodeWeight
+from meshweave.describe.model.nodes import Attention, Features, LayerNode, NodeWeight
 
 
 @dataclass(frozen=True)
 class HeadNorm(LayerNode):
-    """Root-mean-square norms of each head of queries and of keys; values pass. The gains are (2, width)."""
+    """Root-mean-square norms of each head of queries and of keys, as in Qwen3 and Gemma 3; values pass.
+
+    The gains are (2, width).
+    """
 
     groups: int
     per_group: int
@@ -28,3 +31,25 @@ class HeadNorm(LayerNode):
         """Return the gains of queries and of keys."""
         modules = tuple((f"self_attn.{name}_norm", self.width) for name in ("q", "k"))
         return (NodeWeight(self.gain, (Features("", 2), Features("", self.width)), "norm", modules),)
+
+
+@dataclass(frozen=True)
+class JointNorm(HeadNorm):
+    """Root-mean-square norms of all queries of a token and of all its keys, as in OLMoE; values pass."""
+
+    @property
+    def parameters(self) -> tuple[NodeWeight, ...]:
+        """Return the gains of queries and of keys."""
+        sizes = self.groups * self.per_group * self.width, self.groups * self.width
+        modules = tuple((f"self_attn.{name}_norm", size) for name, size in zip("qk", sizes, strict=True))
+        return (NodeWeight(self.gain, (Features("", sum(sizes)),), "norm", modules),)
+
+
+@dataclass(frozen=True)
+class SinkAttention(Attention):
+    """Attention of which each head has a learned score beside those of its keys, as in GPT-OSS."""
+
+    @property
+    def parameters(self) -> tuple[NodeWeight, ...]:
+        """Return the score of each head."""
+        return (NodeWeight("SINK", (Features("", self.heads),), "bias", (("self_attn.sinks", self.heads),)),)

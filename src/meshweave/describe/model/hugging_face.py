@@ -29,6 +29,7 @@ from meshweave.describe.model.model_types import (
     model_type_of,
     not_causal_reason,
 )
+from meshweave.describe.model.routed_config import is_routed, routed_transformer
 from meshweave.describe.model.transformer import Transformer
 
 MAX_SIZE = 2**31
@@ -43,6 +44,8 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
         UnsupportedError: the model is not a dense decoder-only transformer.
     """
     own = model_type_of(data)
+    if is_routed(data):
+        return routed_transformer(data, model_name(file), printable(file))
     known = known_model_type(own)
     data = {**(known.defaults if known else {}), **data}
     reason = refusal(data, is_known=known is not None) or not_causal_reason(own)

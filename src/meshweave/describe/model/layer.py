@@ -14,9 +14,18 @@ from functools import cached_property
 from typing import Literal
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.model.nodes import Attention, Features, Kept, KeptKind, LayerNode, Linear, NodeWeight
+from meshweave.describe.model.nodes import (
+    WITH_TOKENS,
+    Attention,
+    Features,
+    Kept,
+    KeptKind,
+    LayerNode,
+    Linear,
+    NodeWeight,
+)
 
-Place = Literal["residual", "operand", "attention", "feed_forward"]
+Place = Literal["residual", "operand", "attention", "feed_forward", "experts"]
 """How an edge lies on ranks."""
 
 
@@ -134,8 +143,29 @@ class LayerGraph:
 
     @cached_property
     def num_weights(self) -> int:
-        """Return the number of elements of the matrices."""
+        """Return the number of elements of the matrices that roles divide."""
         return sum(weight.size for weight in self.parameters if weight.kind == "matrix")
+
+    @cached_property
+    def num_whole_weights(self) -> int:
+        """Return the number of elements of the matrices that no role divides."""
+        return sum(weight.size for weight in self.parameters if weight.kind == "whole")
+
+    @cached_property
+    def num_expert_weights(self) -> int:
+        """Return the number of elements of the matrices of all experts."""
+        return sum(weight.size for weight in self.parameters if weight.kind == "experts")
+
+    @cached_property
+    def num_active_weights(self) -> int:
+        """Return the number of elements of matrices that each token is multiplied by."""
+        kinds = ("matrix", "whole", "experts")
+        return sum(weight.active_size for weight in self.parameters if weight.kind in kinds)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Return the experts that tokens are routed to; 1 for a layer without them."""
+        return max(weight.experts for weight in self.parameters)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
@@ -182,7 +212,9 @@ class LayerGraph:
         """Return for every edge how it lies on ranks: as the residual, as operands of it, or as its group does."""
         groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
         for edge, features in self.features.items():
-            if features.dim == "hidden":
+            if features.dim == "copies":
+                groups[edge] = "experts"
+            elif features.dim in ("hidden", *WITH_TOKENS):
                 is_operand = any(node.is_product for node in self.readers(edge))
                 groups[edge] = "operand" if is_operand else "residual"
         return groups

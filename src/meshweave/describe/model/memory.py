@@ -81,7 +81,8 @@ def step_flops(
         count * kind.layer.attention_flops(workload.sequence, counts_masked=pairs == "all")
         for count, kind in model.kinds
     )
-    products = 2 * workload.tokens * model.num_layers * model.layer.num_weights
+    weights = sum(count * kind.layer.num_active_weights for count, kind in model.kinds)
+    products = 2 * workload.tokens * weights
     again = {"none": 0, "selective": attention, "full": products + attention}
     logits = 6 * workload.tokens * model.hidden * (model.vocab_size or 0)
     return 3 * products + logits + 3 * attention + again[recompute]

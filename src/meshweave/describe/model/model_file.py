@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -127,8 +128,21 @@ class ModelFile(FileModel):
     )
 
 
+class ConfigModelFile(FileModel):
+    """A model whose layers are those of a config, for which the sizes of `ModelFile` do not suffice."""
+
+    name: Name = Field(description="the model's name, a string of printable characters")
+    source: str = Field(description="where the config is from, a string", min_length=1)
+    note: str = Field("", description="what to know before use, a string")
+    config: JsonTable = Field(
+        description="the model's config.json, a table of JSON in a string", min_length=2
+    )
+
+
 def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     """Return the model that a TOML table describes. Raises DescriptionError with every problem."""
+    if "config" in data:
+        return _from_config(data, file)
     table, problems = validate_table(ModelFile, data)
     if table is not None:
         problems += head_problems(
@@ -153,6 +167,16 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     )
 
 
+def _from_config(data: dict[str, Any], file: str | Path) -> Transformer:
+    """Return the model of a table that has a config, as JSON, for its sizes."""
+    table, problems = validate_table(ConfigModelFile, data)
+    if table is None:
+        fail_with_all(file, problems)
+    config = json.loads(table.config)
+    model = transformer_from_config(config, file)
+    return replace(model, name=table.name, source=table.source)
+
+
 def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
     """Return what a table says is not priced, and what follows from its positions."""
     items = [NotPriced(item.text, item.beyond) for item in table.not_priced]
@@ -164,10 +188,12 @@ def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
 
 def model_table(model: Transformer) -> dict[str, Any]:
     """Return the table of a file that is read as this very model."""
+    if model.config:
+        return {"name": model.name, "source": model.source, "config": model.config}
     sizes = {
         key: value
         for key, value in vars(model).items()
-        if key not in ("architecture", "not_priced") and value is not None
+        if key not in ("architecture", "not_priced", "layers", "config") and value is not None
     }
     architecture = {
         key: list(value) if isinstance(value, tuple) else value

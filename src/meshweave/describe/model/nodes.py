@@ -2,7 +2,8 @@
 
 An edge is a tensor (batch, sequence, features). Its features are units that are never divided, under the name of a
 dim: "hidden" (the residual), "heads" (groups of heads that share a head of keys and values), "inner" (of the
-feed-forward part), "vocabulary". A node reads edges by name and makes one.
+feed-forward part), "vocabulary"; and whole on a rank that has the token: "latent" (of latent attention), "choices"
+(the experts of a token), "copies" (a token for each of its experts). A node reads edges by name and makes one.
 
 What is kept follows Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23),
 section 4: the operands of products, the inputs of norms, attention and activation, and one byte an element for the
@@ -20,6 +21,9 @@ from meshweave.describe.model.architecture import Norm as NormKind
 
 Group = Literal["attention", "feed_forward"]
 """The part of a layer that a node belongs to: a strategy may lay out each in its own way."""
+
+WITH_TOKENS = ("latent", "choices", "copies")
+"""Dims that no role divides: edges of them lie as the tokens of the residual do."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +45,41 @@ class NodeWeight:
     """A tensor of parameters: its name, its sides, and what it is for.
 
     Attributes:
+        kind: "whole" is a matrix that no role divides, "experts" one for each of `experts`.
         modules: of a matrix, the modules that transformers has in its place, with the features of each that the
             other side is multiplied to; of the parameters of a norm the one module.
+        experts, chosen: how many of it there are, and how many a token is multiplied by.
     """
 
     name: str
     sides: tuple[Features, ...]
-    kind: Literal["matrix", "norm", "bias"]
+    kind: Literal["matrix", "norm", "bias", "whole", "experts"]
     modules: tuple[tuple[str, int], ...] = ()
+    experts: int = 1
+    chosen: int = 1
 
     @property
     def size(self) -> int:
         """Return the number of parameters."""
-        size = 1
+        size = self.experts
         for side in self.sides:
             size *= side.size
         return size
 
+    @property
+    def active_size(self) -> int:
+        """Return the number of parameters that a token meets."""
+        return self.size // self.experts * self.chosen
 
-KeptKind = Literal["sums", "scores", "dropped scores", "score mask", "mask", "gate", "copy", "joint"]
+
+KeptKind = Literal[
+    "sums", "scores", "dropped scores", "score mask", "mask", "gate", "copy", "joint", "experts"
+]
 """Why the forward part keeps something besides edges.
 
-Sums of softmax; scores after softmax and after dropout, and the mask of that; a mask of dropout of the residual;
-the gate of an activation; the copy of a norm's input in float32; keys and values that are one tensor with queries.
+What experts keep inside; sums of softmax; scores after softmax and after dropout, and the mask of that; a mask of
+dropout of the residual; the gate of an activation; the copy of a norm's input in float32; keys and values that are
+one tensor with queries.
 """
 
 
@@ -237,8 +253,8 @@ class Linear(LayerNode):
 
     @property
     def enters(self) -> bool:
-        """Return whether the product takes the residual to inner features, and not back."""
-        return self.operand.dim == "hidden"
+        """Return whether the product takes the residual, or latents, to inner features, and not back."""
+        return self.operand.dim in ("hidden", *WITH_TOKENS)
 
     @property
     def makes_terms(self) -> bool:

@@ -1,13 +1,17 @@
-"""Dense decoder-only transformers: the sizes that their matrix products follow from."""
+"""Decoder-only transformers: the sizes that their matrix products follow from, or their layers one by one."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
-from meshweave.describe.model.dense import WHOLE, DenseForm, dense_layer
+from meshweave.describe.model.architecture import Norm as NormKind
+from meshweave.describe.model.dense import WHOLE, DenseForm, dense_head, dense_layer
 from meshweave.describe.model.layer import LayerGraph
+from meshweave.describe.model.nodes import NodeWeight, Norm
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class FcLayer:
 
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes of a dense decoder-only transformer.
+    """Sizes of a decoder-only transformer.
 
     Attributes:
         hidden: the hidden size, also called d_model.
@@ -33,6 +37,9 @@ class Transformer:
         tied_embeddings: whether input and output share one embedding table.
         architecture: what else defines it, for other software.
         not_priced: what of it the price does not know.
+        layers: runs of equal layers in their order, (count, layer) each, where sizes do not say what they are;
+            sizes are then those of the last of them, with the inner features that a token meets.
+        config: the config that these were read from, as JSON; "" where there is none.
 
     Raises:
         DescriptionError: a size is below 1, or `num_kv_heads` does not divide `num_heads`.
@@ -51,6 +58,8 @@ class Transformer:
     tied_embeddings: bool = True
     architecture: Architecture = field(default_factory=Architecture)
     not_priced: tuple[NotPriced, ...] = ()
+    layers: tuple[tuple[int, LayerGraph], ...] = ()
+    config: str = ""
 
     def __post_init__(self) -> None:
         sizes = {
@@ -74,19 +83,27 @@ class Transformer:
     @property
     def kinds(self) -> tuple[tuple[int, Transformer], ...]:
         """Return how many layers are of each kind, and a model of layers of that kind alone."""
+        if self.layers:
+            counts: Counter[LayerGraph] = Counter()
+            for count, graph in self.layers:
+                counts[graph] += count
+            alone_of = {graph: replace(self, layers=((self.num_layers, graph),)) for graph in counts}
+            return tuple((count, alone_of[graph]) for graph, count in counts.items())
         own = self.architecture
         windowed = own.windowed_layers
         if own.window is None or windowed is None or windowed >= self.num_layers:
             return ((self.num_layers, self),)
         alone = replace(own, windowed_layers=None), replace(own, windowed_layers=None, window=None)
-        counts = windowed, self.num_layers - windowed
+        both = windowed, self.num_layers - windowed
         return tuple(
-            (count, replace(self, architecture=each)) for count, each in zip(counts, alone, strict=True)
+            (count, replace(self, architecture=each)) for count, each in zip(both, alone, strict=True)
         )
 
     @property
     def layer(self) -> LayerGraph:
         """Return a layer; of several kinds the first. Biases are left out: products add them as they write."""
+        if self.layers:
+            return self.layers[0][1]
         own = self.architecture
         rotary = own.rotary_share if own.rotary_share is not None else WHOLE if self.gated_ffn else 0.0
         return dense_layer(
@@ -119,7 +136,37 @@ class Transformer:
     def num_parameters(self) -> int:
         """Return the number of weights of the fully connected layers and, if the vocabulary is known, embeddings.
 
-        Biases, norms and position embeddings (well under 1 %) are left out.
+        Biases, norms and position embeddings (well under 1 %) are left out, unless layers are given one by one.
         """
-        tables = (self.vocab_size or 0) * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer.num_weights + tables
+        if self.layers:
+            return self._whole(lambda weight: weight.size)
+        return self.num_layers * self.layer.num_weights + self._table_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Return the number of weights that a token meets: all but those of experts that it is not routed to."""
+        return self._whole(lambda weight: weight.active_size) if self.layers else self.num_parameters
+
+    @property
+    def is_routed(self) -> bool:
+        """Return whether a layer has experts."""
+        return any(graph.num_experts > 1 for _, graph in self.layers)
+
+    @property
+    def runs(self) -> tuple[tuple[int, LayerGraph], ...]:
+        """Return runs of equal layers in their order; of a model of sizes all kinds, in no order."""
+        return self.layers or tuple((count, kind.layer) for count, kind in self.kinds)
+
+    @property
+    def _table_parameters(self) -> int:
+        return (self.vocab_size or 0) * self.hidden * (1 if self.tied_embeddings else 2)
+
+    def _whole(self, size: Callable[[NodeWeight], int]) -> int:
+        """Return the sum of a size of all parameters of the layers, and those of the ends."""
+        last = dense_head(self.hidden, 1, self._norm).nodes[0].parameters
+        of_layers = sum(count * sum(map(size, graph.parameters)) for count, graph in self.layers)
+        return of_layers + sum(map(size, last)) + self._table_parameters
+
+    @property
+    def _norm(self) -> NormKind:
+        return next(node.kind for node in self.layer.nodes if isinstance(node, Norm))

@@ -1,0 +1,179 @@
+"""The nodes of a layer that routes each token to a few experts (Shazeer et al., 2017; GShard, 2021).
+
+Router            scores of all experts for a token, of which the highest are chosen
+DispatchCopies    a copy of a token for each expert that it is routed to, on the rank that has the expert
+Experts           a feed-forward part for each expert, on the copies that it gets: products of one kernel
+CombineCopies     the sum of what a token's experts made, weighted by their scores
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshweave.describe.model.nodes import Features, Kept, LayerNode, NodeWeight
+
+
+@dataclass(frozen=True)
+class Router(LayerNode):
+    """The choice of `chosen` of `experts` for each token.
+
+    Attributes:
+        groups, top_groups: groups of experts, and how many of them a token may go to; 1 and 1 for any.
+        parameters_each: parameters of each expert besides its column: biases of scores, or of their order.
+    """
+
+    hidden: int
+    experts: int
+    chosen: int
+    groups: int = 1
+    top_groups: int = 1
+    parameters_each: int = 0
+    module: str = ""
+
+    labels = ("module",)
+
+    @property
+    def takes(self) -> tuple[Features, ...]:
+        """Return the residual."""
+        return (Features("hidden", self.hidden),)
+
+    @property
+    def makes(self) -> Features:
+        """Return the choices of a token."""
+        return Features("choices", self.chosen)
+
+    @property
+    def parameters(self) -> tuple[NodeWeight, ...]:
+        """Return the matrix of scores (hidden, experts), and biases."""
+        columns = Features("choices", self.experts)
+        modules = ((self.module, self.experts),) if self.module else ()
+        weights = [NodeWeight("WR", (Features("hidden", self.hidden), columns), "whole", modules)]
+        if self.parameters_each:
+            weights.append(NodeWeight("BR", (Features("", self.parameters_each), columns), "bias"))
+        return tuple(weights)
+
+
+@dataclass(frozen=True)
+class DispatchCopies(LayerNode):
+    """Copies of tokens where their experts are."""
+
+    hidden: int
+    router: Router
+
+    @property
+    def takes(self) -> tuple[Features, ...]:
+        """Return the residual, and the choices of a token."""
+        return Features("hidden", self.hidden), self.router.makes
+
+    @property
+    def makes(self) -> Features:
+        """Return the copies of a token."""
+        return Features("copies", self.router.chosen, self.hidden)
+
+    @property
+    def reads_back(self) -> tuple[str, ...]:
+        """Return the choices: the gradient of a token is the sum of those of its copies."""
+        return self.ins[1:]
+
+
+@dataclass(frozen=True)
+class Experts(LayerNode):
+    """Feed-forward parts of `inner` features, of which each copy of a token meets one.
+
+    Attributes:
+        biases: whether both products add one.
+    """
+
+    hidden: int
+    inner: int
+    gated: bool
+    experts: int
+    chosen: int
+    biases: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of the first product for each inner feature."""
+        return 2 if self.gated else 1
+
+    @property
+    def makes(self) -> Features:
+        """Return the copies of a token."""
+        return Features("copies", self.chosen, self.hidden)
+
+    @property
+    def parameters(self) -> tuple[NodeWeight, ...]:
+        """Return both matrices of each expert, and their biases."""
+        residual, many = Features("hidden", self.hidden), (self.experts, self.chosen)
+        sides = Features("inner", self.inner, self.columns), Features("inner", self.inner)
+        ends = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        first = tuple((f"mlp.experts.*.{name}", self.inner) for name in ends)
+        last = (("mlp.experts.*.down_proj", self.hidden),)
+        weights = [
+            NodeWeight("WE1", (residual, sides[0]), "experts", first, *many),
+            NodeWeight("WE2", (sides[1], residual), "experts", last, *many),
+        ]
+        if self.biases:
+            weights.append(NodeWeight("BE1", (sides[0],), "bias", (), *many))
+            weights.append(NodeWeight("BE2", (residual,), "bias", (), *many))
+        return tuple(weights)
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Return what the first product makes, and the operand of the second, of all copies of a token."""
+        return (Kept("experts", self.out, self.chosen * (self.columns + 1) * self.inner),)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the inner features of all copies of a token."""
+        return {"ffn": self.chosen * self.inner}
+
+
+@dataclass(frozen=True)
+class CombineCopies(LayerNode):
+    """The weighted sum of the copies of a token, where the token is.
+
+    Copies are multiplied by their weights inside the experts, so that its gradient reads no copies.
+    """
+
+    hidden: int
+    router: Router
+
+    @property
+    def takes(self) -> tuple[Features, ...]:
+        """Return the copies of a token, and its choices."""
+        return Features("copies", self.router.chosen, self.hidden), self.router.makes
+
+    @property
+    def makes(self) -> Features:
+        """Return the residual."""
+        return Features("hidden", self.hidden)
+
+    @property
+    def reads_back(self) -> tuple[str, ...]:
+        """Return the choices."""
+        return self.ins[1:]
+
+
+@dataclass(frozen=True)
+class SharedGate(LayerNode):
+    """A sigmoid for each token by which what the shared experts make is multiplied, as in Qwen2-MoE."""
+
+    hidden: int
+
+    @property
+    def takes(self) -> tuple[Features, ...]:
+        """Return what the shared experts make, and the operand of the gate."""
+        return Features("hidden", self.hidden), Features("hidden", self.hidden)
+
+    @property
+    def makes(self) -> Features:
+        """Return the residual."""
+        return Features("hidden", self.hidden)
+
+    @property
+    def parameters(self) -> tuple[NodeWeight, ...]:
+        """Return the column of the gate."""
+        sides = Features("hidden", self.hidden), Features("choices", 1)
+        return (NodeWeight("WG", sides, "whole", (("mlp.shared_expert_gate", 1),)),)

@@ -1,0 +1,146 @@
+"""Models with experts from their configs: parameters, FLOPs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.describe.model.hugging_face import transformer_from_config
+from meshweave.describe.model.memory import step_flops
+from meshweave.describe.model.model_file import model_table, transformer_from
+from meshweave.describe.model.routed_config import FAMILIES
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+
+_LATENT = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
+def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """Return a config of so many layers, hidden features, heads, heads of keys, and tokens of the vocabulary."""
+    names = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"
+    return {"model_type": model_type, **dict(zip(names, sizes, strict=True)), **more}
+
+
+MIXTRAL = config("mixtral", 32, 4096, 32, 8, 32000, intermediate_size=14336, num_local_experts=8,
+                 num_experts_per_tok=2)  # fmt: skip
+DEEPSEEK = config("deepseek_v3", 61, 7168, 128, 128, 129280, intermediate_size=18432, moe_intermediate_size=2048,
+                  n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3,
+                  n_group=8, topk_group=4, **_LATENT)  # fmt: skip
+QWEN = config("qwen3_moe", 48, 2048, 32, 4, 151936, head_dim=128, intermediate_size=6144,
+              moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)  # fmt: skip
+GPT_OSS = config("gpt_oss", 36, 2880, 64, 8, 201088, head_dim=64, intermediate_size=2880, num_local_experts=128,
+                 num_experts_per_tok=4, sliding_window=128)  # fmt: skip
+
+PUBLISHED = {
+    "Mixtral 8x7B (Mistral, 2024: 46.7 and 12.9)": (MIXTRAL, 46.7, 12.9),
+    "DeepSeek-V3 (report, 2024: 671 and 37)": (DEEPSEEK, 671, 37.5),
+    "Qwen3-30B-A3B (report, 2025: 30.5 and 3.3)": (QWEN, 30.5, 3.3),
+    "Qwen3-235B-A22B (235 and 22)": (
+        {**QWEN, "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64,
+         "moe_intermediate_size": 1536}, 235, 22.1),
+    "gpt-oss-120b (card, 2025: 116.8 and 5.1, unembedding in, embedding out)": (GPT_OSS, 116.8, 5.7),
+    "Kimi K2 (report, 2025: 1040 and 32.6)": (
+        {**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64,
+         "vocab_size": 163840, "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1,
+         "topk_group": 1}, 1026, 32.9),
+    "Moonlight-16B-A3B (report, 2025: 16 and 3)": (
+        config("deepseek_v3", 27, 2048, 16, 16, 163840, intermediate_size=11264, moe_intermediate_size=1408,
+               n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1,
+               **{**_LATENT, "q_lora_rank": None}), 16.0, 2.9),
+    "Llama 4 Scout (card, 2025: text 108 and 17)": (
+        config("llama4_text", 48, 5120, 40, 8, 202048, head_dim=128, intermediate_size=8192,
+               intermediate_size_mlp=16384, num_local_experts=16, num_experts_per_tok=1), 107.8, 17.2),
+    "Llama 4 Maverick (card, 2025: 400 and 17)": (
+        config("llama4_text", 48, 5120, 40, 8, 202048, head_dim=128, intermediate_size=8192,
+               intermediate_size_mlp=16384, num_local_experts=128, num_experts_per_tok=1,
+               interleave_moe_layer_step=2), 400, 17.2),
+    "OLMoE-1B-7B (2024: 6.9 and 1.3)": (
+        config("olmoe", 16, 2048, 16, 16, 50304, intermediate_size=1024, num_experts=64,
+               num_experts_per_tok=8), 6.9, 1.3),
+    "Phi-3.5-MoE (card: 41.9 and 6.6)": (
+        config("phimoe", 32, 4096, 32, 8, 32064, intermediate_size=6400, num_local_experts=16,
+               num_experts_per_tok=2), 41.9, 6.6),
+    "Granite-3.0-3B-A800M (card: 3.3 and 0.8)": (
+        config("granitemoe", 32, 1536, 24, 8, 49155, intermediate_size=512, num_local_experts=40,
+               num_experts_per_tok=8, tie_word_embeddings=True), 3.3, 0.88),
+    "GLM-4.5 (report, 2025: 355 and 32)": (
+        config("glm4_moe", 92, 5120, 96, 8, 151552, head_dim=128, intermediate_size=12288,
+               moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8,
+               first_k_dense_replace=3, attention_bias=True), 353, 33.0),
+}  # fmt: skip
+
+
+def read(data: dict[str, Any]) -> Transformer:
+    """Return the model of a config."""
+    return transformer_from_config(data, "config.json")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_were_published(name: str) -> None:
+    data, total, active = PUBLISHED[name]
+    model = read(data)
+    assert model.num_parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert model.num_active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"kimi_k2"}))
+def test_parameters_equal_those_of_transformers(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {name}")
+    sizes: dict[str, Any] = {"num_hidden_layers": 5}
+    if name == "deepseek_v2":
+        sizes["num_experts_per_tok"] = 6
+    made = transformers.CONFIG_MAPPING[name](**sizes)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(made)
+    data = json.loads(made.to_json_string(use_diff=False))
+    assert read(data).num_parameters == sum(each.numel() for each in module.parameters())
+
+
+def test_layers_come_in_the_order_of_the_config() -> None:
+    assert [count for count, _ in read(DEEPSEEK).layers] == [3, 58]
+    windows = [graph.attentions[0].window for _, graph in read(GPT_OSS).layers]
+    assert windows == [128, None] * 18
+    maverick = PUBLISHED["Llama 4 Maverick (card, 2025: 400 and 17)"][0]
+    assert [graph.num_experts for _, graph in read(maverick).layers][:4] == [1, 128, 1, 128]
+
+
+def test_a_step_counts_the_weights_that_a_token_meets() -> None:
+    model, work = read(MIXTRAL), Workload(4, 128)
+    active = model.num_active_parameters - 2 * 32000 * 4096 - 65 * 4096
+    attention = 4 * 32 * 12 * (128 * 129 // 2) * 4096
+    assert step_flops(model, work) == 6 * 512 * active + 6 * 512 * 32000 * 4096 + attention
+
+
+def test_a_table_of_a_model_is_read_as_that_model() -> None:
+    model = read(DEEPSEEK)
+    assert transformer_from(model_table(model), "plan").layers == model.layers
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"model_type": "afmoe"}, UnsupportedError, "a family that is not known"),
+        ({"layer_types": ["linear_attention"] * 32}, UnsupportedError, "linear_attention"),
+        ({"num_experts_per_tok": 9}, DescriptionError, "9 of 8 experts"),
+        ({"num_experts_per_tok": None}, DescriptionError, "missing"),
+        ({"num_key_value_heads": 5}, DescriptionError, "does not divide"),
+        ({"num_local_experts": "many"}, DescriptionError, "not valid"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        read({**MIXTRAL, **changed})
+
+
+def test_what_has_no_price_is_said() -> None:
+    said = read({**GPT_OSS, "quantization_config": {"bits": 4}, "strange": 3}).not_priced_at(2**20)
+    assert any("sinks" in text for text in said)
+    assert any("quantised" in text for text in said)
+    assert any("strange" in text for text in said)
