@@ -79,7 +79,7 @@ def test_torch_refuses_skip_connections() -> None:
 
     import meshweave as mw
     from meshweave.algorithms.pipeline.examples import chain_of_ranks
-    from meshweave.execute.torch import compat_observing
+    from meshweave_lab.bench import observing
 
     class Whole(torch.nn.Module):
         def __init__(self) -> None:
@@ -91,7 +91,7 @@ def test_torch_refuses_skip_connections() -> None:
 
     batch, target = models.waves(6)
     schedule = mw.algorithm("1f1b").schedule(chain_of_ranks(range(4), 3), mw.schedules.PipelineConfig())
-    with compat_observing.fake_default_group(0, 4):
+    with observing.fake_default_group(0, 4):
         cuts = {f"stages.{number}": SplitPoint.BEGINNING for number in (1, 2, 3)}
         pipe = traced_pipeline(Whole(), (batch[:2],), split_spec=cuts)
         stage = pipe.build_stage(0, torch.device("cpu"))

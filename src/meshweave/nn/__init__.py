@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from meshweave.base.lazy import lazy_names
 
 _HOME = {
+    "nn.experts": "DispatchHandle ExpertExchange grouped_product",
     "nn.fused": "all_gather_linear linear_reduce_scatter",
     "nn.linear": "universal_linear",
     "nn.matmul2d": "matmul2d",
@@ -26,6 +27,7 @@ _HOME = {
     "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     "nn.parallel.model": "ParallelModel",
     "nn.parallel.structure": "LayerMap ModelMap",
+    "nn.parallel.trials": "Trial Trials TrialTable run_trials",
     "nn.prove.differences": "Difference",
     "nn.prove.proof": "Proof",
     "nn.pipelining.parallel_stage": "ParallelStage",
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from meshweave.execute.ranks.job import RankContext as RankContext
     from meshweave.execute.ranks.liveness import Liveness as Liveness
     from meshweave.execute.torch.world import join_ranks as join_ranks
+    from meshweave.nn.experts import DispatchHandle as DispatchHandle
+    from meshweave.nn.experts import ExpertExchange as ExpertExchange
+    from meshweave.nn.experts import grouped_product as grouped_product
     from meshweave.nn.fused import all_gather_linear as all_gather_linear
     from meshweave.nn.fused import linear_reduce_scatter as linear_reduce_scatter
     from meshweave.nn.linear import universal_linear as universal_linear
@@ -49,6 +54,10 @@ if TYPE_CHECKING:
     from meshweave.nn.parallel.model import ParallelModel as ParallelModel
     from meshweave.nn.parallel.structure import LayerMap as LayerMap
     from meshweave.nn.parallel.structure import ModelMap as ModelMap
+    from meshweave.nn.parallel.trials import Trial as Trial
+    from meshweave.nn.parallel.trials import Trials as Trials
+    from meshweave.nn.parallel.trials import TrialTable as TrialTable
+    from meshweave.nn.parallel.trials import run_trials as run_trials
     from meshweave.nn.parallel_style import UniversalParallel as UniversalParallel
     from meshweave.nn.pipelining.parallel_stage import ParallelStage as ParallelStage
     from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline

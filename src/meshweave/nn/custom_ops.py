@@ -232,6 +232,3 @@ def _save(ctx: Any, inputs: tuple[Sequence[Tensor], str], output: Sequence[Tenso
     ctx.num_inputs = len(tensors)
     ctx.results = [(one.shape, one.dtype, one.device) for one in output[:num_results]]
     ctx.save_for_backward(*tensors, *output[num_results:])
-
-
-__all__ = ["LocalFunction", "LocalOp", "function_of", "number_of", "refuse_second_derivative", "value_of"]

@@ -127,13 +127,3 @@ allow_in_graph = torch.compiler.allow_in_graph
 
 CLUSTER_NO_CONSTANT = "a described cluster is no constant of a graph; name it as in the catalog"
 """Why the graph breaks at a product that is given one."""
-
-__all__ = [
-    "CLUSTER_NO_CONSTANT",
-    "TracedProduct",
-    "allow_in_graph",
-    "context_of",
-    "placement_texts",
-    "placements_from",
-    "traced_product",
-]

@@ -248,6 +248,3 @@ def _ones(count: int, like: DTensor) -> DTensor:
     mesh = like.device_mesh
     vector: DTensor = DTensor.from_local(ones, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return vector
-
-
-__all__ = ["universal_linear"]

@@ -104,6 +104,3 @@ def _in_graph(
     """Return a product of `matmul2d_of_dtensors` whose arguments are those of a graph."""
     context = context_of(number, a.device_mesh.device_type)
     return matmul2d_of_dtensors(a, b, placements_from(out), algorithm, slices, context, others)
-
-
-__all__ = ["matmul2d_of_dtensors"]

@@ -89,6 +89,3 @@ def _of_bias(placement: Placement) -> Placement:
     if not compat.is_sharded(placement):
         return placement
     return placement if placement.dim in (0, -2) else Replicate()
-
-
-__all__ = ["UniversalParallel"]

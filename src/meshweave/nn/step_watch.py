@@ -368,6 +368,3 @@ def _exchanged(own: Any) -> list[Any]:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     return everybody
-
-
-__all__ = ["FallingBehindWarning", "StepComparison", "StepWatch", "WatchRow"]

@@ -431,7 +431,7 @@ def preload() -> None:
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
 
-    import meshweave.nn.parallel.model
+    import meshweave.nn.parallel.parallelize
     import meshweave.nn.pipelining.pipeline
     import meshweave.nn.reshard_state
     import meshweave.nn.training.state  # noqa: F401

@@ -17,7 +17,7 @@ import meshweave as mw
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch import context as contexts
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 
 SEQUENCE = 8
 Change = Callable[[SimpleNamespace], Any]

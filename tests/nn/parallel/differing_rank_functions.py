@@ -20,7 +20,7 @@ from ways_to_differ import HARMLESS, WAYS, Way
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch import context as contexts
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 
 STEPS = 4
 LATER = 2

@@ -21,7 +21,8 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.linear import ParallelLinear
-from meshweave.nn.parallel.model import ParallelModel, parallelize
+from meshweave.nn.parallel.model import ParallelModel
+from meshweave.nn.parallel.parallelize import parallelize
 
 
 def features(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:

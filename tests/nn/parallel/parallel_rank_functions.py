@@ -19,7 +19,7 @@ from wire_count import WireCount
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.step import Parallelism
 from meshweave.execute.ranks.job import RankContext
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 
 NAMES = {1: ("tp",), 2: ("row", "col"), 3: ("depth", "row", "col")}
 

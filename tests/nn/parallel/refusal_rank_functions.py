@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 
 STRATEGIES = ("megatron", "data_parallel", "zero3")
 

@@ -40,6 +40,8 @@ def steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, in
     rng, listed = random.Random(payload["seed"]), []
     for number in range(payload["num_steps"]):
         rows, length = 4 * rng.randint(1, payload["most_rows"]), 2 * rng.randint(1, payload["most_length"])
+        if is_pipeline:  # bound for one size, and refuses others
+            rows, length = 4 * payload["most_rows"], 2 * payload["most_length"]
         generator = torch.Generator().manual_seed(number)
         tokens, targets = (torch.randint(0, WORDS, (rows, length), generator=generator) for _ in range(2))
         step(tokens, targets)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.weights.load import load_weights
 from meshweave.nn.weights.save import save_weights
 
@@ -158,8 +158,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "hook": (_hooked, "forward hooks"),
     "forward": (_patched, "a forward of its own"),
     "subclass": (_subclass, "none of the classes of transformers"),
-    "granite": (lambda: small_models.make_model("granite"), "none of the classes"),
-    "big code": (lambda: small_models.make_model("gpt_bigcode"), "none of the classes"),
+    "latent attention": (lambda: small_models.make_model("youtu"), "kv_b_proj: feature 0 reads columns"),
+    "blocks of heads": (lambda: small_models.make_model("codegen"), "does not run under megatron"),
     "another norm of transformers": (lambda: _other_norm(_llama()), "_Scaled of"),
     "another norm": (lambda: _other_norm(PlainLlama(layers=2).double()), "computes something else"),
     "the last norm": (lambda: _of(_last_norm), "computes something else"),

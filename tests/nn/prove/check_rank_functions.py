@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 
 
 class Multiplied(PlainLlama):

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshweave.nn.parallel.model import ParallelModel, parallelize
+from meshweave.nn.parallel.model import ParallelModel
+from meshweave.nn.parallel.parallelize import parallelize
 
 Made = tuple[nn.Module, Any, dict[str, Any]]
 """A model, what it was made, and more arguments of `prove`."""
@@ -102,7 +103,8 @@ def another_epsilon(mesh: DeviceMesh) -> Made:
 
 def gains_that_are_not_summed(mesh: DeviceMesh) -> Made:
     model, made = llama(mesh, "megatron_sp")
-    object.__setattr__(made.blocks[1].attention_norm, "sum_gains", lambda given: given)
+    norm = made.blocks[1].attention_norm
+    object.__setattr__(norm, "_gains", lambda: (norm.weight.to_local(), None))
     return model, made, {}
 
 
@@ -158,8 +160,9 @@ def dropout_that_is_active(mesh: DeviceMesh) -> Made:
 
 def a_bias_on_every_rank(mesh: DeviceMesh) -> Made:
     model, made = gpt(mesh)
-    group = made.blocks[0].out_of_attention
-    group.biases_sum = Wrapped(group.biases_sum, lambda biases: [dist.get_world_size() * b for b in biases])
+    (linear,) = made.blocks[0].out_of_attention.linears
+    biases = linear.biases
+    object.__setattr__(linear, "biases", lambda own: [dist.get_world_size() * b for b in biases(own)])
     return model, made, {}
 
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshweave.nn.parallel.attention import turned
-from meshweave.nn.parallel.model import ParallelModel, parallelize
+from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.ops import multiply
+from meshweave.nn.parallel.parallelize import parallelize
 
 # --- loading --------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
 from meshweave.base.errors import RankLostError
-from meshweave.execute.ranks.fork_server import active_fork_servers
+from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.training.folder import whole_steps
+from meshweave_lab.fork_server import ForkServers
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{EXAMPLES}"}
@@ -46,8 +47,8 @@ ONE_ORDER = ("one", "pp2", "pp4", "interleaved")
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> None:
     """Let the fork servers import what is imported for checkpoints, which takes a rank over a second."""
-    servers = active_fork_servers()
-    assert servers is not None
+    servers = launcher.rank_starter
+    assert isinstance(servers, ForkServers)
     servers.import_also("meshweave.nn.training.state")
 
 

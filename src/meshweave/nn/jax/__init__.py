@@ -1,5 +1,1 @@
-"""Products for models in JAX: `matmul2d`. It needs jax (the extra `jax`), and no torch."""
-
-from meshweave.nn.jax.matmul2d import matmul2d
-
-__all__ = ["matmul2d"]
+"""Products for models in JAX. The package itself imports no jax."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from meshweave.nn.parallel.attention import AttentionCore, Heads
@@ -16,10 +17,18 @@ from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import LayerMap, check_heads, check_layer, dropout_after
+from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_with
 
 
 class ParallelBlock(nn.Module):  # type: ignore[misc]
     """A layer with attention and a feed-forward part, each after its norm and with its residual.
+
+    Attributes:
+        use: its parameters.
+        opens: whether it takes all of them together. Who computes gradients of weights apart from those of
+            activations, as zero-bubble pipelines do, takes what leads to a node together, and wants one a product.
+        is_followed: whether other layers run before its backward part, so that gathered weights are freed.
+
 
     It is planned without memory, and the layer stays as it is until `take`. Then it has the modules of the layer
     under the same names; those with parameters are replaced by parallel ones.
@@ -42,7 +51,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         check_layer(layer, names, where)
         check_heads(layer, names, heads, where)
         self.names, self.layer_strategy, self.where = names, strategy, where
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self.opens, self.is_followed = False, True, True
         made: dict[str, ParallelNorm | ParallelLinear] = {}
         for path in (names.attention_norm, names.feed_forward_norm):
             made[path] = ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}")
@@ -51,6 +60,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
             linear = on_meta(layer.get_submodule(path))
             made[path] = ParallelLinear(linear, strategy, name=f"{where}.{path}", **options)
         self._made = made
+        self.use = ParameterUse([entries_of(list(made.values()))])
         self._connect(layer)
 
     def _connect(self, layer: nn.Module) -> None:
@@ -100,6 +110,16 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
             batch, sequence: the tokens of all ranks.
             rotary: cosines and sines of the positions that this rank's attention has.
         """
+        if not self.opens or self.layer_strategy.is_alone or torch.compiler.is_compiling():
+            return self._computed(x, batch, sequence, rotary)
+        return run_with(
+            self.use,
+            lambda: self._computed(x, batch, sequence, rotary),
+            frees=not self.layer_strategy.roles.keeps_weights,
+            frees_now=self.is_followed,
+        )
+
+    def _computed(self, x: Tensor, batch: int, sequence: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         normal = self.attention_norm(x, batch, sequence)
         q, k, v = self.into_attention(normal, batch, sequence)
         heads = self.core(q, k, v, rotary, batch, sequence, self.training)

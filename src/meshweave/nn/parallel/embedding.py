@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, gradient_dims, product
-from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
-from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
+from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
+from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelEmbedding(nn.Module):  # type: ignore[misc]
@@ -40,10 +42,9 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         of_table: AxisDims = tuple(
             "partial" if n == "partial" else u for n, u in zip(natural, used, strict=True)
         )
-        gathered = PlacedMove(strategy, sides, self.stored, used, has_tokens=False)
-        back = PlacedMove(strategy, sides, of_table, roles.gradient(used, sides), has_tokens=False)
-        self.gather = Mover(gathered, back)
-        self.sum_gradient = None if gathered.is_needed else GradientSum(back)
+        self.kept = {"weight": KeptParameter(strategy, layout, used, of_table)}
+        self.opened: dict[str, Tensor] = {}
+        self.use = ParameterUse([entries_of([self])])
         landed = product(roles.operand(False), used, ("inner",))
         hidden = (Side("hidden", self.features),)
         self.leave = Mover(
@@ -59,10 +60,7 @@ class ParallelEmbedding(nn.Module):  # type: ignore[misc]
         """
         batch, sequence = tokens.shape
         here = local_tokens(tokens, self.layer_strategy, self.token_dims)
-        (table,) = local_parts([self.weight])
-        if self.sum_gradient is not None:
-            (table,) = self.sum_gradient([table])
-        table = self.gather(table, 1, 1)
+        (table,) = self.use()
         if self.end - self.first == self.words:
             rows = nn.functional.embedding(here, table, self.padding_row)
         else:
@@ -87,13 +85,13 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
         layout = ParameterLayout(sides, roles.gain)
         self.weight = layout.distribute(name, whole, strategy)
         self.layouts = {"weight": layout}
-        summed = terms(roles.residual, TOKENS)
-        self.sum_gradient = GradientSum(PlacedMove(strategy, sides, summed, roles.gain, has_tokens=False))
+        self.kept = {"weight": KeptParameter(strategy, layout, roles.gain, terms(roles.residual, TOKENS))}
+        self.opened: dict[str, Tensor] = {}
+        self._use = ParameterUse([entries_of([self])])
 
     def forward(self, sequence: int) -> Tensor:
         """Return the rows (1, sequence, features) of the positions that this rank has in the residual."""
-        (table,) = local_parts([self.weight])
-        (table,) = self.sum_gradient([table])
+        (table,) = self._use()
         start, stop = self.layer_strategy.span(Side("sequence", sequence), self.layer_strategy.roles.residual)
         return table[start:stop][None]
 

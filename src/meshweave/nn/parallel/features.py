@@ -58,23 +58,26 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def refuse_features(module: nn.Module, layers: str) -> None:
+def refuse_features(module: nn.Module, layers: str, runs_own_code: bool = False) -> None:
     """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
 
     Args:
         layers: the name of its list of layers.
+        runs_own_code: whether the forward passes of modules within are called.
     """
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
-            for name in sorted(_of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}):
+            refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}
+            for name in sorted(refused if child is module or not runs_own_code else refused & {*_METHODS}):
                 setattr(child, name, _refusal(type(child).__name__, name))
     whole = layers
     while layers := layers.rpartition(".")[0]:
         inner = module.get_submodule(layers)
-        inner.forward = _refusal(type(inner).__name__, "forward")
+        if not runs_own_code:
+            inner.forward = _refusal(type(inner).__name__, "forward")
     module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
     module.peft_config = _WithoutAdapters()
-    if hasattr(module, "_set_gradient_checkpointing"):
+    if hasattr(module, "_set_gradient_checkpointing") and not runs_own_code:
         _count_layers(module, list(module.get_submodule(whole)))
 
 

@@ -227,6 +227,19 @@ def _of_transformers(module: nn.Module) -> tuple[str, ModelMap]:
     return title, replace(known.names, window=known.window)
 
 
+def is_hosted(module: nn.Module) -> bool:
+    """Return whether a model is run by its own code: of a class of transformers that is not in the table."""
+    kind = type(module)
+    return kind.__module__.startswith(f"{_LIBRARY}models.") and (
+        f"{kind.__module__}.{kind.__qualname__}".removeprefix(f"{_LIBRARY}models.") not in KNOWN
+    )
+
+
+def title_of(module: nn.Module) -> str:
+    """Return what a model that runs by its own code is called."""
+    return f"{type(module).__name__} (transformers {_version()})"
+
+
 def _version() -> str:
     import transformers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,16 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshweave.algorithms.block import BlockConfig
-from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, Sides
 from meshweave.algorithms.block.sites import ProductSite
 from meshweave.base.errors import LayoutError
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.custom_ops import number_of
-from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
+from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
 from meshweave.nn.parallel.ops import SiteProduct, multiply
-from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
+from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.units import UnitChoice
+from meshweave.nn.parallel.uses import Entry, ParameterUse
 
 Place = Literal["in", "out"]
 """Where a product is: "in" takes the residual to inner features, "out" takes them back."""
@@ -51,6 +54,8 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
         is_attention: whether it is next to attention, or in the feed-forward part.
         stored: how the weight is kept on the axes of the strategy, None as the strategy says.
+        table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
+            keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
 
     Raises:
         LayoutError: the strategy or the sizes do not fit the mesh.
@@ -69,6 +74,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         parts: int = 1,
         is_attention: bool = False,
         stored: AxisDims | None = None,
+        table: Sequence[tuple[int, ...]] | None = None,
         config: BlockConfig | None = None,
         name: str = "weight",
     ) -> None:
@@ -82,10 +88,14 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         rows, columns = weight.shape if self.is_transposed else weight.shape[::-1]
         hidden, inner = (rows, columns // parts) if place == "in" else (columns, rows)
         units = units or inner
-        self.real_units = real_units or units
+        self.real_units, self.table = real_units or units, table
+        if table is not None:
+            inner = sum(map(len, table))
         if inner % self.real_units:
             raise LayoutError(f"{name}: {inner} features do not fall into {self.real_units} units")
-        self.site = ProductSite(place == "in", is_attention, hidden, units, inner // self.real_units, stored)
+        self.site = ProductSite(
+            place == "in", is_attention, hidden, units, inner // self.real_units, stored, stored is None
+        )
         self.layer_strategy = strategy
         self._lay_parameters(linear, name)
         self.alone = LinearGroup([self])
@@ -93,21 +103,47 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
     def _lay_parameters(self, linear: nn.Module, name: str) -> None:
         own, strategy = self.site, self.layer_strategy
         sides = own.weight_sides if self.is_transposed else own.weight_sides[::-1]
-        lies = own.stored_dims(strategy.roles)
-        self.weight_choice = UnitChoice(strategy, sides, lies, self.real_units, self.parts)
-        layout = ParameterLayout(self.weight_choice.sides, self.weight_choice.kept, self.parts)
+        used = own.stored_dims(strategy.roles)
+        choice = self.weight_choice = UnitChoice(
+            strategy, sides, used, self.real_units, self.parts, self.table
+        )
+        layout = ParameterLayout(*self._stored(choice, used), self.parts)
+        of_gradient = own.gradient_terms(strategy.roles) if own.leaves_terms else used
         self.weight = layout.distribute(name, linear.weight, strategy)
         self.layouts = {"weight": layout}
+        self.kept = {"weight": KeptParameter(strategy, layout, choice.kept, choice.terms(of_gradient))}
+        self.opened: dict[str, Tensor] = {}
         self.bias: nn.Parameter | None = None
         if getattr(linear, "bias", None) is not None:
             side, dims = self.bias_placement()
-            self.bias_choice = UnitChoice(strategy, (side,), dims, self.real_units, self.parts)
+            table = self.table if own.is_first else None
+            self.bias_choice = UnitChoice(strategy, (side,), dims, self.real_units, self.parts, table)
             kept = self._kept_bias(self.bias_choice.kept)
             self.layouts["bias"] = ParameterLayout(self.bias_choice.sides, kept, self.parts)
             self.bias = self.layouts["bias"].distribute(f"{name} (bias)", linear.bias, strategy)
+            summed = self.bias_choice.terms(self._bias_terms())
+            at_kept = tuple("partial" if t == "partial" else k for t, k in zip(summed, kept, strict=True))
+            self.kept["bias"] = KeptParameter(strategy, self.layouts["bias"], kept, at_kept)
             there = PlacedMove(strategy, (Side("", self.parts), side), kept, dims, has_tokens=False)
             back = PlacedMove(strategy, (Side("", self.parts), side), dims, kept, has_tokens=False)
             self.take_bias = None if self.bias_choice.is_needed else Mover(there, back)
+
+    def _stored(self, choice: UnitChoice, used: AxisDims) -> tuple[Sides, AxisDims]:
+        """Return the sides of the weight as they are kept, and how: in parts along axes that shard weights."""
+        own, roles = self.site, self.layer_strategy.roles
+        if not own.leaves_terms:
+            return choice.sides, choice.kept
+        stored = roles.stored(roles.weight(own.is_first), own.weight_sides)
+        kept = tuple(k if u else s for k, u, s in zip(choice.kept, used, stored, strict=True))
+        if "inner" in used or "inner" not in kept:
+            return choice.sides, kept
+        # Units are whole where they are multiplied, not where they are kept.
+        return tuple(replace(s, count=s.size, unit=1) if s.dim == "inner" else s for s in choice.sides), kept
+
+    def _bias_terms(self) -> AxisDims:
+        """Return how the gradient of the bias lies where it is computed."""
+        roles, own = self.layer_strategy.roles, self.site
+        return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
         """Return the features that the bias is of, and the mesh axes that divide them."""
@@ -125,7 +161,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
     def weights(self, kept: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the weights, each (features out, features in), of what it keeps."""
+        """Return this rank's parts of the weights, each (features out, features in), of what it has gathered."""
         parts = self.weight_choice(kept)
         return [part.t() for part in parts] if self.is_transposed else parts
 
@@ -179,44 +215,40 @@ class LinearGroup:
         units = {linear.site.units for linear in linears}
         assert len(units) == 1, units
         own = first.site
-        site = ProductSite(own.is_first, own.is_attention, own.hidden, own.units, sum(widths), own.stored)
+        site = replace(own, unit=sum(widths))
         self.product = SiteProduct(site, self.strategy, widths)
         self.number = number_of(self.product)
         self.is_alone = self.strategy.is_alone
-        self.biases_sum = self._sum_of_biases(
-            sum(linear.parts for linear in linears if linear.bias is not None)
-        )
-
-    def _sum_of_biases(self, count: int) -> GradientSum | None:
-        first, strategy = self.linears[0], self.strategy
-        roles = strategy.roles
-        if not count:
-            return None
-        side, dims = first.bias_placement()
-        if first.site.is_first:
-            side = Side("inner", side.count, self.product.site.unit)
-        lies = roles.core(first.site.is_attention) if first.site.is_first else roles.residual
-        partial = terms(lies, TOKENS)
-        return GradientSum(PlacedMove(strategy, (side,), partial, dims, has_tokens=False))
+        self._with_bias = [linear for linear in linears if linear.bias is not None]
+        entries: list[Entry] = [(linear, "weight") for linear in linears]
+        self._use = ParameterUse([[*entries, *((linear, "bias") for linear in self._with_bias)]])
 
     def _local_parameters(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Return this rank's parts of the weights and biases of all layers."""
-        linears = self.linears
-        with_bias = [linear for linear in linears if linear.bias is not None]
-        kept = local_parts([*(each.weight for each in linears), *(each.bias for each in with_bias)])
+        linears, kept = self.linears, self._use()
         weights = [part for linear, own in zip(linears, kept, strict=False) for part in linear.weights(own)]
-        pairs = zip(with_bias, kept[len(linears) :], strict=True)
+        pairs = zip(self._with_bias, kept[len(linears) :], strict=True)
         return weights, [part for linear, own in pairs for part in linear.biases(own)]
 
     def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
         """Return this rank's part of each result: one for each weight, of each part of a fused one."""
         weights, biases = self._local_parameters()
         if self.is_alone:
-            pairs = zip(weights, biases or [None] * len(weights), strict=True)
+            pairs = zip(weights, self._beside(biases), strict=True)
             return [nn.functional.linear(x, weight, bias) for weight, bias in pairs]
         x, *weights = autocast_operands(x.device.type, x, *weights)
         results = multiply(x.contiguous(), weights, self.number, batch, sequence)
-        if self.biases_sum is not None:
-            biases = autocast_operands(x.device.type, *self.biases_sum(biases))
-            results = [result + bias for result, bias in zip(results, biases, strict=True)]
+        if biases:
+            biases = autocast_operands(x.device.type, *biases)
+            pairs = zip(results, self._beside(biases), strict=True)
+            results = [result if bias is None else result + bias for result, bias in pairs]
         return list(results)
+
+    def _beside(self, biases: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return for each weight its bias, None where its layer has none."""
+        left = iter(biases)
+        return [
+            None if linear.bias is None else next(left)
+            for linear in self.linears
+            for _ in range(linear.parts)
+        ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.nn.parallel.buckets import NumberedSum
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -35,7 +36,7 @@ class VocabularyLoss:
         self.sums = Mover(PlacedMove(strategy, (Side("", 2),), partial, self.token_dims))
         nowhere = strategy.roles.nowhere
         over_tokens = terms(self.token_dims, TOKENS)
-        self.total = Mover(PlacedMove(strategy, (Side("", 1),), over_tokens, nowhere, has_tokens=False))
+        self.total = NumberedSum(strategy, 1, over_tokens)
         vocabulary = (self.words,)
         self.whole = Mover(
             PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
@@ -58,7 +59,7 @@ class VocabularyLoss:
         else:
             loss = self._shared(logits, here, sizes)
         count = (targets != IGNORED).sum()
-        return self.total(loss[None], 1, 1)[0] / count
+        return self.total(loss[None])[0] / count
 
     def _shared(self, logits: Tensor, here: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sum of losses of the tokens that this rank has, where ranks share the words."""

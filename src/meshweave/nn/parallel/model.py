@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from meshweave.algorithms.block import BlockConfig
-from meshweave.algorithms.block.problem import Overlap
-from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.block import ParallelBlock
 from meshweave.nn.parallel.dropout import ShardDropout
@@ -26,56 +19,20 @@ from meshweave.nn.parallel.features import (
     AroundModule,
     ForwardArguments,
     PlacedModules,
-    refuse_features,
 )
-from meshweave.nn.parallel.known import recognised
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
-from meshweave.nn.parallel.moves import PlacedMove
 from meshweave.nn.parallel.norm import ParallelNorm
-from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.parameters import fill, on_meta
-from meshweave.nn.parallel.plans import PlanLike, resolve
+from meshweave.nn.parallel.reports import ParallelReport
 from meshweave.nn.parallel.rotary import Rotary, UnfilledBuffers
-from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.step_agreement import StepAgreement
-from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.strategy import LayerStrategy, overlap_of
 from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
-from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
-from meshweave.nn.prove.check import check_layers
-
-_LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ParallelReport:
-    """What `parallelize` has replaced in a model, and what it has left.
-
-    Attributes:
-        model: what the model was recognised as.
-        strategy: the name of the strategy, and its mesh.
-        replaced: the names of modules with what stands there now.
-        left: the names of modules that were left, each with the reason.
-        overlap: what communication runs beside.
-        proved: what was compared with the model's own forward pass.
-    """
-
-    model: str
-    strategy: str
-    replaced: tuple[tuple[str, str], ...]
-    left: tuple[tuple[str, str], ...]
-    overlap: str
-    proved: str
-
-    def __str__(self) -> str:
-        lines = [f"{self.model}: {self.strategy}", f"replaced: {len(self.replaced)} modules"]
-        lines += [f"  {name}: {what}" for name, what in self.replaced]
-        lines.append(f"left: {len(self.left)} modules")
-        lines += [f"  {name}: {why}" for name, why in self.left]
-        lines += [f"overlap: {self.overlap}", f"proved: {self.proved}"]
-        return "\n".join(lines)
+from meshweave.nn.parallel.trials import TrialTable
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class ParallelOutput(NamedTuple):
@@ -96,6 +53,7 @@ class ParallelModel(AroundModule):
         report: what was replaced, and what was left.
         blocks: the layers.
         context: what `parallelize` was given, kept for as long as the model is.
+        trials: the plans that were tried, where the plan was "auto".
     """
 
     def __init__(
@@ -110,6 +68,7 @@ class ParallelModel(AroundModule):
     ) -> None:
         self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
         self.context: TorchContext | None = None
+        self.trials: TrialTable | None = None
         self._arguments = ForwardArguments(module, names.has_causal_loss)
         self._new: dict[str, ParallelEmbedding | ParallelPositions | ParallelNorm | ParallelLinear] = {}
         self._plan_layers()
@@ -132,6 +91,7 @@ class ParallelModel(AroundModule):
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
+        self._use = self._used_throughout()
         self._placed = PlacedModules(module, names.layers)
         module.forward = self.forward
 
@@ -189,6 +149,25 @@ class ParallelModel(AroundModule):
                 fill(new, module.get_submodule(path), path)
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, new)
+
+    def _used_throughout(self) -> ParameterUse:
+        """Return the parameters that a call uses from its begin to its end, last ones first: their gradients are.
+
+        These are the ends, and of layers what is summed and is not gathered for each use.
+        """
+        frees = not self.strategy.roles.keeps_weights
+        head, first = [self.head, self.norm], [self.embedding] if self.positions is None else [
+            self.positions, self.embedding
+        ]  # fmt: skip
+        layers = [
+            [
+                (module, name)
+                for module, name in block.use.entries
+                if (kept := module.kept[name]).summed and not (kept.gathered and frees)
+            ]
+            for block in reversed(self.blocks)
+        ]
+        return ParameterUse([entries_of(head), *layers, entries_of(first)], BUCKET_BYTES)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -273,6 +252,13 @@ class ParallelModel(AroundModule):
             return self._run(input_ids, targets)
 
     def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
+        if self.strategy.is_alone or torch.compiler.is_compiling() or not self._use.is_here:
+            return self._computed(input_ids, targets)
+        self.blocks[-1].is_followed = False
+        with self._use.open([]):
+            return self._computed(input_ids, targets)
+
+    def _computed(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
         assert input_ids is not None
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
         if targets is not None:
@@ -280,124 +266,33 @@ class ParallelModel(AroundModule):
         logits = self.local_logits(x, *input_ids.shape)
         return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
 
+    def prune(self, first: int, end: int) -> None:
+        """Take what other stages have out of the module, which keeps layers `first` to before `end`.
+
+        Names of the rest stay.
+        """
+        names, module = self.names, self.module
+        layers = module.get_submodule(names.layers)
+        for number, block in enumerate(self.blocks):
+            block.opens = False
+            if not first <= number < end:
+                layers[number] = nn.Identity()
+        gone = [] if first == 0 else [names.embedding, names.positions]
+        gone += [] if end == len(self.blocks) else [names.norm, names.head]
+        for path in filter(None, gone):
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, None)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*args, **kwargs)
 
 
+BUCKET_BYTES = 25 << 20
+"""The bytes of parameters after which a bucket is closed: torch's DistributedDataParallel has as many."""
 _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
-
-
-def overlap_of(strategy: LayerStrategy) -> str:
-    """Return what communication runs beside in layers whose products are programs of their own, in words."""
-    if strategy.is_alone:
-        return "nothing is communicated"
-    if strategy.config.chunks == 1:
-        return "communication runs beside the product that it belongs to, where its program has slices"
-    return (
-        f"communication of {strategy.config.chunks} chunks runs beside the product that it belongs to, and not "
-        "beside another product, attention or a norm, as a program of a whole layer has it"
-    )
 
 
 def dropout_of(module: nn.Module, path: str) -> float:
     """Return the probability of a dropout module; 0 without one."""
     return float(module.get_submodule(path).p) if path else 0.0
-
-
-def parallelize(
-    module: nn.Module,
-    plan: PlanLike,
-    device_mesh: DeviceMesh | None = None,
-    *,
-    mapping: ModelMap | None = None,
-    config: BlockConfig | None = None,
-    overlap: Overlap | None = None,
-    check: bool = True,
-    context: TorchContext | None = None,
-    broadcast_weights: bool = False,
-    debug_every: int = 0,
-) -> ParallelModel:
-    """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
-
-    Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
-    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), those of plain torch
-    in the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
-
-    Args:
-        module: the model.
-        plan: the name of a strategy ("megatron_sp", "atp", "meshslice_block", ...), which takes its sizes from
-            `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file.
-        device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
-            and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
-        mapping: which modules of the model are which, where they are not recognised.
-        config: chunks of the batch and slices of 2D products; None as the plan says.
-        overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
-            for a plan that was priced with overlap "layers", and counts on it.
-        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
-            with few layers and words; False trains it unproved, and says so in the log.
-        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
-            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
-        broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
-            are an error.
-        debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
-            weights and modes of modules among it, as they do in the first; 0 for the first alone.
-
-    Returns:
-        The model, to train: see `ParallelModel`.
-
-    Raises:
-        UnsupportedError: the model is none that is known, or has parameters that would not take part.
-        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
-            other models, arguments, versions or settings: on all of them, before anything is replaced.
-        PlanError: the plan counts on overlap that is not obtained here.
-        ProofError: the model is not what it was taken for; it is as it was.
-        RankLostError, DeadlineError: other ranks are missing or late.
-    """
-    require_process_group()
-    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
-    given = {
-        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
-        "debug_every": debug_every,
-    }  # fmt: skip
-    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
-        check_unaltered(module)
-        require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
-        resolved = resolve(plan, device_mesh, config, overlap, context)
-        title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
-        check_modules(module, names)
-        check_takeable(module, names.embedding, names.head, names.positions)
-        strategy, recompute = resolved.strategy, resolved.recompute
-        proved = "nothing (check=False)"
-        if check:
-            proved = check_layers(
-                module,
-                names,
-                strategy,
-                lambda part: ParallelModel(part, names, strategy, title, recompute),
-                title,
-            )
-        else:
-            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
-            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
-        before = dict(module.named_parameters())
-        model = ParallelModel(module, names, strategy, title, recompute, proved, debug_every)
-    _seed_alike(strategy)
-    model.context = context
-    _seed_alike(strategy)
-    watch_optimizers(model.agreement, before)
-    refuse_features(module, names.layers)
-    return model
-
-
-def _seed_alike(strategy: LayerStrategy) -> None:
-    """Seed torch's default generator with a number of the first rank, on all ranks of the mesh."""
-    if strategy.is_alone:
-        return
-    axis = (Side("", 1),)
-    terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
-    first = PlacedMove(strategy, axis, terms, strategy.roles.nowhere, has_tokens=False)
-    own = torch.initial_seed() % (1 << 50) if strategy.rank == strategy.mesh.ranks[0] else 0
-    torch.manual_seed(
-        int(first.sized(1, 1, torch.float64).run(torch.tensor([float(own)], dtype=torch.float64)))
-    )

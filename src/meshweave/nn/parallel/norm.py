@@ -2,83 +2,119 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.algorithms.block.roles import TOKENS, Side
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
-from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove, terms
-from meshweave.nn.parallel.parameters import ParameterLayout, local_parts
+from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
+from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
+
+
+class NormKind(NamedTuple):
+    """What a norm computes.
+
+    Attributes:
+        is_layer_norm: whether rows are centred.
+        offset: what is added to the weight before rows are multiplied by it.
+    """
+
+    is_layer_norm: bool
+    eps: float
+    offset: float = 0.0
+
+
+EPSILON = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+"""What norms call their epsilon."""
 
 
 class ParallelNorm(nn.Module):  # type: ignore[misc]
-    """A layer norm or root-mean-square norm over the features of the residual.
+    """A layer norm or root-mean-square norm over the features of the residual, or of others that ranks share.
 
     Where the strategy splits features, ranks sum statistics of rows, forward and backward. Half-precision rows are
     computed in single precision.
 
     Args:
-        norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with a `weight` and an
-            epsilon, which is tried where it has memory. It stays as it is.
+        norm: an `nn.LayerNorm`, an `nn.RMSNorm`, or a norm that computes what that does with an epsilon and its
+            `weight`, which is tried where it has memory. It stays as it is.
+        dims: how rows lie; None as the residual does.
+        side: the features; None for those of the residual.
+        kind: what it computes, where that was tried before; None to try it.
 
     Raises:
         UnsupportedError: it is no such norm.
     """
 
-    def __init__(self, norm: nn.Module, strategy: LayerStrategy, name: str) -> None:
+    def __init__(
+        self,
+        norm: nn.Module,
+        strategy: LayerStrategy,
+        name: str,
+        dims: AxisDims | None = None,
+        side: Side | None = None,
+        kind: NormKind | None = None,
+    ) -> None:
         super().__init__()
-        self.layer_strategy = strategy
-        self.is_layer_norm, self.eps = _kind(norm, name)
-        whole = norm.weight
-        self.features = int(whole.shape[-1])
-        roles, side = strategy.roles, Side("hidden", self.features)
-        layout = ParameterLayout((side,), roles.gain)
-        self.weight = layout.distribute(name, whole, strategy)
-        self.layouts = {"weight": layout}
-        bias = getattr(norm, "bias", None)
-        self.bias: nn.Parameter | None = None
-        if bias is not None:
-            self.bias = layout.distribute(name, bias, strategy)
-            self.layouts["bias"] = layout
-        rows = 1 if bias is None else 2
-        summed = terms(roles.residual, TOKENS)
-        self.sum_gains = GradientSum(
-            PlacedMove(strategy, (Side("", rows), side), summed, roles.gain, has_tokens=False)
-        )
+        self.layer_strategy, self.dims = strategy, strategy.roles.residual if dims is None else dims
+        self.is_layer_norm, self.eps, self.offset = kind or _kind(norm, name)
+        side = side or Side("hidden", int(norm.weight.shape[-1]))
+        self.features = side.size
+        gain: AxisDims = tuple(dim if dim == side.dim else "" for dim in self.dims)
+        layout = ParameterLayout((side,), gain)
+        self.layouts = {}
+        for key in ("weight", "bias"):
+            whole = getattr(norm, key, None)
+            setattr(self, key, None if whole is None else layout.distribute(name, whole, strategy))
+            if whole is not None:
+                self.layouts[key] = layout
+        kept = KeptParameter(strategy, layout, gain, terms(self.dims, TOKENS))
+        self.kept: dict[str, KeptParameter] = dict.fromkeys(self.layouts, kept)
+        self.opened: dict[str, Tensor] = {}
+        self._use = ParameterUse([entries_of([self])])
         statistics = Side("", 2 if self.is_layer_norm else 1)
-        partial = terms(roles.residual, ("hidden",))
-        self.has_whole_rows = partial == roles.statistics
-        sums = PlacedMove(strategy, (statistics,), partial, roles.statistics)
+        partial = terms(self.dims, (side.dim,))
+        apart: AxisDims = tuple(dim if dim in TOKENS else "" for dim in self.dims)
+        self.has_whole_rows = partial == apart
+        sums = PlacedMove(strategy, (statistics,), partial, apart)
         self.sum_rows = Mover(sums, sums)
+
+    def _gains(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return what rows are multiplied by, and what is added."""
+        values = dict(zip(self.layouts, self._use(), strict=True))
+        gain = values.get("weight")
+        return gain + self.offset if gain is not None and self.offset else gain, values.get("bias")
 
     def forward(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the normalised rows (batch, sequence, features)."""
-        given = [self.weight] if self.bias is None else [self.weight, self.bias]
-        gain, *rest = self.sum_gains(local_parts(given))
-        bias = rest[0] if rest else None
+        gain, bias = self._gains()
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         if self.has_whole_rows:
             shape = (self.features,)
             if self.is_layer_norm:
-                return nn.functional.layer_norm(
-                    wide, shape, gain.to(wide.dtype), _as(bias, wide), self.eps
-                ).to(x.dtype)
-            return nn.functional.rms_norm(wide, shape, gain.to(wide.dtype), self.eps).to(x.dtype)
+                return nn.functional.layer_norm(wide, shape, _as(gain, wide), _as(bias, wide), self.eps).to(
+                    x.dtype
+                )
+            return nn.functional.rms_norm(wide, shape, _as(gain, wide), self.eps).to(x.dtype)
         return self._normalised(wide, gain, bias, batch, sequence).to(x.dtype)
 
-    def _normalised(self, x: Tensor, gain: Tensor, bias: Tensor | None, batch: int, sequence: int) -> Tensor:
+    def _normalised(
+        self, x: Tensor, gain: Tensor | None, bias: Tensor | None, batch: int, sequence: int
+    ) -> Tensor:
         squares = x.square().sum(-1, keepdim=True)
+        factor = 1.0 if gain is None else gain
         if not self.is_layer_norm:
             mean_square = self.sum_rows(squares, batch, sequence) / self.features
-            return x * torch.rsqrt(mean_square + self.eps) * gain
+            return x * torch.rsqrt(mean_square + self.eps) * factor
         sums = (
             self.sum_rows(torch.cat((x.sum(-1, keepdim=True), squares), -1), batch, sequence) / self.features
         )
         mean, mean_square = sums[..., :1], sums[..., 1:]
-        centred = (x - mean) * torch.rsqrt(mean_square - mean * mean + self.eps) * gain
+        centred = (x - mean) * torch.rsqrt(mean_square - mean * mean + self.eps) * factor
         return centred if bias is None else centred + bias
 
     def extra_repr(self) -> str:
@@ -86,16 +122,16 @@ class ParallelNorm(nn.Module):  # type: ignore[misc]
         return f"{'layer' if self.is_layer_norm else 'rms'}, {self.features}, eps={self.eps}"
 
 
-def _as(bias: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(like.dtype)
+def _as(gain: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if gain is None else gain.to(like.dtype)
 
 
-def _kind(norm: nn.Module, name: str) -> tuple[bool, float]:
-    """Return whether a module is a layer norm, else a root-mean-square norm, and its epsilon."""
+def _kind(norm: nn.Module, name: str) -> NormKind:
+    """Return what a norm with a weight computes, tried where it has memory."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.ndim != 1:
         raise UnsupportedError(f"{name}: {type(norm).__name__} is no norm with a weight (features,)")
-    eps: Any = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    eps: Any = next((own for each in EPSILON if (own := getattr(norm, each, None)) is not None), None)
     if eps is None and not isinstance(norm, nn.RMSNorm):
         raise UnsupportedError(
             f"{name}: {type(norm).__name__} has no eps; give an nn.LayerNorm or nn.RMSNorm"
@@ -104,7 +140,7 @@ def _kind(norm: nn.Module, name: str) -> tuple[bool, float]:
     eps = float(eps) if eps is not None else float(torch.finfo(weight.dtype).eps)
     if weight.device.type != "meta":
         _try(norm, is_layer_norm, eps, name)
-    return is_layer_norm, eps
+    return NormKind(is_layer_norm, eps)
 
 
 def _try(norm: nn.Module, is_layer_norm: bool, eps: float, name: str) -> None:

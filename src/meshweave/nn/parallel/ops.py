@@ -241,4 +241,7 @@ def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequ
     """Return this rank's part of products with weights; arguments are those of `block_product`."""
     if torch.compiler.is_compiling():
         return list(block_product(x, list(weights), number, batch, sequence)[: len(weights)])
+    _, sized = _sized(number, batch, sequence, x.dtype)
+    if not sized.kept and sized.talks == (False, False):
+        return [torch.nn.functional.linear(x, weight) for weight in weights]
     return list(_EagerProduct.apply(number, batch, sequence, x, *weights)[: len(weights)])

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshweave.base.errors import LayoutError
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.agreed import difference, without_addresses
+from meshweave.nn.parallel.local_steps import restore, step_locally
 from meshweave.nn.parallel.model_words import copy_words
 from meshweave.nn.parallel.step_agreement import StepAgreement
 
@@ -36,6 +37,7 @@ def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Paramet
     """Look at the steps of optimizers that hold parameters of a model, or those that were `replaced` in it."""
     if not _probes and not _replaced:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
     own = {id(parameter) for parameter in agreement.module.parameters()}
     for name, parameter in replaced.items():
         if id(parameter) not in own:
@@ -52,6 +54,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if agreement is not None:
             agreement.progress.steps += 1
             agreement.progress.options |= option_words(optimizer)
+    if agreements:
+        step_locally(optimizer, has_arguments=bool(kwargs) or len(args) > 1)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    restore(optimizer)
 
 
 def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:

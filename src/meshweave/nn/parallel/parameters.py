@@ -46,11 +46,21 @@ class ParameterLayout:
     def _copies(self, side: Side) -> int:
         return self.parts if side.dim == "inner" else 1
 
-    def ranges(self, strategy: LayerStrategy) -> list[list[tuple[int, int]]]:
-        """Return per dim the ranges of positions that this rank has, one for each matrix that is fused."""
+    def ranges(
+        self,
+        strategy: LayerStrategy,
+        dims: AxisDims | None = None,
+        coordinates: tuple[int, ...] | None = None,
+    ) -> list[list[tuple[int, int]]]:
+        """Return per dim the ranges of positions that a rank has, one for each matrix that is fused.
+
+        Args:
+            dims: how it lies, where not as it is kept.
+            coordinates: those of the rank, by default of this one.
+        """
         ranges = []
         for side in self.sides:
-            start, stop = strategy.span(side, self.dims)
+            start, stop = strategy.span(side, self.dims if dims is None else dims, coordinates)
             ranges.append([(start + n * side.size, stop + n * side.size) for n in range(self._copies(side))])
         return ranges
 

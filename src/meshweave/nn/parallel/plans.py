@@ -11,11 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.block.roles import (
-    BATCH,
-    FULLY_SHARDED,
-    GATHERED_ONCE,
+    DATA_ROLES,
     IDLE,
-    REDUCED_LAST,
     RING,
     AxisRole,
 )
@@ -135,7 +132,7 @@ def _of_parallelism(
             "more memory than planned",
             stacklevel=2,
         )
-    around = [role for role, size in ((_DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
+    around = [role for role, size in ((DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     sizes = tuple(size for size in (p.data, p.context) if size > 1)
     if p.tensor_size == 1 and len(sizes) == 1:
         entry = _alone(around[0])
@@ -152,7 +149,3 @@ def _of_parallelism(
 def _alone(role: AxisRole) -> BlockAlgorithm:
     """Return the strategy in which one axis has this role, and nothing else is shared."""
     return next(entry for entry in STRATEGIES.values() if entry.roles == (role, IDLE))
-
-
-_DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
-"""What the axis of data parallelism does for each stage of ZeRO."""

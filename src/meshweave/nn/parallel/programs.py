@@ -37,17 +37,18 @@ def bound_program(
     strategy: LayerStrategy,
     device: torch.device,
     calls: Mapping[str, Callable[..., Any]] | None = None,
+    meets: bool = True,
 ) -> BoundProgram:
     """Return a program bound on this rank, made at its first use or the first since it was dropped.
 
-    All ranks of the strategy's mesh call it together.
+    All ranks of the strategy's mesh call it together. `meets` is that of `bind`.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
     if cached is None:
         made = program()
         with call_order(context).titled(made.name):
-            bound = bind(made, strategy.rank, {}, context=context, calls=calls)
+            bound = bind(made, strategy.rank, {}, context=context, calls=calls, meets=meets)
         cached = context.programs.put(ranks, key, bound, program_bytes(made))
     value: BoundProgram = cached.value
     return value
@@ -103,11 +104,6 @@ class ProductPrograms:
         return outer if self.site.is_first else outer[::-1]
 
     @cached_property
-    def operand_shape(self) -> tuple[int, ...]:
-        """Return the local shape (batch, sequence, features) of the operand."""
-        return self.strategy.local_shape(self.sides[0], self.dims[0])
-
-    @cached_property
     def result_shape(self) -> tuple[int, ...]:
         """Return the local shape (batch, sequence, features) of the result."""
         return self.strategy.local_shape(self.sides[1], self.dims[1])
@@ -150,11 +146,17 @@ def _transposed(program: Program) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class SizedMove:
-    """The program of a move for one dtype."""
+    """The program of a move for one dtype.
+
+    Attributes:
+        is_whole: whether it is one message of the transport's own, and not rings of its parts. Ranks do not meet
+            before it: its data say which program and call they are of.
+    """
 
     site: MoveSite
     strategy: LayerStrategy
     dtype: torch.dtype
+    is_whole: bool = False
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -163,15 +165,18 @@ class SizedMove:
 
     def run(self, x: Tensor) -> Tensor:
         """Return what this rank has after the move; all ranks call it."""
-        own, device = self.strategy, x.device
-        bound = bound_program(
-            self,
-            lambda: on_device(move_program(self.site, own.mesh, DTYPES[self.dtype]), device),
-            own,
-            device,
-        )
+        bound = self.bound(x.device)
         bound.run({"x": x.detach()})
         return bound.outputs["y"].clone()
+
+    def bound(self, device: torch.device) -> BoundProgram:
+        """Return the program on this rank."""
+
+        def written() -> Program:
+            program = move_program(self.site, self.strategy.mesh, DTYPES[self.dtype])
+            return program if self.is_whole else on_device(program, device)
+
+        return bound_program(self, written, self.strategy, device, meets=not self.is_whole)
 
 
 @lru_cache(4096)
@@ -183,6 +188,8 @@ def sized_product(
 
 
 @lru_cache(4096)
-def sized_move(site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype) -> SizedMove:
+def sized_move(
+    site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype, is_whole: bool = False
+) -> SizedMove:
     """Return the program of a move; one object for equal arguments."""
-    return SizedMove(site, strategy, dtype)
+    return SizedMove(site, strategy, dtype, is_whole)

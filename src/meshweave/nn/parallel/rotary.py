@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,13 @@ class UnfilledBuffers:
 
     Args:
         paths: the names of the modules in the model.
+        known: buffers by the names of module and buffer, for modules whose class does not compute them by itself.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, paths: Sequence[str], known: Mapping[tuple[str, str], Tensor] | None = None
+    ) -> None:
+        self._known = known or {}
         modules = {path: model.get_submodule(path) for path in paths}
         self._names = {
             (path, name): module
@@ -42,13 +46,14 @@ class UnfilledBuffers:
                 continue
             made = _anew(module, device)
             values = dict(made.named_buffers()).get(name) if made is not None else None
+            values = self._known.get((path, name)) if values is None else values
             if values is None or values.shape != buffer.shape:
                 raise UnsupportedError(
                     f"{path}.{name} was made on the meta device, is in no checkpoint, and cannot be computed "
                     "anew; copy its values into it before the first forward pass"
                 )
             owner, _, last = name.rpartition(".")
-            module.get_submodule(owner)._buffers[last] = values.to(buffer.dtype)
+            module.get_submodule(owner)._buffers[last] = values.to(device, buffer.dtype)
         self._names = {}
 
 

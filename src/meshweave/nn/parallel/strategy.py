@@ -100,10 +100,10 @@ class LayerStrategy:
         """Return whether one rank has all of each layer."""
         return math.prod(self.mesh.shape) == 1
 
-    def span(self, side: Side, dims: AxisDims) -> tuple[int, int]:
-        """Return the first element, and that after the last, of what this rank has of a side."""
+    def span(self, side: Side, dims: AxisDims, coordinates: tuple[int, ...] | None = None) -> tuple[int, int]:
+        """Return the first element, and that after the last, of what a rank has of a side; by default this one."""
         start, count, most = 0, side.count, side.count
-        for dim, parts, at in zip(dims, self.mesh.shape, self.coordinates, strict=True):
+        for dim, parts, at in zip(dims, self.mesh.shape, coordinates or self.coordinates, strict=True):
             if dim != side.dim or not dim:
                 continue
             run = -(-most // parts)
@@ -143,3 +143,15 @@ def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: 
 def chunked(config: BlockConfig, most: int) -> BlockConfig:
     """Return a config with at most so many chunks."""
     return replace(config, chunks=min(config.chunks, most)) if config.chunks > most else config
+
+
+def overlap_of(strategy: LayerStrategy) -> str:
+    """Return what communication runs beside in layers whose products are programs of their own, in words."""
+    if strategy.is_alone:
+        return "nothing is communicated"
+    if strategy.config.chunks == 1:
+        return "communication runs beside the product that it belongs to, where its program has slices"
+    return (
+        f"communication of {strategy.config.chunks} chunks runs beside the product that it belongs to, and not "
+        "beside another product, attention or a norm, as a program of a whole layer has it"
+    )

@@ -80,11 +80,16 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
-def check_takeable(module: nn.Module, embedding: str, head: str, positions: str = "") -> None:
+def check_takeable(
+    module: nn.Module, embedding: str, head: str, positions: str = "", adds_bias: bool = False
+) -> None:
     """Raise UnsupportedError, naming it, for what replaced layers would not keep of how parameters are shared.
 
     These are parameters with several names or with memory in common, but for one of embedding and head, and
     options of embeddings.
+
+    Args:
+        adds_bias: whether a head that shares its weight may have a bias.
     """
     weights = f"{embedding}.weight", f"{head}.weight"
     _check_names(module, weights)
@@ -94,7 +99,11 @@ def check_takeable(module: nn.Module, embedding: str, head: str, positions: str 
     if positions and getattr(module.get_submodule(positions), "padding_idx", None) is not None:
         raise UnsupportedError(f"{positions} has a padding_idx, which tables of positions do not have here")
     bias = getattr(module.get_submodule(head), "bias", None)
-    if bias is not None and module.get_submodule(head).weight is module.get_submodule(embedding).weight:
+    if (
+        not adds_bias
+        and bias is not None
+        and module.get_submodule(head).weight is module.get_submodule(embedding).weight
+    ):
         raise UnsupportedError(
             f"{head} has a bias and the weight of {embedding}; untie them, or drop the bias"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -20,30 +21,34 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 class TiedWeight:
     """The table of an embedding as the weight of the head.
 
-    Where the head wants another layout, the table is moved there by gathers and parts, forward, and its gradient
-    back.
+    Where the head uses it as the embedding does, it is gathered once for both. Else the table is moved to where
+    the head wants it by gathers and parts, forward, and its gradient back.
     """
 
     def __init__(self, embedding: ParallelEmbedding, strategy: LayerStrategy) -> None:
         self.embedding, self.strategy = embedding, strategy
         self.site = ProductSite(True, False, embedding.features, embedding.words)
-        kept, wanted = embedding.stored, self.site.stored_dims(strategy.roles)
+        kept, self.wanted = embedding.kept["weight"], self.site.stored_dims(strategy.roles)
+        shared = replace(self.site, leaves_terms=True)
+        self.is_shared = kept.used == shared.stored_dims(strategy.roles)
+        self.is_shared &= kept.terms == shared.gradient_terms(strategy.roles)
         self.movers: list[Mover] = []
         sides = Side("inner", embedding.words), Side("hidden", embedding.features)
-        for before, after in _chain(kept, wanted):
+        for before, after in [] if self.is_shared else _chain(embedding.stored, self.wanted):
             there = PlacedMove(strategy, sides, before, after, has_tokens=False)
             back = PlacedMove(strategy, sides, after, before, has_tokens=False)
             self.movers.append(Mover(there, back))
 
     def head(self, linear: nn.Module, name: str) -> ParallelLinear:
         """Return the head, whose weight is the parameter of the embedding."""
-        head = ParallelLinear(linear, self.strategy, place="in", name=name)
-        head.weight = self.embedding.weight
+        stored = None if self.is_shared else self.wanted
+        head = ParallelLinear(linear, self.strategy, place="in", name=name, stored=stored)
+        head.weight, head.kept = self.embedding.weight, {}
         return head
 
     def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the logits."""
-        (weight,) = local_parts([self.embedding.weight])
+        (weight,) = self.embedding.use() if self.is_shared else local_parts([self.embedding.weight])
         for mover in self.movers:
             weight = mover(weight, 1, 1)
         if group.is_alone:

@@ -8,13 +8,14 @@ ranks, several ranks have copies of one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import layout_of
 from meshweave.describe.layout import Tile
-from meshweave.nn.parallel.moves import GradientSum, PlacedMove
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -26,6 +27,8 @@ class UnitChoice:
         dims: how these lie where they are multiplied, or kept for it.
         real_units: the units that the parameter has; each stands for as many that follow each other.
         parts: how many matrices are fused.
+        table: per unit the rows of the parameter that it takes, where units do not lie one after the other; None
+            where they do.
 
     Attributes:
         sides, kept: the dims of the parameter, and how it is kept.
@@ -33,7 +36,13 @@ class UnitChoice:
     """
 
     def __init__(
-        self, strategy: LayerStrategy, sides: Sides, dims: AxisDims, real_units: int, parts: int
+        self,
+        strategy: LayerStrategy,
+        sides: Sides,
+        dims: AxisDims,
+        real_units: int,
+        parts: int,
+        table: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.parts = parts
         self.dim = next((at for at, side in enumerate(sides) if side.dim == "inner"), -1)
@@ -42,23 +51,29 @@ class UnitChoice:
             isinstance(placement, Tile) and dim == "inner"
             for placement, dim in zip(layout_of(strategy.mesh, sides, dims).placements, dims, strict=True)
         )
-        self.is_needed = self.dim >= 0 and (has_tiles or inner.count != real_units)
+        self.is_needed = self.dim >= 0 and (has_tiles or inner.count != real_units or table is not None)
         self.sides, self.kept = sides, dims
         if not self.is_needed:
             return
-        self.sides = tuple(Side("inner", real_units, side.unit) if side is inner else side for side in sides)
+        unit = inner.unit
+        if table is not None:
+            real_units, unit = len({row for rows in table for row in rows}), 1
+        self.sides = tuple(Side("inner", real_units, unit) if side is inner else side for side in sides)
         self.kept = tuple("" if dim == "inner" else dim for dim in dims)
-        terms: AxisDims = tuple("partial" if dim == "inner" else dim for dim in dims)
-        whole = tuple(Side("", side.size * parts) if side.dim == "inner" else side for side in self.sides)
-        self.sum = GradientSum(PlacedMove(strategy, whole, terms, self.kept, has_tokens=False))
         start, stop = (end // inner.unit for end in strategy.span(inner, dims))
+        if table is not None:
+            self.rows = torch.tensor([row for rows in table[start:stop] for row in rows], dtype=torch.int64)
+            return
         units = torch.arange(start, stop) * real_units // inner.count
         self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
 
+    def terms(self, dims: AxisDims) -> AxisDims:
+        """Return how the gradient of the parameter lies, of how that of what a rank takes does."""
+        return tuple("partial" if dim == "inner" else dim for dim in dims) if self.is_needed else dims
+
     def __call__(self, local: Tensor) -> list[Tensor]:
-        """Return what this rank multiplies by of each of the matrices, of what it keeps."""
+        """Return what this rank multiplies by of each of the matrices, of what it keeps, gathered."""
         if not self.is_needed:
             return list(local.chunk(self.parts, self.dim)) if self.parts > 1 else [local]
-        (local,) = self.sum([local])
         rows = self.rows.to(local.device)
         return [part.index_select(self.dim, rows) for part in local.chunk(self.parts, self.dim)]

@@ -44,7 +44,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
             raise LayoutError("embedding and head are one tensor, which stages do not share; untie them")
         self._model, self._first, self._end, self._sequence = model, first, end, sequence
         self._features = model.embedding.features
-        _prune(model, first, end)
+        model.prune(first, end)
         self.module = model.module
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,17 +112,3 @@ def _most(side: Side, dims: AxisDims, sizes: Sequence[int]) -> int:
         if dim and dim == side.dim:
             count = -(-count // parts)
     return count * side.unit
-
-
-def _prune(model: ParallelModel, first: int, end: int) -> None:
-    """Take what other stages have out of the module of a model; names of the rest stay."""
-    names, module = model.names, model.module
-    layers = module.get_submodule(names.layers)
-    for number in range(len(model.blocks)):
-        if not first <= number < end:
-            layers[number] = nn.Identity()
-    gone = [] if first == 0 else [names.embedding, names.positions]
-    gone += [] if end == len(model.blocks) else [names.norm, names.head]
-    for path in filter(None, gone):
-        owner, _, name = path.rpartition(".")
-        setattr(module.get_submodule(owner), name, None)

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from meshweave.base.errors import ProofError, UnsupportedError
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import ModelMap
 from meshweave.nn.prove.differences import ProofRanks
-from meshweave.nn.prove.given import Given, generated
-from meshweave.nn.prove.proof import ModelPair, Proof
+from meshweave.nn.prove.given import Given, generated, outputs_of
+from meshweave.nn.prove.proof import NOT_RUN, ModelPair, Proof
 from meshweave.nn.prove.reduced import kinds_of, reduced
 from meshweave.nn.prove.runs import context_for, free_bytes
 from meshweave.nn.prove.state import WIDE
@@ -59,13 +59,21 @@ def check_layers(
     dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for chosen, binds in cases:
-            whole = _copy(module, names, strategy, chosen, binds, device, dtype, sizes[1])
+            for bound in (("window", "positions"), ("window",)) if binds else ((),):
+                whole = _copy(module, names, strategy, chosen, bound, device, dtype, sizes[1])
+                given = generated(whole, len(ranks.ranks), device, sizes)
+                if all(ranks.say(not bound or _takes(whole, given)).values()):
+                    break
             made = make(copy.deepcopy(whole))
-            given = generated(whole, len(ranks.ranks), device, sizes)
             proof = _proved(whole, made, given)
             if proof.difference is not None:
                 told = _with_numbers(str(proof.difference), names, chosen)
                 where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
+                if proof.difference.what == NOT_RUN:
+                    raise UnsupportedError(
+                        f"{type(module).__name__} does not run under {strategy.name}, in a copy with {where}: "
+                        f"{proof.difference.cause}"
+                    )
                 raise ProofError(
                     f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
                     f"copy with {where}, {told}"
@@ -74,6 +82,16 @@ def check_layers(
     return (
         f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
     )
+
+
+def _takes(whole: nn.Module, given: Given) -> bool:
+    """Return whether a copy takes as many tokens: positions may be the most that there are."""
+    try:
+        with torch.no_grad():
+            outputs_of(whole, given)
+    except Exception:
+        return False
+    return True
 
 
 def _with_numbers(said: str, names: ModelMap, chosen: tuple[int, ...]) -> str:
@@ -95,7 +113,7 @@ def _copy(
     names: ModelMap,
     strategy: LayerStrategy,
     chosen: tuple[int, ...],
-    binds: bool,
+    binds: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
     sequence: int,

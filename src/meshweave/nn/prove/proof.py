@@ -26,6 +26,8 @@ from meshweave.nn.prove.shards import LocalTensor, lines_of, local_of, ranges_of
 from meshweave.nn.prove.state import WIDE, is_managed, parameters_of, plain_name, prepared, takes
 from meshweave.nn.prove.trail import first_module
 
+NOT_RUN = "the forward or backward pass"
+"""What differs where a parallelised model does not run."""
 _ABSOLUTE = 1e-4
 """Of the root mean square of the largest gradient: what counts as nothing beside it."""
 
@@ -232,9 +234,7 @@ class ModelPair:
         made, failed = self._tried(lambda: self._run_made(None))
         if made is None:
             where = min(failed)
-            return Difference(
-                "the forward or backward pass", where, "the whole", math.nan, 0.0, failed[where]
-            )
+            return Difference(NOT_RUN, where, "the whole", math.nan, 0.0, failed[where])
         if torch.finfo(made.narrowest).bits < torch.finfo(self.dtype).bits:  # products in half precision
             self.dtype = made.narrowest
             # As FSDP2 has it: buffers, such as frequencies, stay as they are. Not every model runs so.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def reduced(
     *,
     words: int,
     sequence: int,
-    binds: bool,
+    binds: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
 ) -> nn.Module:
@@ -121,7 +121,7 @@ def reduced(
         chosen: the numbers of the layers, in order.
         words: of the vocabulary; the model's own where it has no more.
         sequence: tokens that it will be given.
-        binds: whether windows and original positions are made shorter than that.
+        binds: which of "window" and "positions", the original ones, are made shorter than that.
 
     Raises UnsupportedError where it cannot be copied.
     """
@@ -143,9 +143,8 @@ def reduced(
     _shorten(made, module, names, chosen)
     before = int(module.get_submodule(names.embedding).weight.shape[0])
     _fewer_words(made, names, before, min(words, before))
-    if binds:
-        _bind(made, sequence)
-    _materialise(made, device, dtype)
+    _materialise(made, device, dtype, module)
+    _bind(made, sequence, binds)
     without_dropout(made.modules())
     return made.train()
 
@@ -199,9 +198,10 @@ def _fewer_words(made: nn.Module, names: ModelMap, before: int, words: int) -> N
                 object.__setattr__(holder, name, words)
 
 
-def _bind(made: nn.Module, sequence: int) -> None:
+def _bind(made: nn.Module, sequence: int, binds: Collection[str]) -> None:
     """Shorten windows to a few tokens, and original positions to half of a sequence."""
     short = {"window": sequence // 4 + 1, "positions": sequence // 2}
+    short = {what: size for what, size in short.items() if what in binds}
     for holder in (*made.modules(), *_configs(made)):
         for name, value in list(vars(holder).items()):
             if (shorter := _shorter(name, value, short)) is not value:
@@ -214,14 +214,13 @@ def _shorter(name: str, value: Any, short: dict[str, int]) -> Any:
         return made if any(made[key] is not value[key] for key in value) else value
     if isinstance(value, bool) or not isinstance(value, int) or "layer" in name:
         return value
-    if _WINDOW.search(name) and value > short["window"]:
-        return short["window"]
-    if _POSITIONS.search(name) and value > short["positions"]:
-        return short["positions"]
+    for what, pattern in (("window", _WINDOW), ("positions", _POSITIONS)):
+        if pattern.search(name) and value > short.get(what, value):
+            return short[what]
     return value
 
 
-def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype, module: nn.Module) -> None:
     """Give a copy random weights, the same on all ranks, and buffers in its type."""
     generator = torch.Generator().manual_seed(47)
     done: dict[int, nn.Parameter] = {}
@@ -236,7 +235,7 @@ def _materialise(made: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             owner._parameters[name] = done[id(parameter)]
     for path, owner in made.named_modules():
         if any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values()):
-            _rebuild(made, path, owner, device)
+            _rebuild(made, path, owner, device, module)
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 kind = dtype if buffer.is_floating_point() else buffer.dtype
@@ -254,16 +253,30 @@ def _drawn(
     return values * 0.3 if "bias" in name else 1 + values * 0.3
 
 
-def _rebuild(made: nn.Module, path: str, owner: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of a module that was made without memory, as its class does."""
-    config = vars(owner).get("config", getattr(made, "config", None))
-    try:
-        fresh = type(owner)(config)
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                owner._buffers[name] = fresh._buffers[name].to(device)
-    except Exception as error:
+def _rebuild(made: nn.Module, path: str, owner: nn.Module, device: torch.device, module: nn.Module) -> None:
+    """Compute the buffers of a module that was made without memory, as its class does, or that of the model."""
+    config, whole = vars(owner).get("config"), dict(module.named_modules()).get(path, module)
+    said = ""
+    makes: tuple[Callable[[], Any], ...] = (
+        lambda: type(owner)(config or made.config),
+        lambda: type(owner)(whole.config),  # of a copy with some of the layers some buffers may be lacking
+        lambda: type(made)(made.config).get_submodule(path),
+    )
+    for make in makes:
+        lacking = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lacking:
+            return
+        try:
+            with torch.device(device):
+                fresh = make()
+            for name in lacking:
+                if fresh._buffers[name].shape == owner._buffers[name].shape:
+                    owner._buffers[name] = fresh._buffers[name].to(device)
+        except Exception as error:
+            said = said or f"{type(error).__name__}: {error}"
+    lacking = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+    if lacking:
         raise UnsupportedError(
             f"{path}: {type(owner).__name__} has buffers without memory that cannot be computed anew to prove the "
-            f"model ({type(error).__name__}: {error}); make it with memory, or give check=False"
-        ) from error
+            f"model ({said}); make it with memory, or give check=False"
+        )

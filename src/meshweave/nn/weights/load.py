@@ -58,7 +58,28 @@ class _Names:
             for candidate in prefixed if base else prefixed[:1]:
                 if candidate in self.checkpoint:
                     return StoredTensor(candidate, mapped.is_transposed)
-        return None
+        renamed = next((self._renamed[name] for name in (*names, *tied) if name in self._renamed), None)
+        return None if renamed is None else StoredTensor(renamed)
+
+    @cached_property
+    def _renamed(self) -> dict[str, str]:
+        """What transformers renames of a checkpoint when it loads one, by the name in the model."""
+        if not any(base.__module__.startswith("transformers.") for base in type(self.module).__mro__):
+            return {}
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+        except ImportError:  # of versions that rename nothing
+            return {}
+        renamings = [
+            each for each in get_model_conversion_mapping(self.module) if not hasattr(each, "operations")
+        ]
+        names = {}
+        for stored in self.checkpoint.names:
+            name = stored
+            for renaming in renamings:
+                name, _ = renaming.rename_source_key(name)
+            names[name] = stored
+        return names
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -81,6 +81,3 @@ def slots_of(module: nn.Module) -> list[ModuleTensor]:
                 names.append(full)
                 owners.append((owner, name))
     return [ModuleTensor(tuple(names), tensor, tuple(owners)) for tensor, names, owners in by_tensor.values()]
-
-
-__all__ = ["Mapped", "ModuleTensor", "StoredTensor", "slots_of", "stored_as"]

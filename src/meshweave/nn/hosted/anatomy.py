@@ -1,0 +1,311 @@
+"""The parts of a model of transformers, as a trace of it shows them: no list of names, and no family's record.
+
+A linear layer whose operand comes of the residual alone enters the inner features; one whose operand comes through
+another linear layer leaves them. Which columns a head reads, derivatives say. What has another form is refused by
+name, and what this takes a model for is proved by `mw.prove` before it is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.columns import feature_parts, head_columns
+from meshweave.nn.hosted.parts import Anatomy, AttentionPart, InnerPart, LayerAnatomy, LinearPart, ModelNames
+from meshweave.nn.hosted.readings import (
+    buffers_of,
+    heads_in,
+    is_matrix,
+    kind_of,
+    scale_of,
+    shifts_labels,
+    spans,
+    wide_linear,
+)
+from meshweave.nn.hosted.trace import FlowTrace, ModuleCall, is_norm, traced
+from meshweave.nn.parallel.linear import is_transposed
+from meshweave.nn.parallel.norm import NormKind
+from meshweave.nn.prove.reduced import kinds_of, reduced
+
+_TOKENS = (2, 12)
+_WORDS = 32
+
+
+def names_of(module: nn.Module) -> ModelNames:
+    """Return the names of embedding, layers and head. Raises UnsupportedError where a model does not say them."""
+    kind, config = type(module).__name__, getattr(module, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    paths = {id(child): path for path, child in reversed(list(module.named_modules()))}
+    ends = []
+    for word, method in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
+        end = getattr(module, method, lambda: None)()
+        if end is None or id(end) not in paths:
+            raise UnsupportedError(f"{kind} does not say which module is its {word} ({method})")
+        ends.append(paths[id(end)])
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (
+            _shared(path, ends[0]),
+            sum(p.numel() for p in child.parameters()),
+            path,
+        )
+        for path, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if not lists:
+        raise UnsupportedError(f"{kind} has no nn.ModuleList of its {count} layers")
+    return ModelNames(ends[0], max(lists)[2], ends[1])
+
+
+def _shared(path: str, other: str) -> int:
+    """Return how many modules two names have in common from the first on."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
+    """Return the parts of a model, of a forward pass of a copy with one layer of each kind.
+
+    Raises UnsupportedError, naming it, for what has another form.
+    """
+    names: Any = names_of(module)
+    kinds = kinds_of(module, names)
+    chosen = sorted(set(kinds))
+    copy = reduced(
+        module,
+        names,
+        chosen,
+        words=_WORDS,
+        sequence=_TOKENS[1],
+        binds=(),
+        device=device,
+        dtype=torch.float64,
+    )
+    generator = torch.Generator().manual_seed(5)
+    words = int(copy.get_submodule(names.embedding).weight.shape[0])
+    tokens = torch.randint(0, words, _TOKENS, generator=generator).to(device)
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        trace = traced(copy, names.layers, tokens)
+        reader = AnatomyReader(copy, names, trace, len(chosen))
+        reader.read()
+    at = {number: place for place, number in enumerate(chosen)}
+    return Anatomy(
+        names,
+        [reader.layers[at[kind]] for kind in kinds],
+        reader.norms,
+        tuple(reader.tables),
+        reader.scale,
+        frozenset(reader.norms_before),
+        frozenset(reader.norms_twice),
+        reader.ends,
+        shifts_labels(copy, tokens),
+        buffers_of(module, copy, names.layers, [at[kind] for kind in kinds]),
+    )
+
+
+class AnatomyReader:
+    """Reads a trace, call by call."""
+
+    def __init__(self, model: nn.Module, names: ModelNames, trace: FlowTrace, count: int) -> None:
+        self.model, self.names, self.trace = model, names, trace
+        self.prefixes = [f"{names.layers}.{number}." for number in range(count)]
+        self.layers = [LayerAnatomy() for _ in range(count)]
+        self.norms: dict[str, NormKind | str] = {}
+        self.tables: list[str] = []
+        self.scale = 1.0
+        self.calls: dict[str, ModuleCall] = {}
+        self.residual = {prefix[:-1] for prefix in self.prefixes}
+        self.norms_before: set[str] = set()
+        self.norms_twice: set[str] = set()
+        self.ends: dict[str, bool] = {}
+
+    def read(self) -> None:
+        """Sort every call, then every layer's linear layers."""
+        for call in self.trace.calls:
+            if call.path in self.calls and call.path in self.norms and call.sources <= self.residual:
+                self.norms_twice.add(call.path)
+                continue
+            if call.path in self.calls:
+                raise UnsupportedError(
+                    f"{call.path} is called twice in a forward pass, which is not computed"
+                )
+            self.calls[call.path] = call
+            self._sort(call)
+        for prefix, layer in zip(self.prefixes, self.layers, strict=True):
+            if prefix[:-1] not in self.trace.layer_sources:
+                raise UnsupportedError(f"{prefix[:-1]} is not called in a forward pass of tokens")
+            stray = self.trace.layer_sources[prefix[:-1]] - self.residual
+            if stray:
+                raise UnsupportedError(
+                    f"{', '.join(sorted(stray))}: what it computes is added to the residual by no linear layer "
+                    "that leaves the inner features"
+                )
+            self._read_own(prefix, layer)
+            layer.results = self.trace.layer_results[prefix[:-1]]
+            self._read_layer(prefix, layer)
+            self._read_after(prefix, layer)
+            strange = [
+                path for path in layer.own if path not in [part.path for part in layer.attention] or not path
+            ]
+            if strange:
+                raise UnsupportedError(
+                    f"{prefix}{strange[0]} has parameters of its own, {layer.own[strange[0]][0]}, and is no "
+                    "attention"
+                )
+
+    def _sort(self, call: ModuleCall) -> None:
+        prefix = next((each for each in self.prefixes if call.path.startswith(each)), "")
+        layer = self.layers[self.prefixes.index(prefix)] if prefix else None
+        name = call.path[len(prefix) :]
+        if call.path == self.names.embedding:
+            self.scale = scale_of(call, self._given(call))
+        elif call.path == self.names.head:
+            self._require_linear(call)
+            return
+        elif call.operand is None or (isinstance(call.module, nn.Embedding) and layer is None):
+            if layer is not None or call.result is None:
+                raise UnsupportedError(
+                    f"{call.path}: {type(call.module).__name__} is given no row of numbers"
+                )
+            self.tables.append(call.path)
+        elif call.sources <= self.residual and is_norm(call.module):
+            (self.norms if layer is None else layer.norms)[name] = kind_of(call)
+            if layer is None and not any(path.startswith(self.prefixes[0]) for path in self.calls):
+                self.norms_before.add(name)
+        elif layer is None:
+            if not call.sources <= self.residual or list(call.module.children()):
+                raise UnsupportedError(
+                    f"{call.path}: {type(call.module).__name__} outside of layers computes on more than the "
+                    "residual"
+                )
+            self.ends[name] = not any(path.startswith(self.prefixes[0]) for path in self.calls)
+        elif is_matrix(call.module):
+            self._require_linear(call)
+            enters = call.sources <= self.residual
+            layer.linears[name] = LinearPart(name, enters, False)
+            if enters:
+                return
+        else:
+            if call.sources <= self.residual:
+                raise UnsupportedError(
+                    f"{call.path}: {type(call.module).__name__} computes with parameters of its own on the "
+                    "residual"
+                )
+            return  # of inner features; its result is, too
+        self.residual.add(call.path)
+
+    def _given(self, call: ModuleCall) -> Tensor:
+        return call.module.weight.detach()
+
+    def _require_linear(self, call: ModuleCall) -> None:
+        """Raise UnsupportedError where a module computes something else than a linear layer."""
+        weight = call.module.weight.t() if is_transposed(call.module) else call.module.weight
+        if call.operand is not None and call.made is not None and call.operand.shape[-1] == weight.shape[1]:
+            with torch.no_grad():
+                wanted = nn.functional.linear(call.operand, weight, getattr(call.module, "bias", None))
+            if wanted.shape == call.made.shape and torch.allclose(wanted, call.made, rtol=1e-4, atol=1e-5):
+                return
+        raise UnsupportedError(f"{call.path}: {type(call.module).__name__} is no linear layer that is known")
+
+    # --- a layer --------------------------------------------------------------------------------------------
+
+    def _read_layer(self, prefix: str, layer: LayerAnatomy) -> None:
+        calls = {path[len(prefix) :]: call for path, call in self.calls.items() if path.startswith(prefix)}
+        taken: dict[str, str] = {}
+        for name, part in list(layer.linears.items()):
+            if part.enters:
+                continue
+            into, through = self._into(calls, prefix, name)
+            if not into:
+                raise UnsupportedError(f"{prefix}{name}: no linear layer leads to it")
+            for each in into:
+                if each in taken:
+                    raise UnsupportedError(f"{prefix}{each} leads to both {taken[each]} and {name}")
+                taken[each] = name
+            self._read_half(calls, prefix, layer, name, into, through)
+        idle = [name for name, part in layer.linears.items() if part.enters and name not in taken]
+        if idle:
+            raise UnsupportedError(
+                f"{prefix}{idle[0]} leads to no linear layer that leaves the inner features"
+            )
+        self._group(calls, layer, taken)
+
+    def _read_own(self, prefix: str, layer: LayerAnatomy) -> None:
+        """Read the parameters of modules that have others in them: those of attention may be one for each head."""
+        whole = self.model.get_submodule(prefix[:-1])
+        for path, module in whole.named_modules():
+            if list(module.children()) and (own := [*dict(module.named_parameters(recurse=False))]):
+                layer.own[path] = tuple(own)
+
+    def _read_after(self, prefix: str, layer: LayerAnatomy) -> None:
+        """Read which of these parameters come after the heads: they are added to the residual."""
+        for part in layer.attention:
+            module = self.model.get_submodule(f"{prefix}{part.path}")
+            read = self.trace.parameters(self.calls[f"{prefix}{part.leaving}"].operand)
+            for name in layer.own.get(part.path, ()):
+                if module._parameters[name] not in read:
+                    layer.after.add((part.path, name))
+
+    def _into(self, calls: dict[str, ModuleCall], prefix: str, name: str) -> tuple[list[str], list[str]]:
+        """Return the linear layers that lead to one, and the modules between."""
+        into, through, pending = [], [], list(calls[name].sources)
+        while pending:
+            path = pending.pop()
+            if path in self.residual:
+                continue
+            own = path[len(prefix) :]
+            if not path.startswith(prefix):
+                raise UnsupportedError(f"{prefix}{name} reads {path} of another layer")
+            if is_matrix(calls[own].module):
+                if own not in into:
+                    into.append(own)
+            elif own not in through:
+                through.append(own)
+                pending += calls[own].sources
+        order = list(calls)
+        return sorted(into, key=order.index), sorted(through, key=order.index)
+
+    def _read_half(
+        self,
+        calls: dict[str, ModuleCall],
+        prefix: str,
+        layer: LayerAnatomy,
+        name: str,
+        into: list[str],
+        through: list[str],
+    ) -> None:
+        is_attention = any(calls[each].attended for each in (name, *through))
+        points = {each: calls[each].result for each in into}
+        operand: Any = calls[name].operand
+        for each in through:
+            wide = wide_linear(calls, each, into, prefix, self.residual)
+            if wide == name or (wide is None and spans(calls[each], calls[name])):
+                operand, wide = calls[each].operand, ""
+            elif wide is not None:
+                points[wide] = calls[each].result
+            if wide is not None:
+                layer.inner_norms[each] = kind_of(calls[each])
+            layer.inner.append(InnerPart(each, is_attention, wide is not None, name, wide or ""))
+        layer.linears[name] = LinearPart(name, False, is_attention)
+        if is_attention:
+            owner = name.rpartition(".")[0]
+            heads = heads_in(self.model.get_submodule(f"{prefix}{owner}".rstrip(".")), self.model, operand)
+            columns = head_columns(operand, points, heads, f"{prefix}{owner}")
+            layer.attention.append(AttentionPart(owner, name, columns))
+            for each in into:
+                layer.linears[each] = LinearPart(each, True, True, leaving=name)
+            return
+        layer.features[name] = int(operand.shape[-1])
+        for each, (parts, unit) in feature_parts(operand, points, f"{prefix}{name}").items():
+            layer.linears[each] = LinearPart(each, True, False, parts, unit, name)
+
+    def _group(self, calls: dict[str, ModuleCall], layer: LayerAnatomy, taken: dict[str, str]) -> None:
+        groups: dict[tuple[int, str], list[str]] = {}
+        for name, part in layer.linears.items():
+            key = (id(calls[name].operand), taken[name]) if part.enters else (id(name), "")
+            groups.setdefault(key, []).append(name)
+        layer.groups = [tuple(group) for group in groups.values()]

@@ -1,0 +1,95 @@
+"""Dropout in code that knows nothing of ranks: each has a mask of its part, and copies of a part the same.
+
+Functions of torch that drop are taken over while a layer runs. Between a linear layer that enters the inner
+features and that which leaves them, what is dropped is inner; else it is of the residual.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.residual import Tokens, as_plain
+from meshweave.nn.parallel.dropout import ShardDropout
+
+
+class RankDropout(TorchFunctionMode):  # type: ignore[misc]
+    """Drops what a rank has of a tensor, for `dropout` and for attention with dropout."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or what drops for it."""
+        named = dict(kwargs or {})
+        if func is nn.functional.dropout:
+            return self._dropped(*args, **named)
+        if func is nn.functional.scaled_dot_product_attention:
+            p = named.pop("dropout_p", args[4] if len(args) > 4 else 0.0)
+            if p:
+                return self._attention(p, *args[:4], *args[5:6], **named)
+            named["dropout_p"] = 0.0
+            args = args[:4]
+        return func(*args, **named)
+
+    def _dropped(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Return a tensor with elements dropped."""
+        if not training or not p:
+            return x
+        made: Tensor = ShardDropout(p, self._tokens.strategy, self._tokens.place)(as_plain(x), True)
+        return made.as_subclass(type(x)) if type(x) is not Tensor else made
+
+    def _attention(
+        self,
+        p: float,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return softmax attention (batch, heads, sequence, width) with weights dropped."""
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~seen, float("-inf"))
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
+        return self._dropped(scores.softmax(-1), p).to(v.dtype) @ v
+
+
+def drops(module: nn.Module) -> bool:
+    """Return whether a model drops anything in training.
+
+    Raises UnsupportedError where kernels do that which draw by themselves.
+    """
+    dropping = []
+    for path, child in module.named_modules():
+        dropping += [f"{path}.{name}" for name, value in vars(child).items() if _is_share(child, name, value)]
+        config: Any = vars(child).get("config")
+        kept = vars(config) if hasattr(config, "__dict__") else {}
+        dropping += [f"config.{name}" for name, value in kept.items() if _is_share(config, name, value)]
+    kernels = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+    if dropping and ("flash" in kernels or "flex" in kernels):
+        raise UnsupportedError(
+            f"{dropping[0]} is not 0: {kernels} drops by itself; take sdpa or eager attention"
+        )
+    return bool(dropping)
+
+
+def _is_share(owner: Any, name: str, value: Any) -> bool:
+    is_dropout = name == "p" and "drop" in type(owner).__name__.lower()
+    return isinstance(value, float) and value > 0 and (is_dropout or "drop" in name.lower())

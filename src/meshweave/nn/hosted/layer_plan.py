@@ -1,0 +1,126 @@
+"""What stands for the modules of a layer on the ranks of a strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import Side
+from meshweave.nn.hosted.heads import local_heads, take_heads
+from meshweave.nn.hosted.linears import HostedGroup, HostedLinear, attention_options, units_of
+from meshweave.nn.hosted.own_modules import OwnModule, OwnParameters, hosted_norm
+from meshweave.nn.hosted.parts import AttentionPart, InnerPart, LayerAnatomy
+from meshweave.nn.hosted.residual import Tokens
+from meshweave.nn.parallel.parameters import on_meta
+
+
+class LayerReplacements:
+    """Plans what stands for the modules of a layer."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: LayerAnatomy,
+        where: str,
+        new: dict[str, nn.Module],
+        then: list[Callable[[], None]],
+        tokens: Tokens,
+    ) -> None:
+        self.layer, self.parts, self.where, self.new, self.then = layer, parts, where, new, then
+        self.tokens, self.roles = tokens, tokens.strategy.roles
+        self.units = {
+            part.path: units_of(part.columns, tokens.strategy, f"{where}.{part.path}")
+            for part in parts.attention
+        }
+        self.shares_heads = any(dim == "inner" for dim in self.roles.core(True))
+
+    def plan(self) -> None:
+        """Plan all. Raises LayoutError or UnsupportedError where ranks cannot share the layer."""
+        self.group_of = {path: group for group in self.parts.groups for path in group}
+        made = {path: self._linear(path) for path in self.parts.linears}
+        for group in self.parts.groups:
+            HostedGroup([made[path] for path in group])
+        self.new |= {f"{self.where}.{path}": linear for path, linear in made.items()}
+        hidden = next(iter(made.values())).site.hidden
+        for path, kind in self.parts.norms.items():
+            name, norm = self._module(path)
+            residual = self.roles.residual
+            self.new[name] = hosted_norm(norm, self.tokens, name, kind, residual, Side("hidden", hidden))
+        for part in self.parts.inner:
+            name, module = self._module(part.path)
+            dims = self.roles.core(part.is_attention)
+            if part.is_wide:
+                linear = made[part.columns or part.leaving]
+                side = Side("inner", linear.site.units, linear.site.unit)
+                kind = self.parts.inner_norms[part.path]
+                self.new[name] = hosted_norm(module, self.tokens, name, kind, dims, side)
+            else:
+                self.new[name] = OwnModule(module, self.tokens.strategy, name, dims, self._rows(module, part))
+        for own in self.parts.attention:
+            owner = self.layer.get_submodule(own.path) if own.path else self.layer
+            change = take_heads(owner, own.columns, self.units[own.path], self.tokens)
+            if change is not None:
+                self.then.append(change)
+            if keys := self.parts.own.get(own.path):
+                self._own_parameters(owner, own, keys)
+
+    def _own_parameters(self, owner: nn.Module, part: AttentionPart, keys: Sequence[str]) -> None:
+        inner = {key: owner._parameters[key] for key in keys if (part.path, key) not in self.parts.after}
+        rows = self._rows_of(inner, part, 1)
+        dims = {key: self.roles.core(True) if key in inner else self.roles.residual for key in keys}
+        own = OwnParameters(owner, self.tokens.strategy, dims, rows)
+
+        def take() -> None:
+            forward = vars(owner).get("forward") or type(owner).forward.__get__(owner)
+            owner.forward = partial(own.call, forward)
+
+        self.then.append(take)
+
+    def _module(self, path: str) -> tuple[str, nn.Module]:
+        return f"{self.where}.{path}", on_meta(self.layer.get_submodule(path))
+
+    def _linear(self, path: str) -> HostedLinear:
+        part = self.parts.linears[path]
+        name, linear = self._module(path)
+        options: dict[str, Any] = {"place": "in" if part.enters else "out", "is_attention": part.is_attention}
+        if part.is_attention:
+            own = next(
+                each for each in self.parts.attention if path in each.columns.of or path == each.leaving
+            )
+            if self.shares_heads:
+                units = self.units[own.path]
+                options |= attention_options(own.columns, path, units) if part.enters else {"units": units}
+            elif part.enters:
+                options["units"] = math.gcd(*(own.columns.features[each] for each in self.group_of[path]))
+        elif part.enters:
+            features = self.parts.features[part.leaving]
+            options |= {"units": features, "parts": part.parts}
+        return HostedLinear(linear, self.tokens, name, **options)
+
+    def _rows(self, module: nn.Module, part: InnerPart) -> dict[str, Tensor]:
+        """Return the rows of parameters that have one for each head, or each head of keys."""
+        if not part.is_attention or not self.shares_heads:
+            return {}
+        own = next(each for each in self.parts.attention if part.leaving == each.leaving)
+        return self._rows_of(module._parameters, own, 2)
+
+    def _rows_of(
+        self, parameters: Mapping[str, Tensor | None], own: AttentionPart, least_dims: int
+    ) -> dict[str, Tensor]:
+        first, end = local_heads(own.columns, self.units[own.path], self.tokens)
+        rows: dict[str, Tensor] = {}
+        per_key = own.columns.heads // own.columns.groups
+        for name, value in parameters.items():
+            if value is None or value.ndim < least_dims or end - first == own.columns.heads:
+                continue
+            if value.shape[0] == own.columns.heads:
+                rows[name] = torch.arange(first, end)
+            elif value.shape[0] == own.columns.groups:
+                step = max(1, own.columns.heads // self.units[own.path])
+                rows[name] = torch.arange(first, end, step) // per_key
+        return rows

@@ -1,0 +1,142 @@
+"""Linear layers of a model whose code calls them one by one: those with an operand in common are one product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.hosted.columns import HeadColumns
+from meshweave.nn.hosted.residual import Tokens, as_plain
+from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class HostedLinear(ParallelLinear):
+    """A linear layer in the place of the model's own, called with an operand alone.
+
+    Args:
+        options: those of `ParallelLinear`.
+    """
+
+    def __init__(self, linear: nn.Module, tokens: Tokens, name: str, **options: Any) -> None:
+        super().__init__(linear, tokens.strategy, name=name, **options)
+        self.name = name
+        object.__setattr__(self, "tokens", tokens)
+        self.order = self._order()
+
+    def join(self, group: HostedGroup) -> None:
+        """Compute with the layers of a group."""
+        object.__setattr__(self, "group", group)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return this rank's part of the result."""
+        result: Tensor = self.group(self, x)
+        if self.order is not None:
+            result = result.index_select(-1, self.order.to(result.device))
+        roles = self.layer_strategy.roles
+        self.tokens.place = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
+        return result if self.site.is_first else self.tokens.told(result)
+
+    def _order(self) -> Tensor | None:
+        """Return where the columns of a table are among what units have of them, in the order of the weight."""
+        if self.table is None:
+            return None
+        rows = self.bias_rows()
+        order = rows.argsort(stable=True)
+        return None if bool((order == torch.arange(len(order))).all()) else order
+
+    def bias_rows(self) -> Tensor:
+        """Return the columns of the weight that this rank has after the product, unit by unit."""
+        assert self.table is not None
+        side, dims = self.bias_placement()
+        start, stop = (end // side.unit for end in self.layer_strategy.span(side, dims))
+        return torch.tensor([row for rows in self.table[start:stop] for row in rows], dtype=torch.int64)
+
+
+class HostedGroup:
+    """Linear layers that the code of a layer calls one after the other with one operand."""
+
+    def __init__(self, linears: Sequence[HostedLinear]) -> None:
+        self.linears = list(linears)
+        self.product = LinearGroup(self.linears)
+        self._operand: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
+        for linear in self.linears:
+            linear.join(self)
+
+    def __call__(self, linear: HostedLinear, x: Tensor) -> Tensor:
+        """Return the result of one of the layers; with the first that is called all are computed."""
+        if self._operand is not x or id(linear) not in self._results:
+            if self._operand is not None and self._operand is not x:
+                self._drop()
+            self._compute(x)
+        result = self._results.pop(id(linear))
+        if not self._results:
+            self._drop()
+        return result
+
+    def _drop(self) -> None:
+        self._operand, self._results = None, {}
+
+    def _compute(self, x: Tensor) -> None:
+        first = self.linears[0]
+        operand = as_plain(x)
+        is_flat = operand.ndim == 2
+        rows = first.tokens.rows_of(operand, first.operand_dims) if is_flat else operand
+        if rows.ndim != 3:
+            raise UnsupportedError(f"{first.name}: an operand of {rows.ndim} dims is not computed")
+        sizes = first.tokens.sizes
+        results = self.product(rows, *sizes)
+        for linear in self.linears:
+            own, results = results[: linear.parts], results[linear.parts :]
+            result = own[0] if linear.parts == 1 else torch.cat(own, -1)
+            self._results[id(linear)] = result.flatten(0, 1) if is_flat else result
+        self._operand = x
+
+
+def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
+    """Return into how many units ranks deal out heads: groups, or runs of heads where ranks are more.
+
+    Raises LayoutError where there are too few heads.
+    """
+    axes = zip(strategy.roles.core(True), strategy.mesh.shape, strict=True)
+    ranks = math.prod(size for dim, size in axes if dim == "inner")
+    copies = math.lcm(columns.groups, ranks)
+    if columns.groups % ranks and columns.heads % copies == 0:
+        return copies
+    if columns.groups < ranks:
+        raise LayoutError(
+            f"{where} has {columns.heads} heads in {columns.groups} groups, which {ranks} ranks cannot share"
+        )
+    return columns.groups
+
+
+def attention_options(columns: HeadColumns, name: str, units: int) -> dict[str, Any]:
+    """Return the options of `ParallelLinear` for a linear layer before attention, of which heads read columns."""
+    of_units = columns.of_units(name, units)
+    features, width = columns.features[name], len(of_units[0])
+    runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]
+    if of_units == runs:
+        return {"units": units}
+    distinct = sorted(set(of_units))
+    width = features // len(distinct)
+    if distinct == [tuple(range(n * width, (n + 1) * width)) for n in range(len(distinct))]:
+        copies = units // len(distinct)
+        if of_units == [own for own in distinct for _ in range(copies)]:
+            return {"units": units, "real_units": len(distinct)}
+    for parts in range(2, len(of_units[0]) + 1):
+        if len(of_units[0]) % parts or features % parts:
+            continue
+        run, block = len(of_units[0]) // parts, features // parts
+        spread = [
+            tuple(part * block + unit * run + at for part in range(parts) for at in range(run))
+            for unit in range(units)
+        ]
+        if of_units == spread and run * units == block:
+            return {"units": units, "parts": parts}
+    return {"units": units, "table": of_units}

@@ -1,0 +1,411 @@
+"""A model of transformers that runs by its own code, with linear layers, norms and tables that ranks share.
+
+The forward pass is that of the model's class. What lies on several ranks is computed by programs of the strategy:
+products, the table of words, norms of rows that are split, the loss. All between, as rotary embeddings, masks,
+multipliers and activations, is the code of transformers on what a rank has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.autocast import autocast_operands
+from meshweave.nn.hosted.anatomy import anatomy_of
+from meshweave.nn.hosted.drops import RankDropout, drops
+from meshweave.nn.hosted.layer_plan import LayerReplacements
+from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
+from meshweave.nn.hosted.residual import Tokens, as_plain
+from meshweave.nn.hosted.ring import run_in_ring
+from meshweave.nn.parallel.embedding import local_tokens
+from meshweave.nn.parallel.features import ForwardArguments, PlacedModules
+from meshweave.nn.parallel.linear import ParallelLinear
+from meshweave.nn.parallel.loss import VocabularyLoss
+from meshweave.nn.parallel.model import ParallelModel, ParallelOutput
+from meshweave.nn.parallel.parameters import ParameterLayout, fill, on_meta
+from meshweave.nn.parallel.reports import ParallelReport
+from meshweave.nn.parallel.rotary import UnfilledBuffers
+from meshweave.nn.parallel.step_agreement import StepAgreement
+from meshweave.nn.parallel.strategy import LayerStrategy, overlap_of
+from meshweave.nn.parallel.tied import TiedWeight
+from meshweave.nn.parallel.tokens import TokenLimits
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
+
+
+class HostedModel(ParallelModel):
+    """A model of transformers whose own forward pass runs on the ranks of a strategy; made by `parallelize`.
+
+    Attributes:
+        anatomy: its parts, as a trace of its forward pass shows them.
+        tokens: those of the step that runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: LayerStrategy,
+        title: str,
+        recompute: bool,
+        proved: str = "",
+        debug_every: int = 0,
+    ) -> None:
+        self.module, self.strategy, self.recompute, self.context = module, strategy, recompute, None
+        self.anatomy = anatomy = anatomy_of(module, _device_of(module, strategy))
+        self.names: Any = anatomy.names
+        self.tokens = Tokens(strategy)
+        self._arguments = ForwardArguments(module, anatomy.shifts_labels)
+        self._drops = RankDropout(self.tokens) if drops(module) else None
+        self._forward = type(module).forward.__get__(module)
+        self._taken = set(inspect.signature(type(module).forward).parameters)
+        self._new: dict[str, nn.Module] = {}
+        self._then: list[Callable[[], None]] = []
+        self._plan_ends()
+        layers = module.get_submodule(anatomy.names.layers)
+        for number, (layer, parts) in enumerate(zip(layers, anatomy.layers, strict=True)):
+            LayerReplacements(
+                layer, parts, f"{anatomy.names.layers}.{number}", self._new, self._then, self.tokens
+            ).plan()
+        self._activations = UnfilledBuffers(module, self._without_memory(), anatomy.buffers)
+        idle = self._idle()
+        self._replace(idle)
+        self.report = self._reported(title, proved, idle)
+        limits = TokenLimits(self.embedding.words, self.head.site.units)
+        self.agreement = StepAgreement(
+            module,
+            strategy,
+            limits,
+            draws=self._drops is not None and not strategy.is_alone,
+            recompute=recompute,
+            debug_every=debug_every,
+        )
+        self._placed = PlacedModules(module, anatomy.names.layers)
+        module.forward = self.forward
+
+    # --- replacing ------------------------------------------------------------------------------------------
+
+    def _plan_ends(self) -> None:
+        names, strategy, module, new = self.anatomy.names, self.strategy, self.module, self._new
+        table, head = module.get_submodule(names.embedding), module.get_submodule(names.head)
+        self.embedding = HostedEmbedding(on_meta(table), self.tokens, names.embedding, self.anatomy.scale)
+        self.tied = TiedWeight(self.embedding, strategy) if table.weight is head.weight else None
+        self.head = HostedHead(on_meta(head), self.tokens, names.head, self.tied)
+        if self.tied is not None:
+            self.head.weight = self.embedding.weight
+        new[names.embedding], new[names.head] = self.embedding, self.head
+        hidden = Side("hidden", self.embedding.features)
+        for path, kind in self.anatomy.norms.items():
+            norm = module.get_submodule(path)
+            new[path] = hosted_norm(on_meta(norm), self.tokens, path, kind, strategy.roles.residual, hidden)
+        for path in self.anatomy.ends:
+            if "hidden" in strategy.roles.residual:
+                raise UnsupportedError(
+                    f"{path} computes on whole rows of the residual, which {strategy.name} splits"
+                )
+            new[path] = OwnModule(
+                on_meta(module.get_submodule(path)), strategy, path, strategy.roles.residual
+            )
+        for path in self.anatomy.tables:
+            new[path] = OwnTable(on_meta(module.get_submodule(path)), self.tokens, path)
+        self.vocabulary = VocabularyLoss(self.head.site.units, strategy)
+
+    def _idle(self) -> list[str]:
+        """Return the names of parameters that take no part."""
+        replaced = tuple(f"{path}." for path in self._new)
+        return [name for name, _ in self.module.named_parameters() if not name.startswith(replaced)]
+
+    def _without_memory(self) -> list[str]:
+        """Return the names of modules that have buffers without memory, and whose code runs."""
+        return [
+            path
+            for path, child in self.module.named_modules()
+            if path
+            and any(buffer is not None and buffer.is_meta for buffer in child._buffers.values())
+            and isinstance(self._new.get(path), OwnModule | None)
+        ]
+
+    def _replace(self, idle: list[str]) -> None:
+        """Replace the modules by what was planned for them."""
+        module, names = self.module, self.anatomy.names
+        for name in idle:
+            owner, _, key = name.rpartition(".")
+            whole = module.get_submodule(owner)._parameters[key]
+            sides = tuple(Side("", int(size)) for size in whole.shape)
+            layout = ParameterLayout(sides, self.strategy.roles.nowhere)
+            module.get_submodule(owner)._parameters[key] = layout.distribute(name, whole, self.strategy)
+        for path, new in self._new.items():
+            if path == names.head and self.tied is not None:
+                new.weight = self.embedding.weight
+                new.layouts.pop("weight")
+            fill(new, module.get_submodule(path), path)
+            owner, _, name = path.rpartition(".")
+            new.train(module.get_submodule(path).training)
+            setattr(module.get_submodule(owner), name, new)
+        for change in self._then:
+            change()
+        self.blocks = list(module.get_submodule(names.layers))
+        self.span = _LayerSpan(len(self.blocks))
+        for number, layer in enumerate(self.blocks):
+            layer.__dict__["forward"] = HostedLayer(layer, number, self)
+        self._ring_calls = None
+        if self.strategy.roles.ring_axis is not None:
+            self._ring_calls = run_in_ring(module, self.tokens)
+            if "position_ids" not in self._taken:
+                raise UnsupportedError(f"{type(module).__name__} takes no position_ids, which a ring needs")
+
+    def _reported(self, title: str, proved: str, idle: list[str]) -> ParallelReport:
+        return ParallelReport(
+            title,
+            f"{self.strategy.name} on {'x'.join(map(str, self.strategy.mesh.shape))} ranks",
+            tuple((path, type(new).__name__) for path, new in sorted(self._new.items())),
+            tuple((name, "no part of the forward pass computes with it") for name in idle),
+            overlap_of(self.strategy),
+            proved,
+        )
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
+        return self._through(tokens, None, _LayerSpan(0, 0))
+
+    def run_blocks(
+        self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
+    ) -> Tensor:
+        """Return this rank's part of the residual after some layers that follow each other, by default all."""
+        numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
+        if not numbers:
+            return x
+        span = _LayerSpan(numbers[-1] + 1, numbers[0], stops=True)
+        return self._through(self._any_tokens(x, batch, sequence), x, span)
+
+    def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
+        """Return this rank's part of the logits, of the residual after the last layer."""
+        span = _LayerSpan(len(self.blocks), len(self.blocks))
+        return self._through(self._any_tokens(x, batch, sequence), x, span)
+
+    def _any_tokens(self, x: Tensor, batch: int, sequence: int) -> Tensor:
+        return torch.zeros(batch, sequence, dtype=torch.int64, device=x.device)
+
+    def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> Any:
+        assert input_ids is not None
+        logits = self._through(input_ids, None, _LayerSpan(len(self.blocks)))
+        if targets is not None:
+            return ParallelOutput(self.vocabulary(logits, targets), None)
+        return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
+
+    def _through(self, ids: Tensor, given: Tensor | None, span: _LayerSpan) -> Tensor:
+        """Return what a span of the forward pass makes: the residual, or this rank's part of the logits."""
+        tokens, strategy = self.tokens, self.strategy
+        tokens.check(ids)
+        self._activations.fill(ids.device)
+        core: AxisDims = tuple(dim if dim in TOKENS else "" for dim in strategy.roles.core(True))
+        named: dict[str, Any] = {"use_cache": False} if "use_cache" in self._taken else {}
+        if self._ring_calls is not None:
+            start, end = tokens.core_span(int(ids.shape[1]))
+            rows = local_tokens(ids, strategy, core).shape[0]
+            named["position_ids"] = torch.arange(start, end, device=ids.device).expand(rows, -1)
+            self._ring_calls[0] = 0
+        before = tokens.ids, tokens.given, self.span
+        tokens.ids, tokens.given, self.span = ids, given, span
+        tokens.place = strategy.roles.residual
+        try:
+            with self.dropping():
+                out = self._forward(input_ids=local_tokens(ids, strategy, core), **named)
+        except _StopError as stop:
+            return as_plain(stop.residual)
+        finally:
+            tokens.ids, tokens.given, self.span = before
+        if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:
+            kind = type(self.module).__name__
+            raise UnsupportedError(
+                f"{kind} computes attention by code of its own, which does not run in a ring"
+            )
+        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+        return as_plain(logits)
+
+    def dropping(self) -> AbstractContextManager[Any]:
+        """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
+        return self._drops if self._drops is not None and self.module.training else nullcontext()
+
+    def prune(self, first: int, end: int) -> None:
+        """Take what other stages have out of the module; names of the rest stay."""
+        names, module = self.anatomy.names, self.module
+        if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
+            twice = ", ".join(sorted(self.anatomy.norms_twice))
+            raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")
+        layers = module.get_submodule(names.layers)
+        for number in range(len(self.blocks)):
+            if not first <= number < end:
+                form = self.anatomy.layers[number].results
+                layers[number] = _OtherStage(number, self, form)
+        before = [
+            names.embedding,
+            *self.anatomy.tables,
+            *(p for p, is_before in self.anatomy.ends.items() if is_before),
+        ]
+        after = [names.head, *(path for path, is_before in self.anatomy.ends.items() if not is_before)]
+        for path in self.anatomy.norms:
+            (before if path in self.anatomy.norms_before else after).append(path)
+        gone = ([] if first == 0 else before) + ([] if end == len(self.blocks) else after)
+        for path in gone:
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, _NotHere(self.tokens))
+
+
+@dataclass(frozen=True)
+class _LayerSpan:
+    """Which layers run.
+
+    Attributes:
+        end: the number after that of the last.
+        first: that of the first, which takes the residual that is given where it is not 0.
+        stops: whether the forward pass ends with the last one.
+    """
+
+    end: int
+    first: int = 0
+    stops: bool = False
+
+
+class _StopError(Exception):
+    """Ends a forward pass where the residual is what is wanted."""
+
+    def __init__(self, residual: Tensor) -> None:
+        super().__init__()
+        self.residual = residual
+
+
+class HostedHead(ParallelLinear):
+    """The head in the place of the model's own: it makes this rank's part of the logits."""
+
+    def __init__(self, linear: nn.Module, tokens: Tokens, name: str, tied: TiedWeight | None) -> None:
+        stored = None if tied is None or tied.is_shared else tied.wanted
+        super().__init__(linear, tokens.strategy, place="in", name=name, stored=stored)
+        self._tokens = tokens
+        object.__setattr__(self, "tied", tied)
+        if tied is not None:
+            del self.kept["weight"]
+        self._use = ParameterUse([entries_of([self])])
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return this rank's part of the logits."""
+        rows = as_plain(x)
+        sizes = self._tokens.sizes
+        if self.tied is not None:
+            logits: Tensor = self.tied.logits(self.alone, rows, *sizes)
+            for bias in self._use():
+                (own,) = self.biases(bias)
+                logits = logits + autocast_operands(logits.device.type, own)[0]
+            return logits
+        return self.alone(rows, *sizes)[0]
+
+
+class HostedLayer:
+    """The forward of a layer: its own, of layers that the running span has."""
+
+    def __init__(self, layer: nn.Module, number: int, model: HostedModel) -> None:
+        self._forward, self._layer = type(layer).forward.__get__(layer), layer
+        self._number, self._model = number, model
+        self._results = model.anatomy.layers[number].results
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns; of one that is not run the residual as it is."""
+        model, span = self._model, self._model.span
+        if given:
+            x, given = given[0], given[1:]
+        else:
+            x = named.pop(key := next(iter(named)))
+            assert isinstance(x, Tensor), key
+        if span.end == 0:
+            raise _StopError(x)
+        if span.first == self._number and model.tokens.given is not None:
+            x = model.tokens.told(model.tokens.given)
+        if not span.first <= self._number < span.end:
+            return passed(model, self._number, x, self._results)
+        result = self._run(x, *given, **named)
+        if span.stops and self._number == span.end - 1:
+            raise _StopError(result[0] if isinstance(result, tuple | list) else result)
+        return result
+
+    def _run(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
+        layer, sizes, own = vars(self._layer), self._model.tokens.sizes, "_gradient_checkpointing_func"
+        run = layer.get(own)
+        if run is not None:  # transformers' layers call it with their forward
+            layer[own] = lambda inner, *args, **kwargs: run(
+                partial(self._again, sizes, inner), *args, **kwargs
+            )
+        try:
+            once = partial(self._again, sizes, self._forward)
+            if self._model.recompute and torch.is_grad_enabled():
+                return checkpoint(once, *given, use_reentrant=False, **named)
+            return once(*given, **named)
+        finally:
+            if run is not None:
+                layer[own] = run
+
+    def _again(self, sizes: tuple[int, int], run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Return what the layer's own forward returns, in a forward pass or long after it."""
+        model, tokens = self._model, self._model.tokens
+        tokens.held, tokens.place = sizes, model.strategy.roles.residual
+        with nullcontext() if tokens.ids is not None else model.dropping():
+            return run(*given, **named)
+
+
+def passed(model: HostedModel, number: int, x: Tensor, results: int) -> Any:
+    """Return the residual in the form of a layer's results; after the last layer that which is given."""
+    tokens = model.tokens
+    if number == len(model.blocks) - 1 and model.span.first > number and tokens.given is not None:
+        x = tokens.told(tokens.given)
+    return x if not results else (x, *[None] * (results - 1))
+
+
+class _OtherStage(nn.Module):  # type: ignore[misc]
+    """Stands where another stage of a pipeline has a layer."""
+
+    def __init__(self, number: int, model: HostedModel, results: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "_stands", (number, model, results))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # as models ask layers for their kind
+            number, model, _ = self._stands
+            return getattr(model.blocks[number], name)
+
+    def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
+        """Return the residual as it is."""
+        number, model, results = self._stands
+        x = next(iter(named.values())) if x is None else x
+        if model.span.end == 0:
+            raise _StopError(x)
+        return passed(model, number, x, results)
+
+
+class _NotHere(nn.Module):  # type: ignore[misc]
+    """Stands where another stage of a pipeline has a table or a norm."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        object.__setattr__(self, "_tokens", tokens)
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return the residual as it is given."""
+        assert self._tokens.given is not None
+        return self._tokens.told(self._tokens.given)
+
+
+def _device_of(module: nn.Module, strategy: LayerStrategy) -> torch.device:
+    device = next(module.parameters()).device
+    return torch.device(strategy.device_mesh.device_type) if device.type == "meta" else device

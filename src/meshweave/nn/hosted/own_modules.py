@@ -1,0 +1,208 @@
+"""Modules of a model that run by their own code on what a rank has, with parameters that ranks share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import AxisDims, Dim, Side
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.hosted.residual import Tokens, as_plain
+from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.embedding import ParallelEmbedding
+from meshweave.nn.parallel.moves import terms
+from meshweave.nn.parallel.norm import NormKind, ParallelNorm
+from meshweave.nn.parallel.parameters import ParameterLayout
+from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
+
+_SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
+
+
+class OwnModule(nn.Module):  # type: ignore[misc]
+    """A module whose code is its own, and whose parameters every rank has whole.
+
+    Args:
+        module: the module.
+        dims: how what it is given lies; gradients are summed over the axes that split it.
+        rows: per parameter the rows that this rank's heads take, where there is one for each head.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: LayerStrategy,
+        name: str,
+        dims: AxisDims,
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if list(module.children()):
+            raise UnsupportedError(f"{name}: {type(module).__name__} has modules beside its parameters")
+        self.layer_strategy, self._rows = strategy, dict(rows or {})
+        own = copy.copy(module)
+        own._parameters = {}
+        object.__setattr__(self, "_own", own)
+        self._buffers = module._buffers  # one for both
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.layouts: dict[str, ParameterLayout] = {}
+        self.kept: dict[str, KeptParameter] = {}
+        self.opened: dict[str, Tensor] = {}
+        for key, whole in module._parameters.items():
+            if whole is None:
+                own.__dict__[key] = None
+                continue
+            sides = tuple(Side("", int(size)) for size in whole.shape)
+            layout = ParameterLayout(sides, strategy.roles.nowhere)
+            setattr(self, key, layout.distribute(name, whole, strategy))
+            self.layouts[key] = layout
+            summed = terms(dims, _SPLITS)
+            self.kept[key] = KeptParameter(strategy, layout, strategy.roles.nowhere, summed)
+        self._use = ParameterUse([entries_of([self])])
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Return what the module itself does of what this rank has."""
+        own = self._own
+        own.training = self.training
+        for key, value in zip(self.kept, self._use(), strict=True):
+            own.__dict__[key] = value if key not in self._rows else value[self._rows[key].to(value.device)]
+        try:
+            return type(own).forward(own, *given, **named)
+        finally:
+            for key in self.kept:
+                own.__dict__[key] = None
+
+    def extra_repr(self) -> str:
+        """Return the class whose code it runs."""
+        return type(self._own).__name__
+
+
+class OwnParameters:
+    """Parameters of a module that has others in it, which its code gets for the time of a call.
+
+    Args:
+        dims: by their names, how what is computed with them lies.
+        rows: per parameter the rows that this rank's heads take, where there is one for each head.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: LayerStrategy,
+        dims: Mapping[str, AxisDims],
+        rows: Mapping[str, Tensor],
+    ) -> None:
+        self._module, self._rows = module, rows
+        self.kept: dict[str, KeptParameter] = {}
+        self.opened: dict[str, Tensor] = {}
+        for key, lies in dims.items():
+            sides = tuple(Side("", int(size)) for size in module._parameters[key].shape)
+            nowhere = strategy.roles.nowhere
+            layout = ParameterLayout(sides, nowhere)
+            self.kept[key] = KeptParameter(strategy, layout, nowhere, terms(lies, _SPLITS))
+        self._use = ParameterUse([entries_of([self])])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self.kept:
+            raise AttributeError(name)
+        return self._module._parameters[name]
+
+    def call(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Return what a function of the module returns that reads this rank's parameters as attributes."""
+        own = self._module.__dict__
+        for key, value in zip(self.kept, self._use(), strict=True):
+            own[key] = value[self._rows[key].to(value.device)] if key in self._rows else value
+        try:
+            return forward(*given, **named)
+        finally:
+            for key in self.kept:
+                del own[key]
+
+
+class OwnTable(OwnModule):
+    """A module that makes rows of the residual by positions, such as learned ones; a rank takes its part."""
+
+    def __init__(self, module: nn.Module, tokens: Tokens, name: str) -> None:
+        super().__init__(module, tokens.strategy, name, tokens.strategy.roles.residual)
+        self._tokens = tokens
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return this rank's part of the rows."""
+        rows: Tensor = super().forward(*given, **named)
+        tokens, residual = self._tokens, self.layer_strategy.roles.residual
+        sequence = int(tokens.running().shape[1])
+        first, _ = tokens.core_span(sequence)
+        start, stop = self.layer_strategy.span(Side("sequence", sequence), residual)
+        if rows.shape[-2] > 1:
+            rows = rows.narrow(-2, start - first, stop - start)
+        start, stop = self.layer_strategy.span(Side("hidden", rows.shape[-1]), residual)
+        rows = rows.narrow(-1, start, stop - start)
+        return tokens.told(rows) if rows.ndim == 3 else rows
+
+
+class HostedEmbedding(ParallelEmbedding):
+    """The table of words, in the place of the model's own, whose rows may be multiplied by a number."""
+
+    def __init__(self, embedding: nn.Module, tokens: Tokens, name: str, scale: float) -> None:
+        super().__init__(embedding, tokens.strategy, name)
+        self._tokens, self.scale = tokens, scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return this rank's part of the residual of the tokens of the step, whatever part of them is given."""
+        tokens = self._tokens
+        if tokens.given is not None:
+            return tokens.told(tokens.given)
+        rows = super().forward(tokens.running())
+        if self.scale != 1:
+            rows = rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        return tokens.told(rows)
+
+
+class HostedNorm(ParallelNorm):
+    """A norm of rows whose features lie on several ranks: of the residual, or of inner features."""
+
+    def __init__(
+        self, norm: nn.Module, tokens: Tokens, name: str, dims: AxisDims, side: Side, kind: NormKind
+    ) -> None:
+        super().__init__(norm, tokens.strategy, name, dims, side, kind)
+        self._tokens = tokens
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return this rank's part of the normalised rows."""
+        rows = as_plain(x)
+        if is_flat := rows.ndim == 2:
+            rows = self._tokens.rows_of(rows, self.dims)
+        out = super().forward(rows, *self._tokens.sizes)
+        if is_flat:
+            return out.flatten(0, 1)
+        return self._tokens.told(out) if self.dims == self.layer_strategy.roles.residual else out
+
+
+def hosted_norm(
+    norm: nn.Module, tokens: Tokens, name: str, kind: NormKind | str, dims: AxisDims, side: Side
+) -> nn.Module:
+    """Return what stands for a norm of rows: its own code where a rank has whole rows.
+
+    Args:
+        kind: what it computes, or why that is not known.
+        dims: how rows lie.
+        side: their features.
+
+    Raises:
+        UnsupportedError: rows lie on several ranks, and it is no norm that is known.
+        LayoutError: ranks have copies of features.
+    """
+    if side.dim not in dims:
+        return OwnModule(norm, tokens.strategy, name, dims)
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.numel() != side.size:
+        raise LayoutError(
+            f"{name}: ranks have copies of heads, which a norm over all heads would count twice"
+        )
+    if isinstance(kind, str):
+        raise UnsupportedError(kind)
+    return HostedNorm(norm, tokens, name, dims, side, kind)

@@ -1,0 +1,128 @@
+"""What single calls of a trace show: kinds of norms, numbers of heads, scales, labels, buffers."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.trace import ModuleCall, is_norm
+from meshweave.nn.parallel.norm import EPSILON, NormKind
+from meshweave.nn.prove.state import WideCasts
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "attention_heads")
+
+
+def buffers_of(
+    module: nn.Module, copied: nn.Module, layers: str, numbers: Sequence[int]
+) -> dict[tuple[str, str], Tensor]:
+    """Return the buffers of a model that has them without memory, of a copy in which layers have other numbers."""
+    filled = {}
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            within = path.removeprefix(f"{layers}.").partition(".") if path.startswith(f"{layers}.") else None
+            there = path if within is None else f"{layers}.{numbers[int(within[0])]}{within[1]}{within[2]}"
+            value = copied.get_submodule(there)._buffers.get(name)
+            if value is not None and value.shape == buffer.shape:
+                filled[path, name] = value.to(buffer.dtype)
+    return filled
+
+
+def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
+    """Return whether the loss of labels is that of each token by those before it, and not of the token itself."""
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        return True
+    with torch.no_grad(), WideCasts():
+        out: Any = model(input_ids=tokens, labels=tokens, use_cache=False)
+        own = nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens.flatten())
+    return not bool(torch.isclose(out.loss, own, rtol=1e-6))
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a matrix as its weight, as linear layers do."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not is_norm(module)
+
+
+def kind_of(call: ModuleCall) -> NormKind | str:
+    """Return what a norm computes of its rows, or that it is none that is known."""
+    module, rows = call.module, call.operand
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    stated = (getattr(module, name, None) for name in EPSILON)
+    choices = [own for own in stated if isinstance(own, float)] or [1e-5, 1e-6, 1e-12]
+    assert rows is not None and call.made is not None
+    for is_layer, offset, eps in itertools.product((False, True), (0.0, 1.0), choices):
+        gain = weight if weight is None else weight + offset
+        if gain is not None and gain.shape != rows.shape[-1:]:
+            break
+        with torch.no_grad():
+            if is_layer:
+                made = nn.functional.layer_norm(rows, rows.shape[-1:], gain, bias, eps)
+            else:
+                made = nn.functional.rms_norm(rows, rows.shape[-1:], gain, eps)
+        if made.shape == call.made.shape and torch.allclose(made, call.made, rtol=1e-9, atol=1e-10):
+            return NormKind(is_layer, eps, offset)
+    return f"{call.path}: {type(module).__name__} is neither layer norm nor root-mean-square norm of its rows"
+
+
+def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
+    """Return whether a norm makes whole rows of the operand of a linear layer that leaves the inner features."""
+    weight = getattr(inner.module, "weight", None)
+    return (
+        isinstance(weight, Tensor)
+        and leaving.operand is not None
+        and weight.numel() == leaving.operand.shape[-1]
+        and inner.path in leaving.sources
+    )
+
+
+def wide_linear(
+    calls: dict[str, ModuleCall], name: str, into: Sequence[str], prefix: str, residual: set[str]
+) -> str | None:
+    """Return the linear layer whose whole rows a norm is of; None where it is of less, such as a head."""
+    call = calls[name]
+    own = [path[len(prefix) :] for path in call.sources if path not in residual]
+    if len(own) != 1 or own[0] not in into or call.operand is None:
+        return None
+    features = calls[own[0]].result.shape[-1]  # type: ignore[union-attr]
+    return own[0] if call.operand.shape[-1] == features and is_norm(call.module) else None
+
+
+def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
+    """Return how many heads make the operand of the linear layer after attention."""
+    features = int(operand.shape[-1])
+    owners: tuple[Any, ...] = (attention, getattr(attention, "config", None), getattr(model, "config", None))
+    for owner in owners:
+        width = getattr(owner, "head_dim", None)
+        if isinstance(width, int) and width and features % width == 0:
+            return features // width
+        for name in _HEADS:
+            heads = getattr(owner, name, None)
+            if isinstance(heads, int) and heads and features % heads == 0:
+                return heads
+    raise UnsupportedError(f"{type(attention).__name__} does not say how many heads it has")
+
+
+def scale_of(call: ModuleCall, weight: Tensor) -> float:
+    """Return what the rows of an embedding are multiplied by."""
+    assert call.made is not None
+    rows = call.made.flatten(0, -2)
+    scale = rows.norm() / weight.norm()
+    best, error = 1.0, None
+    for row in rows:
+        factors = (weight @ row) / weight.square().sum(1)
+        off = (factors[:, None] * weight - row).norm(dim=1)
+        at = int(off.argmin())
+        best, error = float(factors[at]), max(float(off[at] / row.norm().clamp_min(1e-9)), error or 0.0)
+    if error is None or error > 1e-5 or not torch.isfinite(scale):
+        raise UnsupportedError(
+            f"{call.path}: {type(call.module).__name__} computes more than rows of its table"
+        )
+    return 1.0 if abs(best - 1) < 1e-9 else best

@@ -1,0 +1,150 @@
+"""What a rank has of the residual, as code of a model sees it that knows nothing of ranks.
+
+The code of a layer asks the residual how many tokens there are, and shapes queries and keys so. Where a rank has
+fewer tokens of the residual than of attention, as with sequence parallelism, it is told those of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.roles import TOKENS, AxisDims
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+class ResidualPart(Tensor):  # type: ignore[misc]
+    """A part (batch, sequence, features) of the residual whose `shape` is that of the tokens of attention.
+
+    Attributes:
+        ratio: how many times as many rows and tokens attention has.
+    """
+
+    ratio: ClassVar[tuple[int, int]] = (1, 1)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch on what is there; shapes are those that are told."""
+        first = args[0] if args else None
+        if func in (_SHAPE, Tensor.size) and isinstance(first, cls):
+            told = cls._told(super().__torch_function__(_SHAPE, types, (first,)))
+            return told if len(args) == 1 and not kwargs else told[(kwargs or {}).get("dim", *args[1:])]
+        if func in (Tensor.view, Tensor.reshape) and isinstance(first, cls):
+            args = (first, *cls._real(super().__torch_function__(_SHAPE, types, (first,)), args[1:]))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def _told(cls, shape: torch.Size) -> torch.Size:
+        if len(shape) != 3:
+            return shape
+        return torch.Size((shape[0] * cls.ratio[0], shape[1] * cls.ratio[1], shape[2]))
+
+    @classmethod
+    def _real(cls, own: torch.Size, wanted: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of `view` for what is there, where a shape is given that was told."""
+        sizes = tuple(wanted[0]) if len(wanted) == 1 and isinstance(wanted[0], tuple | list) else wanted
+        if len(sizes) != 3 or not all(isinstance(size, int) for size in sizes):
+            return wanted
+        told = own if len(own) == 2 else cls._told(own)
+        rows, tokens = cls.ratio
+        known = [size for size in sizes if size > 0]
+        if len(known) == 2 and len(told) == 3 and sizes[0] == -1 and sizes[1:] == tuple(told[1:]):
+            return (-1, sizes[1] // tokens, sizes[2])
+        if len(known) == 3 and sizes[0] * sizes[1] * sizes[2] == own.numel() * rows * tokens:
+            return (sizes[0] // rows, sizes[1] // tokens, sizes[2])
+        return wanted
+
+
+_SHAPE = Tensor.shape.__get__
+
+
+@lru_cache(64)
+def _part_class(ratio: tuple[int, int]) -> type[ResidualPart]:
+    return type("ResidualPart", (ResidualPart,), {"ratio": ratio})
+
+
+def as_plain(x: Tensor) -> Tensor:
+    """Return a tensor whose shape is what is there."""
+    return x.as_subclass(Tensor) if isinstance(x, ResidualPart) else x
+
+
+@dataclass
+class Tokens:
+    """The tokens of a step, and what ranks have of them; one object for all modules of a model.
+
+    Attributes:
+        ids: the tokens (batch, sequence) of all ranks; None outside of a forward pass.
+        given: this rank's part of the residual, where the embedding is not to make it.
+        held: batch and sequence of all ranks of a layer that is computed again.
+        place: how lies what is computed now: as the residual, or as inner features.
+    """
+
+    strategy: LayerStrategy
+    ids: Tensor | None = None
+    given: Tensor | None = None
+    place: AxisDims = ()
+    held: tuple[int, int] = (0, 0)
+    _shares: tuple[tuple[int, int], tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        roles, mesh = self.strategy.roles, self.strategy.mesh.shape
+        self._shares = _share(roles.residual, mesh), _share(roles.core(True), mesh)
+        (rows, tokens), (core_rows, core_tokens) = self._shares
+        self.ratio = rows // core_rows, tokens // core_tokens
+
+    def check(self, ids: Tensor) -> None:
+        """Raise LayoutError where a rank would have no tokens, or ranks are to have even shares and cannot."""
+        shape, roles = self.strategy.mesh.shape, self.strategy.roles
+        for at, word in enumerate(TOKENS):
+            size = int(ids.shape[at])
+            for dims in (roles.residual, roles.core(True), roles.core(False)):
+                left = size
+                for parts in (n for dim, n in zip(dims, shape, strict=True) if dim == word):
+                    left -= -(-left // parts) * (parts - 1)
+                most = _share(dims, shape)[at]
+                if left <= 0 or (self.ratio[at] > 1 and size % most):
+                    raise LayoutError(
+                        f"{word} {size} is not shared out to {most} ranks as layers that run the model's own code "
+                        f"take it: give {'a multiple' if self.ratio[at] > 1 else 'more, such that each has some'}"
+                    )
+
+    def core_span(self, sequence: int) -> tuple[int, int]:
+        """Return the first token that this rank's attention has, and that after its last."""
+        return self.strategy.span(self.strategy.tokens(1, sequence)[1], self.strategy.roles.core(True))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return batch and sequence of all ranks, of the layer that runs."""
+        return self.held if self.ids is None else (int(self.ids.shape[0]), int(self.ids.shape[1]))
+
+    def rows_of(self, x: Tensor, dims: AxisDims) -> Tensor:
+        """Return a tensor (batch * sequence, features) that lies as `dims` as (batch, sequence, features)."""
+        batch, sequence = (
+            stop - start
+            for start, stop in (self.strategy.span(s, dims) for s in self.strategy.tokens(*self.sizes))
+        )
+        return x.unflatten(0, (batch, sequence))
+
+    def told(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the residual as the model's code is to see it."""
+        return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
+
+    def running(self) -> Tensor:
+        """Return the tokens. Raises UnsupportedError outside of a forward pass of the whole model."""
+        if self.ids is None:
+            raise UnsupportedError("a part of a parallelised model is called by itself: call the whole model")
+        return self.ids
+
+
+def _share(dims: AxisDims, mesh: tuple[int, ...]) -> tuple[int, int]:
+    """Return among how many ranks rows and tokens are shared."""
+    shares = dict.fromkeys(TOKENS, 1)
+    for dim, size in zip(dims, mesh, strict=True):
+        if dim in shares:
+            shares[dim] *= size
+    return shares["batch"], shares["sequence"]

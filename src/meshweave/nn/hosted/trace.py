@@ -1,0 +1,184 @@
+"""What flows from which module of a model into which: one forward pass of a copy, read off its autograd graph.
+
+Results of modules that have parameters are marked in the graph. From the operand of a module the graph leads
+back to the marks that it was computed from, and says by which ops. So nothing is assumed of names or of the code
+between.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.prove.state import WideCasts
+
+_SOFTMAX = ("Softmax", "ScaledDotProduct")
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        path: its name in the model.
+        operand: what it was given; None where that was no tensor of real numbers.
+        result: what it returned, marked; later code may change it in place.
+        made: a copy of that.
+        sources: the marks that the operand was computed from.
+        attended: whether a softmax stands between.
+    """
+
+    path: str
+    module: nn.Module
+    operand: Tensor | None
+    result: Tensor | None = None
+    made: Tensor | None = None
+    sources: frozenset[str] = frozenset()
+    attended: bool = False
+
+
+@dataclass
+class FlowTrace:
+    """The calls of a forward pass, in order; graphs are kept as long as this is.
+
+    Attributes:
+        layer_sources: per name of a layer, the marks that its result was computed from.
+        layer_results: per name of a layer, the length of the tuple that it returns, 0 where it returns a tensor.
+    """
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    layer_sources: dict[str, frozenset[str]] = field(default_factory=dict)
+    layer_results: dict[str, int] = field(default_factory=dict)
+    _marks: dict[Any, str] = field(default_factory=dict)
+
+    def marked(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a tensor as it is, marked by a name."""
+        made: Tensor = _Mark.apply(tensor)
+        if made.grad_fn is not None:
+            self._marks[made.grad_fn] = name
+        return made
+
+    def sources(self, tensor: Tensor) -> tuple[frozenset[str], bool]:
+        """Return the marks that a tensor was computed from, and whether by a softmax."""
+        nodes = self._nodes(tensor)
+        names = frozenset(self._marks[node] for node in nodes if node in self._marks)
+        return names, any(word in node.name() for word in _SOFTMAX for node in nodes)
+
+    def parameters(self, tensor: Tensor) -> set[Tensor]:
+        """Return the parameters that a tensor was computed from since the marks before it."""
+        leaves = (getattr(node, "variable", None) for node in self._nodes(tensor))
+        return {leaf for leaf in leaves if leaf is not None}
+
+    def _nodes(self, tensor: Tensor) -> set[Any]:
+        """Return the nodes of the graph from a tensor back to marks, these included."""
+        seen, pending = set(), [tensor.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node not in self._marks:
+                pending += [following for following, _ in node.next_functions]
+        return seen
+
+
+class _Mark(torch.autograd.Function):  # type: ignore[misc]
+    """A tensor as it is, with a node of its own in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the tensor."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return grad
+
+
+def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
+    """Return what a forward pass of tokens does.
+
+    Args:
+        model: with memory, a copy that hooks may be put on.
+        layers: the name of its list of layers.
+
+    Raises UnsupportedError where it does not run on tokens alone.
+    """
+    trace = FlowTrace()
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if path.rpartition(".")[0] == layers:
+                _watch_layer(trace, path, module, stack)
+            elif is_watched(module):
+                _watch(trace, path, module, stack)
+        try:
+            with torch.enable_grad(), WideCasts():
+                model(input_ids=tokens, use_cache=False)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} does not run on tokens alone: {type(error).__name__}: {error}"
+            ) from error
+    return trace
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm of rows, by its class."""
+    return "norm" in type(module).__name__.lower() and not list(module.children())
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether a module without modules in it computes with parameters, or is a norm."""
+    if list(module.children()):
+        return False
+    return is_norm(module) or next(module.parameters(recurse=False), None) is not None
+
+
+def _watch(trace: FlowTrace, path: str, module: nn.Module, stack: ExitStack) -> None:
+    calls: list[ModuleCall] = []
+
+    def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        call = ModuleCall(path, module, _first([*given, *named.values()]))
+        if call.operand is not None:
+            call.sources, call.attended = trace.sources(call.operand)
+        calls.append(call)
+        trace.calls.append(call)
+
+    def after(_: nn.Module, given: Any, result: Any) -> Any:
+        call = calls.pop()
+        if not isinstance(result, Tensor):
+            return result
+        call.result, call.made = trace.marked(result, path), result.detach().clone()
+        return call.result
+
+    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(after).remove)
+
+
+def _watch_layer(trace: FlowTrace, path: str, layer: nn.Module, stack: ExitStack) -> None:
+    def before(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if given:
+            return (trace.marked(given[0], path), *given[1:]), named
+        first = next(name for name, value in named.items() if isinstance(value, Tensor))
+        return given, {**named, first: trace.marked(named[first], path)}
+
+    def after(_: nn.Module, given: Any, result: Any) -> None:
+        trace.layer_results[path] = len(result) if isinstance(result, tuple | list) else 0
+        trace.layer_sources[path] = trace.sources(_first(_listed(result)))[0]
+
+    stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(layer.register_forward_hook(after).remove)
+
+
+def _first(values: list[Any]) -> Tensor | None:
+    reals = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return next(reals, None)
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]

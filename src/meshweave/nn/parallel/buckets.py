@@ -1,0 +1,286 @@
+"""Buckets: parameters that are gathered together, and whose gradients are summed together, in one message each.
+
+A parameter is kept in parts where the strategy shards it, used whole or as tensor parallelism splits it, and its
+gradient is computed in terms where ranks have other tokens. Parameters that move along the same mesh axes lie one
+after the other in a bucket, a tensor of (ranks, elements): one program gathers it, and one reduces the gradients
+(Li et al., PyTorch Distributed, VLDB '20, section 3.2). Both are programs of `MoveSite`. Ranks along other axes
+have buckets of their own.
+
+Ranks do not meet before these programs. Each adds an element that says which program and which call its data are
+of: where ranks are in different ones, what arrives is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block.roles import AxisDims, Side
+from meshweave.algorithms.block.sites import MoveSite
+from meshweave.base.errors import BindError
+from meshweave.execute.torch.bind import BoundProgram
+from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove
+from meshweave.nn.parallel.parameters import ParameterLayout
+from meshweave.nn.parallel.programs import SizedMove, sized_move
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+_EXACT_BYTES = 4
+"""The least item size whose numbers count to 65,521 and add up exactly."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptParameter:
+    """How a parameter is kept, used and summed.
+
+    Attributes:
+        layout: how it is kept.
+        used: how it lies where it is used: gathered along axes that shard it.
+        terms: how its gradient lies where it is computed: "partial" along axes whose ranks have terms.
+    """
+
+    strategy: LayerStrategy
+    layout: ParameterLayout
+    used: AxisDims
+    terms: AxisDims
+
+    @cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """Return the axes along which it is gathered."""
+        pairs = enumerate(zip(self.layout.dims, self.used, strict=True))
+        return tuple(axis for axis, (kept, used) in pairs if kept and not used)
+
+    @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """Return the axes along which its gradient is summed, or reduced and scattered."""
+        return tuple(axis for axis, dim in enumerate(self.terms) if dim == "partial")
+
+    @cached_property
+    def alone(self) -> GradientSum | Mover | None:
+        """Return what gathers this parameter alone and sums its gradient, as ops that compilers know."""
+        parts, kept = self.layout.parts, self.layout.dims
+        sides = tuple(
+            Side(s.dim, s.count * parts, s.unit) if s.dim == "inner" else s for s in self.layout.sides
+        )
+        back = PlacedMove(self.strategy, sides, self.terms, kept, has_tokens=False)
+        if self.gathered:
+            return Mover(PlacedMove(self.strategy, sides, kept, self.used, has_tokens=False), back)
+        return GradientSum(back) if self.summed else None
+
+    @cached_property
+    def most(self) -> int:
+        """Return the elements of the rank that keeps most."""
+        counts = (
+            math.prod(sum(b - a for a, b in spans) for spans in self._spans(self.layout.dims, at))
+            for at in map(self.strategy.mesh.coords, self.strategy.mesh.ranks)
+        )
+        return max(counts)
+
+    @cached_property
+    def used_shape(self) -> tuple[int, ...]:
+        """Return this rank's shape where the parameter is used."""
+        return tuple(sum(b - a for a, b in spans) for spans in self._spans(self.used))
+
+    def _spans(
+        self, dims: AxisDims, coordinates: tuple[int, ...] | None = None
+    ) -> list[list[tuple[int, int]]]:
+        return self.layout.ranges(self.strategy, dims, coordinates)
+
+    @cached_property
+    def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
+        """Return the dim that is gathered, and of each rank of its axis the ranges of positions that it keeps."""
+        (axis,), here = self.gathered, tuple(self.strategy.coordinates)
+        dim = [side.dim for side in self.layout.sides].index(self.layout.dims[axis])
+        around = ((*here[:axis], at, *here[axis + 1 :]) for at in range(self.strategy.mesh.shape[axis]))
+        return dim, [self._spans(self.layout.dims, at)[dim] for at in around]
+
+    def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return views of the parameter as it is used, each with that of the same values in a bucket.
+
+        Args:
+            rows: (ranks, elements), what each rank of the axis keeps.
+        """
+        if not self.gathered:
+            return [(used, rows[0, : used.numel()].view(used.shape))]
+        dim, parts = self.parts
+        if all(len(spans) == 1 for spans in parts) and len({b - a for ((a, b),) in parts}) == 1:
+            split = used.unflatten(dim, (len(parts), -1)).movedim(dim, 0)
+            return [(split, rows.unflatten(1, split.shape[1:]))]
+        views = []
+        for row, spans in zip(rows, parts, strict=True):
+            sizes = [b - a for a, b in spans]
+            shape = (*used.shape[:dim], sum(sizes), *used.shape[dim + 1 :])
+            kept = row[: math.prod(shape)].view(shape).split(sizes, dim)
+            views += [(used.narrow(dim, a, b - a), part) for (a, b), part in zip(spans, kept, strict=True)]
+        return views
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBucket:
+    """Parameters of one dtype that are gathered along one axis, or none, and summed along the same axes."""
+
+    kept: tuple[KeptParameter, ...]
+    dtype: torch.dtype
+
+    @property
+    def strategy(self) -> LayerStrategy:
+        """Return the strategy of its parameters."""
+        return self.kept[0].strategy
+
+    def only(self, places: tuple[int, ...]) -> ParameterBucket:
+        """Return a bucket of some of its parameters; one object for equal places."""
+        if len(places) == len(self.kept):
+            return self
+        return _some_of(self, places)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Return the elements of each parameter on a rank, and one that says which call they are of."""
+        return [*(each.most for each in self.kept), 1]
+
+    @cached_property
+    def _sides(self) -> tuple[Side, Side]:
+        count = self.strategy.mesh.shape[self.kept[0].gathered[0]] if self.kept[0].gathered else 1
+        return Side("hidden", count), Side("", sum(self.sizes))
+
+    @cached_property
+    def _kept_dims(self) -> AxisDims:
+        first = self.kept[0]
+        return tuple("hidden" if axis in first.gathered else "" for axis in range(len(first.used)))
+
+    @cached_property
+    def gather(self) -> SizedMove:
+        """Return the program that gathers it."""
+        nowhere = self.strategy.roles.nowhere
+        return sized_move(MoveSite(self._sides, self._kept_dims, nowhere), self.strategy, self.dtype, True)
+
+    @cached_property
+    def reduction(self) -> SizedMove:
+        """Return the program that reduces its gradients."""
+        first = self.kept[0]
+        terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
+        return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
+
+    @cached_property
+    def num_used(self) -> int:
+        """Return the elements of all parameters as they are used."""
+        return sum(math.prod(each.used_shape) for each in self.kept)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of memory for all of it that belong to each parameter, in the shapes of their use."""
+        shapes = [each.used_shape for each in self.kept]
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def fill(self, views: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Gather what ranks keep, and write each parameter as it is used; all ranks call it."""
+        bound = self.gather.bound(views[0].device)
+        (row,) = bound.inputs["x"]
+        *places, last = row.split(self.sizes)
+        for place, own in zip(places, kept, strict=True):
+            place[: own.numel()].view(own.shape).copy_(own)
+        number = _number(bound, self.dtype)
+        last.fill_(number)
+        bound.run(bound.inputs)
+        *parts, last = bound.outputs["y"].split(self.sizes, 1)
+        _check(last, number)
+        for each, used, part in zip(self.kept, views, parts, strict=True):
+            for value, arrived in each.pairs(used, part):
+                value.copy_(arrived)
+
+    def reduced(self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Return the complete gradients of what this rank keeps, in its shapes; all ranks call it.
+
+        Args:
+            grads: those of the parameters as they are used, terms of sums; None for zeros.
+        """
+        bound = self.reduction.bound(next(grad.device for grad in grads if grad is not None))
+        *places, last = bound.inputs["x"].split(self.sizes, 1)
+        for each, grad, place in zip(self.kept, grads, places, strict=True):
+            if grad is None:
+                place.zero_()
+                continue
+            for value, part in each.pairs(grad, place):
+                part.copy_(value)
+        count = math.prod(self.strategy.mesh.shape[axis] for axis in self.kept[0].summed)
+        number = _number(bound, self.dtype, count)
+        last.fill_(number)
+        bound.run(bound.inputs)
+        *parts, last = bound.outputs["y"].clone()[0].split(self.sizes)
+        _check(last, count * number)
+        return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@lru_cache(256)
+def _some_of(bucket: ParameterBucket, places: tuple[int, ...]) -> ParameterBucket:
+    return ParameterBucket(tuple(bucket.kept[at] for at in places), bucket.dtype)
+
+
+class NumberedSum:
+    """A sum over ranks of a few numbers, whose gradient is that of each term.
+
+    Args:
+        terms: along which axes ranks have terms.
+    """
+
+    def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
+        self._strategy, self._terms = strategy, terms
+        self._num_terms = math.prod(
+            size for size, dim in zip(strategy.mesh.shape, terms, strict=True) if dim == "partial"
+        )
+        self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.nowhere)
+        site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.nowhere, has_tokens=False)
+        self._traced = Mover(site)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the sums of (numbers,); all ranks call it."""
+        if torch.compiler.is_compiling() or not self._traced.is_needed:
+            return self._traced(values, 1, 1)
+        total: Tensor = _SameGradient.apply(self, values)
+        return total
+
+    def run(self, values: Tensor) -> Tensor:
+        """Return the sums, without a gradient."""
+        bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
+        number = _number(bound, values.dtype, self._num_terms)
+        bound.inputs["x"][:-1].copy_(values)
+        bound.inputs["x"][-1:].fill_(number)
+        bound.run(bound.inputs)
+        *_, arrived = total = bound.outputs["y"].clone()
+        _check(arrived, self._num_terms * number)
+        return total[:-1]
+
+
+class _SameGradient(torch.autograd.Function):  # type: ignore[misc]
+    """A `NumberedSum` in eager code."""
+
+    @staticmethod
+    def forward(ctx: Any, total: NumberedSum, values: Tensor) -> Tensor:
+        """Return the sums."""
+        return total.run(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each term."""
+        return None, grads[0]
+
+
+def _number(bound: BoundProgram, dtype: torch.dtype, count: int = 1) -> float:
+    """Return a number of a program and its next run, `count` times of which a dtype has exactly."""
+    if dtype.itemsize < _EXACT_BYTES:
+        return float(2.0 ** (bound.next_run % 16 - 8))
+    return float(1 + bound.next_run % (2**24 // count - 1))
+
+
+def _check(arrived: Tensor, expected: float) -> None:
+    """Raise BindError where data that arrived are of other programs or calls. On CUDA the host does not wait."""
+    if arrived.device.type == "cpu" and any(value != expected for value in arrived.flatten().tolist()):
+        raise BindError(
+            "ranks are out of step: what arrived for parameters of a bucket is of another program or call; let "
+            "all ranks run the same forward and backward passes, in the same order"
+        )

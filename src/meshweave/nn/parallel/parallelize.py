@@ -1,0 +1,139 @@
+"""`meshweave.parallelize`: a plan put into a model, which is compared with what it was, before it is trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.problem import Overlap
+from meshweave.execute.torch.call_order import require_process_group, share_refusal
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.hosted.anatomy import names_of
+from meshweave.nn.hosted.model import HostedModel
+from meshweave.nn.parallel.features import (
+    refuse_features,
+)
+from meshweave.nn.parallel.known import is_hosted, recognised, title_of
+from meshweave.nn.parallel.model import ParallelModel
+from meshweave.nn.parallel.optimizers import watch_optimizers
+from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, resolve
+from meshweave.nn.parallel.same_model import ranks_of, require_same_model
+from meshweave.nn.parallel.seeds import seed_alike
+from meshweave.nn.parallel.structure import ModelMap, check_modules
+from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
+from meshweave.nn.parallel.trials import Trials, by_trial
+from meshweave.nn.prove.check import check_layers
+
+_LOG = logging.getLogger(__name__)
+
+
+def parallelize(
+    module: nn.Module,
+    plan: PlanLike,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    mapping: ModelMap | None = None,
+    config: BlockConfig | None = None,
+    overlap: Overlap | None = None,
+    check: bool = True,
+    context: TorchContext | None = None,
+    broadcast_weights: bool = False,
+    debug_every: int = 0,
+    trials: Trials | None = None,
+) -> ParallelModel:
+    """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
+
+    Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
+    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), those of plain torch
+    in the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
+
+    Args:
+        module: the model.
+        plan: the name of a strategy ("megatron_sp", "atp", "meshslice_block", ...), which takes its sizes from
+            `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file;
+            or "auto", with `trials`, for the fastest of some that are tried.
+        device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
+            and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
+        mapping: which modules of the model are which, where they are not recognised.
+        config: chunks of the batch and slices of 2D products; None as the plan says.
+        overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
+            for a plan that was priced with overlap "layers", and counts on it.
+        check: prove first that layers compute what the model's own forward pass does, as `prove` does, on copies
+            with few layers and words; False trains it unproved, and says so in the log.
+        context: deadline and liveness of every wait for other ranks, here and in the layers; default: that of the
+            default process group, 60 s. The same one may be given to `pipeline` and `Checkpoints`.
+        broadcast_weights: the weights of the mesh's first rank are those of all. Without, ranks that have others
+            are an error.
+        debug_every: forward calls between two in which ranks compare all that they must have alike, copies of
+            weights and modes of modules among it, as they do in the first; 0 for the first alone.
+        trials: what plan "auto" tries, on copies of the model; the table of it is `trials` of the result.
+
+    Returns:
+        The model, to train: see `ParallelModel`.
+
+    Raises:
+        UnsupportedError: the model is none that is known, or has parameters that would not take part.
+        LayoutError: the plan does not fit the mesh, or the sizes of the model do not fit the plan; or ranks give
+            other models, arguments, versions or settings: on all of them, before anything is replaced.
+        PlanError: the plan counts on overlap that is not obtained here.
+        ProofError: the model is not what it was taken for; it is as it was.
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
+    require_process_group()
+    if isinstance(plan, str) and plan == "auto":
+        options: dict[str, Any] = {
+            "mapping": mapping,
+            "config": config,
+            "overlap": overlap,
+            "context": context,
+        }
+        options |= {"broadcast_weights": broadcast_weights, "debug_every": debug_every}
+        chosen: ParallelModel = by_trial(
+            module, device_mesh, trials, partial(parallelize, **options), check=check
+        )
+        return chosen
+    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
+    given = {
+        "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
+        "debug_every": debug_every,
+    }  # fmt: skip
+    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+        check_unaltered(module)
+        require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
+        resolved = resolve(plan, device_mesh, config, overlap, context)
+        title, names, make = _maker(module, mapping, resolved)
+        is_own = not isinstance(names, ModelMap)
+        check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
+        strategy = resolved.strategy
+        proved = "nothing (check=False)"
+        if check:
+            proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
+        else:
+            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
+        before = dict(module.named_parameters())
+        model = make(module, proved, debug_every)
+    seed_alike(strategy)
+    model.context = context
+    watch_optimizers(model.agreement, before)
+    refuse_features(module, names.layers, runs_own_code=is_own)
+    return model
+
+
+def _maker(
+    module: nn.Module, mapping: ModelMap | None, plan: ResolvedPlan
+) -> tuple[str, Any, Callable[[nn.Module, str, int], ParallelModel]]:
+    """Return what a model is taken for, the names of its modules, and what parallelises it or a copy in place."""
+    strategy, recompute = plan.strategy, plan.recompute
+    if mapping is None and is_hosted(module):
+        title, own = title_of(module), names_of(module)
+        return title, own, lambda part, *rest: HostedModel(part, strategy, title, recompute, *rest)
+    title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
+    check_modules(module, names)
+    return title, names, lambda part, *rest: ParallelModel(part, names, strategy, title, recompute, *rest)

@@ -1,0 +1,249 @@
+"""Parameters of modules as they are used: gathered together, and their gradients summed together, in one node.
+
+Who runs many modules opens the parameters of all of them: each then takes its own from there. A module that nobody
+has opened takes what it needs itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.buckets import KeptParameter, ParameterBucket
+from meshweave.nn.parallel.moves import Mover
+from meshweave.nn.parallel.parameters import local_parts
+
+
+class KeepsParameters(Protocol):
+    """A module whose parameters are kept by a strategy.
+
+    Attributes:
+        kept: how each is, by name.
+        opened: the parameters as they are used, by name, where somebody has opened them.
+    """
+
+    kept: dict[str, KeptParameter]
+    opened: dict[str, Tensor]
+
+
+Entry = tuple[Any, str]
+"""A module that keeps parameters, and the name of one of them."""
+
+
+_Divided = tuple[list[int], ParameterBucket | None]
+
+
+def entries_of(modules: Sequence[Any]) -> list[Entry]:
+    """Return all parameters that modules keep."""
+    return [(module, name) for module in modules for name in module.kept]
+
+
+@dataclass(eq=False)
+class GatheredBucket:
+    """A bucket that was gathered, whose memory can be given back and be filled again.
+
+    Attributes:
+        own: what this rank keeps.
+    """
+
+    bucket: ParameterBucket
+    own: tuple[Tensor, ...]
+
+    def fill_again(self, flat: Tensor) -> None:
+        """Gather it again where its memory was given back."""
+        storage = flat.untyped_storage()
+        if not storage.size():
+            storage.resize_(flat.numel() * flat.element_size())
+            # Not by its name, for what autograd keeps of it is the same as before.
+            self.bucket.fill(self.bucket.views(flat.data), self.own)
+
+
+class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
+    """Parameters of a bucket as they are used; gradients are reduced together, and lie as parameters do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bucket: ParameterBucket, gathered: list[tuple[GatheredBucket, Tensor]], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
+        own = [compat.local_tensor(parameter) for parameter in parameters]
+        frozen = [not parameter.requires_grad for parameter in parameters]
+        ctx.bucket, ctx.specs = bucket, [compat.spec_of(parameter) for parameter in parameters]
+        ctx.shapes = [each.shape for each in own]
+        if not bucket.kept[0].gathered:
+            return tuple([each.view_as(each) for each in own])
+        flat = own[0].new_empty(bucket.num_used)
+        bucket.fill(views := bucket.views(flat), own)
+        gathered.append((GatheredBucket(bucket, tuple(own)), flat))
+        ctx.mark_non_differentiable(
+            *(view for view, is_frozen in zip(views, frozen, strict=True) if is_frozen)
+        )
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        needs = [at for at, is_needed in enumerate(ctx.needs_input_grad[2:]) if is_needed]
+        made: list[Tensor | None] = [None] * len(grads)
+        if any(grads[at] is not None for at in needs):
+            bucket = ctx.bucket.only(tuple(needs))
+            reduced = bucket.reduced([grads[at] for at in needs], [ctx.shapes[at] for at in needs])
+            for at, grad in zip(needs, reduced, strict=True):
+                made[at] = compat.from_spec(grad, ctx.specs[at])
+        return None, None, *made
+
+
+class _GatherAgain(torch.autograd.Function):  # type: ignore[misc]
+    """The result of what uses gathered parameters as it is; its backward part has them again."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], x: Tensor) -> Tensor:
+        """Return the result, and keep what gradients need."""
+        ctx.buckets = [bucket for bucket, _ in gathered]
+        ctx.save_for_backward(*(flat for _, flat in gathered))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
+            bucket.fill_again(flat)
+        return None, grads[0]
+
+
+class ParameterUse:
+    """Parameters of some modules, used by one call.
+
+    Args:
+        units: parameters that are used together, in the order in which their gradients come. A bucket has whole
+            units.
+        most_bytes: a bucket of as many gets no further unit; None for no limit.
+    """
+
+    def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
+        self.entries = [entry for unit in units for entry in unit]
+        for module, name in self.entries:
+            if name in module.kept:  # else it is another module's: a tied head's
+                _ = module.kept[name].alone  # made now: a compiler does not trace how
+        self._begins = set(itertools.accumulate((len(unit) for unit in units), initial=0))
+        self._most_bytes = most_bytes
+        self._buckets: dict[Any, list[_Divided]] = {}
+        self._rests: dict[tuple[int, ...], ParameterUse] = {}
+
+    def __call__(self) -> list[Tensor]:
+        """Return the parameters as they are used, of this rank, differentiably; all ranks call it."""
+        if all(name in module.opened for module, name in self.entries):
+            return [module.opened[name] for module, name in self.entries]
+        return self._used([])
+
+    @contextmanager
+    def open(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> Iterator[None]:
+        """Open the parameters for what runs inside, but for those that are open already.
+
+        Args:
+            gathered: gets what was gathered.
+        """
+        places = [at for at, (module, name) in enumerate(self.entries) if name not in module.opened]
+        use = self if len(places) == len(self.entries) else self._rest(tuple(places))
+        for (module, name), tensor in zip(use.entries, use._used(gathered), strict=True):
+            module.opened[name] = tensor
+        try:
+            yield
+        finally:
+            for module, name in use.entries:
+                del module.opened[name]
+
+    def _rest(self, places: tuple[int, ...]) -> ParameterUse:
+        if places not in self._rests:
+            self._rests[places] = ParameterUse([[self.entries[at] for at in places]], self._most_bytes)
+        return self._rests[places]
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether all parameters lie as the strategy has laid them, and not as those of wrapped modules."""
+        for module, name in self.entries:
+            parameter = getattr(module, name)
+            if not isinstance(parameter, DTensor):
+                return False
+            if parameter.device_mesh != module.kept[name].strategy.device_mesh:
+                return False
+        return True
+
+    def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
+        parameters = [getattr(module, name) for module, name in self.entries]
+        if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
+            kept = (module.kept[name] for module, name in self.entries)
+            return [_alone(each, one) for each, one in zip(parameters, kept, strict=True)]
+        used: list[Any] = [None] * len(parameters)
+        for places, bucket in self._buckets_of(parameters) if parameters else ():
+            given = [parameters[at] for at in places]
+            made = local_parts(given) if bucket is None else _UsedTogether.apply(bucket, gathered, *given)
+            for at, tensor in zip(places, made, strict=True):
+                used[at] = tensor
+        return used
+
+    def _buckets_of(self, parameters: Sequence[Tensor]) -> list[_Divided]:
+        key = tuple([(each.dtype, each.requires_grad) for each in parameters])
+        if key not in self._buckets:
+            self._buckets[key] = self._divided(key)
+        return self._buckets[key]
+
+    def _divided(self, kinds: Sequence[tuple[torch.dtype, bool]]) -> list[_Divided]:
+        """Return the places of the parameters of each bucket; of those that do not move, without one."""
+        lists: dict[Any, list[list[int]]] = {}
+        sizes: dict[Any, int] = {}
+        kept = [module.kept[name] for module, name in self.entries]
+        for at, (each, (dtype, is_trained)) in enumerate(zip(kept, kinds, strict=True)):
+            moves = each.gathered or (each.summed and is_trained)
+            key = (each.gathered, each.summed, dtype) if moves else ((), (), is_trained)
+            own = lists.setdefault(key, [[]])
+            if at in self._begins and self._most_bytes is not None and sizes.get(key, 0) >= self._most_bytes:
+                own.append([])
+                sizes[key] = 0
+            own[-1].append(at)
+            sizes[key] = sizes.get(key, 0) + (each.most * dtype.itemsize if moves else 0)
+        divided: list[_Divided] = []
+        for (gathered, summed, dtype), own in lists.items():
+            for places in own:
+                together = tuple(kept[at] for at in places)
+                divided.append((places, ParameterBucket(together, dtype) if gathered or summed else None))
+        return divided
+
+
+def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
+    """Return a parameter as it is used, moved by itself, by ops that a compiler knows."""
+    (local,) = local_parts([parameter])
+    if isinstance(kept.alone, Mover):
+        return kept.alone(local, 1, 1)
+    if kept.alone is not None:
+        (local,) = kept.alone([local])
+    return local
+
+
+def run_with(use: ParameterUse, run: Callable[[], Tensor], *, frees: bool, frees_now: bool) -> Tensor:
+    """Return what `run` makes of parameters that are opened for it.
+
+    Args:
+        frees: whether gathered parameters are freed after it, and gathered again by the backward pass.
+        frees_now: whether that is worth it: not where the backward pass comes next. Inside of a backward pass,
+            which computes something again, nothing is freed.
+    """
+    gathered: list[tuple[GatheredBucket, Tensor]] = []
+    with use.open(gathered):
+        out = run()
+    if frees and gathered and out.requires_grad:
+        again: Tensor = _GatherAgain.apply(gathered, out)
+        out = again
+        if frees_now and not compat.is_in_backward():
+            for _, flat in gathered:
+                flat.untyped_storage().resize_(0)
+    return out

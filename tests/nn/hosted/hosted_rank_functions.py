@@ -1,0 +1,150 @@
+"""What ranks do in tests of models that run by their own code: pipelines, weights of files, dropout, sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import small_models
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshweave as mw
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel.parallelize import parallelize
+from meshweave.nn.weights.load import load_weights
+
+UNTIED = {"tie_word_embeddings": False}
+TOLERANCE = 1e-9
+
+
+def tried(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each of the payload's functions gives, by its name and the type of model."""
+    torch.set_num_threads(1)
+    folder = Path(payload["folder"])
+    with small_models.quiet():
+        return {f"{name} {kind}": one(name, kind, folder) for name, kind in payload["cases"]}
+
+
+def one(name: str, kind: str, folder: Path) -> Any:
+    """Return what a function gives of a type of model, or what is said."""
+    computed_again = name in ("dropped", "uneven")  # in backward passes, where no mode is
+    try:
+        with contextlib.nullcontext() if computed_again else small_models.KeepDoubles():
+            return globals()[name](kind, folder)
+    except MeshweaveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _model(kind: str, changes: Mapping[str, Any] | None = None) -> Any:
+    return small_models.make_model(kind, changes)
+
+
+def worst(module: Any, whole: Any) -> float:
+    """Return the largest difference of a gradient that a module has, by the largest element of all."""
+    largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+    wanted, off = dict(whole.named_parameters()), 0.0
+    for name, parameter in module.named_parameters():
+        got, right = parameter.grad, wanted[name].grad
+        if (got is None) != (right is None):
+            return float("inf")
+        if got is not None:
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            off = max(off, float((got - right).abs().max()) / largest)
+    return off
+
+
+def pipelined(kind: str, folder: Path) -> float:
+    """Return how far gradients of two stages on two ranks each are from the model's own."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    whole = _model(kind, UNTIED)
+    number = mesh.get_local_rank("pp")
+    made = parallelize(copy.deepcopy(whole), "megatron", mesh["tp"])
+    stage = mw.nn.ParallelStage(made, number, number + 1, 16)
+    tokens, targets = small_models.batch()
+    pipeline = mw.pipeline(
+        {number: stage}, "1f1b", micro_batches=2, meshes=mesh, outputs={number: [stage.example(2)]},
+        loss_fn=stage.loss if number else None,
+    )  # fmt: skip
+    pipeline.step(tokens, targets)
+    small_models.loss_of(whole, tokens, targets).backward()
+    return worst(made.module, whole)
+
+
+def loaded(kind: str, folder: Path) -> dict[str, Any]:
+    """Return the loss of a model that was made without memory, and of its original; and whether names are kept."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole, path = _model(kind), folder / kind
+    if dist.get_rank() == 0:
+        whole.save_pretrained(path)
+    dist.barrier()
+    config = type(whole.config).from_pretrained(path)
+    with torch.device("meta"):
+        empty = type(whole)._from_config(config).double()
+    empty.tie_weights()
+    empty.train()
+    made = parallelize(empty, "megatron", mesh)
+    load_weights(made.module, path)
+    tokens, targets = small_models.batch()
+    own, state = whole.state_dict(), made.module.state_dict()
+    full = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()
+    }
+    return {
+        "loss": float(made.loss(tokens, targets).detach()),
+        "wanted": float(small_models.loss_of(whole, tokens, targets).detach()),
+        "names": sorted(own) == sorted(state),
+        "values": all(torch.equal(own[name], full[name].to(own[name].dtype)) for name in own),
+    }
+
+
+def dropped(kind: str, folder: Path) -> dict[str, Any]:
+    """Return losses with dropout of a model on this rank, computed again or not, and that without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole = _model(kind)
+    config = whole.config
+    for name, value in vars(config).items():
+        if "dropout" in name or name.endswith("pdrop"):
+            object.__setattr__(config, name, 0.3 if isinstance(value, float) else value)
+    torch.manual_seed(0)
+    own = small_models.randomise(type(whole)._from_config(config)).float()
+    tokens, targets = small_models.batch()
+    made = parallelize(own, "megatron_sp", mesh)
+    answers: dict[str, Any] = {"without": float(small_models.loss_of(whole, tokens, targets).detach())}
+    for key in ("plain", "again", "checkpointed"):
+        made.recompute = key == "again"
+        if key == "checkpointed":
+            made.module.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        loss = made.loss(tokens, targets)
+        loss.backward()
+        answers[key] = float(loss.detach())
+        grads = [_copy(p.grad) for p in made.module.parameters() if p.grad is not None]
+        answers[f"gradients {key}"] = float(sum(grad.double().abs().sum() for grad in grads))
+        made.module.zero_grad()
+    return answers
+
+
+def _copy(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def uneven(kind: str, folder: Path) -> float:
+    """Return how far gradients are from the model's own where ranks have unequal numbers of sequences."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole = _model(kind).float()
+    made = parallelize(copy.deepcopy(whole), "zero3", mesh)
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = (torch.randint(0, 48, (7, 12), generator=generator) for _ in range(2))
+    made.module.gradient_checkpointing_enable()
+    made.loss(tokens, targets).backward()
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    return worst(made.module, whole)

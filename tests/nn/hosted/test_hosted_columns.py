@@ -1,0 +1,82 @@
+"""Which columns heads read, and how ranks share them: on small functions, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.columns import feature_parts, head_columns
+from meshweave.nn.hosted.linears import attention_options
+from meshweave.nn.hosted.residual import _part_class
+
+HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 3, 5
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _rows(features: int) -> Tensor:
+    return torch.randn(2, TOKENS, features, dtype=torch.float64, requires_grad=True)
+
+
+def test_queries_keys_and_values_apart() -> None:
+    q, k, v = _rows(HEADS * WIDTH), _rows(GROUPS * WIDTH), _rows(GROUPS * WIDTH)
+    columns = head_columns(_attention(q, k, v), {"q": q, "k": k, "v": v}, HEADS, "attention")
+    assert (columns.heads, columns.groups, columns.width) == (HEADS, GROUPS, WIDTH)
+    assert columns.of["k"] == ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))
+    assert attention_options(columns, "q", GROUPS) == {"units": GROUPS}
+    assert attention_options(columns, "k", HEADS) == {"units": HEADS, "real_units": GROUPS}
+
+
+def test_side_by_side_with_equal_parts_and_with_fewer_keys() -> None:
+    fused = _rows(3 * HEADS * WIDTH)
+    columns = head_columns(_attention(*fused.chunk(3, -1)), {"qkv": fused}, HEADS, "attention")
+    assert attention_options(columns, "qkv", HEADS) == {"units": HEADS, "parts": 3}
+    fused = _rows((HEADS + 2 * GROUPS) * WIDTH)
+    parts = fused.split([HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH], -1)
+    columns = head_columns(_attention(*parts), {"qkv": fused}, HEADS, "attention")
+    table = attention_options(columns, "qkv", GROUPS)["table"]
+    assert table[0] == (*range(6), 12, 13, 14, 18, 19, 20)
+
+
+def test_by_turns() -> None:
+    fused = _rows(3 * HEADS * WIDTH)
+    q, k, v = (x.flatten(2) for x in fused.unflatten(-1, (HEADS, 3, WIDTH)).unbind(3))
+    columns = head_columns(_attention(q, k, v), {"qkv": fused}, HEADS, "attention")
+    assert attention_options(columns, "qkv", HEADS) == {"units": HEADS}
+
+
+def test_heads_that_share_keys_by_turns_are_refused() -> None:
+    q, k = _rows(HEADS * WIDTH), _rows(GROUPS * WIDTH)
+    order = torch.cat([k.unflatten(-1, (GROUPS, WIDTH))] * 2, 2).flatten(2)
+    with pytest.raises(UnsupportedError, match="do not follow each other"):
+        head_columns(_attention(q, order, order), {"q": q, "k": k}, HEADS, "attention")
+
+
+def test_features_of_a_gate() -> None:
+    both = _rows(16)
+    gate, up = both.chunk(2, -1)
+    assert feature_parts(gate.sigmoid() * up, {"both": both}, "down") == {"both": (2, 1)}
+    turns = both[..., 0::2].sigmoid() * both[..., 1::2]
+    assert feature_parts(turns, {"both": both}, "down") == {"both": (1, 2)}
+    assert feature_parts(both.relu(), {"both": both}, "down") == {"both": (1, 1)}
+    with pytest.raises(UnsupportedError, match="feature 0 reads columns"):
+        feature_parts(both.softmax(-1), {"both": both}, "down")
+
+
+def test_a_part_of_the_residual_has_the_shape_of_attention() -> None:
+    part = torch.arange(24.0).view(2, 3, 4).as_subclass(_part_class((1, 4)))
+    assert part.shape == (2, 12, 4) and part.size(1) == 12 and (part * 2 + 1).shape == (2, 12, 4)
+    flat = part.reshape(-1, part.size(-1))
+    assert flat.shape == (6, 4) and flat.view(part.shape).shape == (2, 12, 4)
+    assert part.view(-1, 12, 4).shape == (2, 12, 4)
+    assert part.as_subclass(torch.Tensor).shape == (2, 3, 4)

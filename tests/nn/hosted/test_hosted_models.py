@@ -1,0 +1,69 @@
+"""Models of transformers that run by their own code: files, dropout, unequal shares, pipelines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from meshweave.execute.ranks.launch import launch
+
+HERE = Path(__file__).parent
+PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
+POPULATION = (
+    "apertus", "arcee", "bart", "bitnet", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj",
+    "granite", "granite_swa", "helium", "hunyuan_v1_dense", "jais2", "ministral3", "modernbert-decoder",
+    "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "openai-gpt", "opt", "persimmon", "phi",
+    "phi3", "qwen3", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+)  # fmt: skip
+"""Types whose weights are loaded and which run as a pipeline."""
+UNTIED = ["qwen3", "granite", "glm", "gpt_neox", "starcoder2", "gemma2", "olmo2", "phi3"]
+
+
+def _launched(cases: list[tuple[str, str]], num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    payload = {"cases": cases, "folder": str(folder)}
+    ranks = launch("hosted_rank_functions:tried", num_ranks, payload, timeout_s=600, env=PATHS)
+    return list(ranks)
+
+
+def _check_loaded(kind: str, answer: Any) -> None:
+    assert isinstance(answer, dict), (kind, answer)
+    assert abs(answer["loss"] - answer["wanted"]) < 1e-6, (kind, answer)
+    assert answer["names"] and answer["values"], (kind, answer)
+
+
+@pytest.mark.gloo
+def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
+    cases = [("loaded", "gemma2"), ("dropped", "opt"), ("uneven", "qwen3")]
+    first, second = _launched(cases, 2, tmp_path)
+    _check_loaded("gemma2", first["loaded gemma2"])
+    dropped = first["dropped opt"]
+    assert dropped == second["dropped opt"]
+    assert dropped["plain"] == dropped["again"] == dropped["checkpointed"] != dropped["without"]
+    assert dropped["gradients plain"] == dropped["gradients again"] == dropped["gradients checkpointed"]
+    assert first["uneven qwen3"] < 1e-5
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_weights_of_files_of_many(tmp_path: Path) -> None:
+    for first in range(0, len(POPULATION), 14):
+        cases = [("loaded", kind) for kind in POPULATION[first : first + 14]]
+        answers = _launched(cases, 2, tmp_path)[0]
+        for name, answer in answers.items():
+            _check_loaded(name, answer)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pipelines_of_untied_models(tmp_path: Path) -> None:
+    for answers in _launched([("pipelined", kind) for kind in UNTIED], 4, tmp_path):
+        assert all(isinstance(off, float) and off < 1e-9 for off in answers.values()), answers

@@ -1,0 +1,55 @@
+"""What ranks do in tests of choice by trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import reference_models
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshweave.algorithms.step import Parallelism
+from meshweave.base.errors import LayoutError
+from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel.parallelize import parallelize
+from meshweave.nn.parallel.trials import Trials
+
+
+def choose(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was tried for a model, what was chosen, and the loss of the model that stays."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = reference_models.make("plain llama").float()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    tokens, targets = torch.randint(0, reference_models.words(model), (2, 2 * context.num_ranks, 8))
+    plans = [
+        (Parallelism(data=context.num_ranks), 1.0),
+        (Parallelism(tensor=context.num_ranks, strategy="megatron"), 2.0),
+        ("all_to_all_heads", None),
+        ("no_such_strategy", None),
+    ]
+    results = Path(payload["results"])
+    trials = Trials(tokens, targets, plans, most=5, steps=1, results=results)
+    answer: dict[str, Any] = {"refused": ""}
+    try:
+        parallelize(model, "auto", check=False)
+    except LayoutError as error:
+        answer["refused"] = str(error)
+    made = parallelize(model, "auto", trials=trials, check=False)
+    assert made.trials is not None
+    now = [each.full_tensor() if isinstance(each, DTensor) else each for each in made.module.parameters()]
+    dist.barrier()
+    rows = [[t.words, t.kind, t.predicted_s, t.measured_s, t.refused] for t in made.trials.trials]
+    return {
+        **answer,
+        "rows": rows,
+        "table": str(made.trials),
+        "chosen": made.trials.chosen.words,
+        "strategy": made.strategy.name,
+        "is_same": all(torch.equal(a, b) for a, b in zip(before, now, strict=True)),
+        "loss": float(made.step(tokens, targets)),
+        "next": [t.expected_s for t in Trials(tokens, targets, plans, results=results).candidates()],
+    }
