@@ -22,7 +22,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Permute
 from meshweave.ir.work import Compute, Transfer, matmul_work, traffic, work_of
 from meshweave.lower import lower_rings
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import examples
 
 K = 1024

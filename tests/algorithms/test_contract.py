@@ -25,7 +25,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.work import traffic
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import examples
 
 MOST_CANDIDATES = 3 if settings().max_examples <= 100 else 8

@@ -17,7 +17,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Permute
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.work import work_of
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 
 
 def ring(parts: int, turns: int, dataflow: str = "os", name: str = "wang", size: int = 64) -> Program:

@@ -23,7 +23,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import examples, mostly_slow, scaled
 
 TPU = load_cluster("tpu-v4-pod:16")

@@ -22,7 +22,7 @@ from meshweave.ir.program.expressions import Var, evaluate
 from meshweave.ir.program.parse import parse
 from meshweave.ir.work import Compute, matmul_work, work_of
 from meshweave.simulate import simulate
-from meshweave.simulate.reference import simulate as simulate_reference
+from plain_simulator.reference import simulate as simulate_reference
 
 CHIP = Chip(
     "test",

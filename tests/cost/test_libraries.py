@@ -18,7 +18,8 @@ from meshweave.estimate.uncontended import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.work import Transfer
-from meshweave.simulate import engine, reference
+from meshweave.simulate import engine
+from plain_simulator import reference
 from sampling import examples
 
 H100 = load_cluster("dgx-h100")

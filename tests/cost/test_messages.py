@@ -15,7 +15,8 @@ from meshweave.ir.program.ops import Send
 from meshweave.ir.program.parse import parse
 from meshweave.ir.work import work_of
 from meshweave.lower import lower_chains
-from meshweave.simulate import engine, reference
+from meshweave.simulate import engine
+from plain_simulator import reference
 
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 INNER = NetworkAxis("inner", 20e6, 0.0, 1, (("send_recv", CommConstants(10e6, 1e-3, 2e-3)),))

@@ -8,7 +8,8 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.ir.program.parse import parse
-from meshweave.simulate import reference, simulate
+from meshweave.simulate import simulate
+from plain_simulator import reference
 
 
 def machine(cluster: Cluster) -> Machine:

@@ -19,8 +19,9 @@ from meshweave.estimate.uncontended import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.views import Blocked, Range, Selector, View, selector_indices
-from meshweave.simulate import engine, reference
+from meshweave.simulate import engine
 from meshweave.simulate.critical import critical_path
+from plain_simulator import reference
 from sampling import examples
 
 LAUNCH_S, PACK_RATE, LINK_RATE = 3e-3, 5e5, 1e6

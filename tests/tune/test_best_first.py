@@ -100,7 +100,7 @@ def test_rank_of_a_step_is_its_plan() -> None:
     model = mw.Transformer("small", 4, 1024, 8, 8, 128, 4096, 32000, False, "a test")
     problem = StepProblem(model, mw.load_cluster("dgx-h100:8"), 16, 1024)
     ranked = mw.rank(problem, problem.cluster)
-    plan = mw.plan(model, problem.cluster, batch=16, sequence=1024, overlap=problem.overlap)
+    plan = mw.plan(model, problem.cluster, batch=16, sequence=1024, overlap=problem.overlap, stack="ideal")
     assert plan.step is not None
     assert [row.seconds for row in ranked][:2] == [row.step_s for row in plan.step.ranked][:2]
     assert ranked[0].config.num_ranks == 8 and ranked[0].algorithm.name == "step"

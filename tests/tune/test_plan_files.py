@@ -18,6 +18,7 @@ from meshweave.describe.catalog import cluster_names, kernels_names, model_names
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.kernels import (
     AttentionConstants,
     ChipKernels,
@@ -120,9 +121,8 @@ def random_cluster(draw: random.Random) -> Cluster:
         draw.choice([(), (("float32", 2e13),)]), draw.choice([(), (("norm", 3e12),)]), kernels, draw.random(),
         draw.choice([0.0, 1e9]), draw.choice(["", "h100"]),
     )  # fmt: skip
-    return Cluster(
-        "mine", chip, random_network(draw), "a test", draw.random(), draw.choice(["", "a note"]), 7
-    )
+    host = draw.choice([None, HostRates(draw.random(), 0.0, 1e-6, draw.random(), waits=True)])
+    return Cluster("mine", chip, random_network(draw), "a test", host, draw.choice(["", "a note"]), 7)
 
 
 def random_model(draw: random.Random) -> Transformer:
@@ -184,7 +184,7 @@ def step_plan(**options: Any) -> Plan:
 
 
 def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
-    given = {"attention": "plain", "stack": load_stack("torchtitan"), "gradient_dtype": "bfloat16", "zero": 1}
+    given = {"attention": "plain", "stack": load_stack("torchtitan"), "gradient_dtype": "bfloat16", "zero": 2}
     made = step_plan(**given)
     made.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
@@ -197,7 +197,7 @@ def test_a_plan_keeps_what_it_was_priced_with(tmp_path: Path) -> None:
         "bfloat16",
     )
     assert planned_step(plan).time_s == plan.step.best.step_s
-    own = replace(load_stack("nanotron"), launch_s=1e-5)
+    own = replace(load_stack("nanotron"), host=HostRates(kernel_s=1e-5, layer_s=1e-4))
     other = step_plan(stack=own, zero=1)
     assert planned_problem(Plan.model_validate_json(other.model_dump_json())).stack == own
 

@@ -18,6 +18,7 @@ _HOME = {
     "algorithms.table": "algorithms_for",
     "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
     "algorithms.universal": "StageLimits UniversalConfig UniversalProblem universal_program",
+    "algorithms.experts": "ExpertsProblem Routing",
     "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
     "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     "algorithms.step": "Memory Step StepParts StepProblem step_of step_program",
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from meshweave.algorithms.block import BlockConfig as BlockConfig
     from meshweave.algorithms.block import BlockProblem as BlockProblem
     from meshweave.algorithms.contract import Gradient as Gradient
+    from meshweave.algorithms.experts import ExpertsProblem as ExpertsProblem
+    from meshweave.algorithms.experts import Routing as Routing
     from meshweave.algorithms.matmul2d import Matmul2d as Matmul2d
     from meshweave.algorithms.matmul2d import Matmul2dConfig as Matmul2dConfig
     from meshweave.algorithms.matmul2d import Matmul2dProblem as Matmul2dProblem

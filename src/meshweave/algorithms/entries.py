@@ -23,6 +23,7 @@ _FAMILIES = (
     "matmul2d",
     "universal.algorithm",
     "fused",
+    "experts",
     "reshard.algorithm",
     "pipeline",
     "block",

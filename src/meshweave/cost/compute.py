@@ -16,10 +16,11 @@ written once, as products that accumulate do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.cost.attention import attention_s
 from meshweave.cost.calls import engine_flops, with_counts
+from meshweave.cost.grouped import grouped_constants, grouped_s
 from meshweave.cost.product_table import item_bytes, table_s
 from meshweave.cost.products import product_s
 from meshweave.describe.machine.chip import Chip
@@ -88,10 +89,30 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
     constants = kernels.attention_of(work.dtype)
     if work.call in ("attention", "causal_attention") and constants is not None and len(work.shape) == 5:
         return _attention_s(constants, work)
+    if work.call == "experts":
+        return _experts_s(kernels, work)
     if work.call in _STREAMING and kernels.elementwise is not None:
         launch_s, bytes_per_s = kernels.elementwise
         return launch_s + work.bytes / bytes_per_s
     return None
+
+
+def _experts_s(kernels: ChipKernels, work: Compute) -> float | None:
+    """Return the seconds of a part of experts: each of the three has two products a row of the same sizes."""
+    rows, hidden, inner, experts, columns = work.shape
+    grouped = grouped_constants(kernels.name, work.dtype)
+    if grouped is not None:
+        share = kernels.grouped_share
+        if share != 1:
+            rates = share * grouped.flops_per_s, share * grouped.unit_bytes_per_s
+            grouped = replace(grouped, flops_per_s=rates[0], unit_bytes_per_s=rates[1])
+        return grouped_s(grouped, (rows, hidden, inner, experts, columns))
+    constants = kernels.product(work.dtype)
+    if constants is None:
+        return None
+    each, item = max(rows // experts, 1), item_bytes(work.dtype)
+    sizes = ((columns * inner, hidden), (hidden, inner))
+    return sum(product_s(constants, each, n, k, item, experts) for n, k in sizes)
 
 
 def _product_s(

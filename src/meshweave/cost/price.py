@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import engine_amount, tile_traffic
+from meshweave.cost.exchange import CopyExchange, as_all_to_all, exchange_s
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
@@ -101,6 +102,11 @@ def price(
 
 
 def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
+    if isinstance(work, CopyExchange):
+        seconds = exchange_s(work, machine)
+        if seconds is not None:
+            return Price(to_ps(seconds), 0, 0, 1)
+        work = as_all_to_all(work)
     count, part = work.num_ranks, work.part_bytes
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
     moves_bytes = work.kind != "fence" and work.num_ranks > 1

@@ -10,9 +10,9 @@ from meshweave.trace import Span, Trace
 class TraceRecorder:
     """Base of simulators that drive a program's `Issuer`: the issue and end time of each op."""
 
-    def __init__(self, flow: Dataflow) -> None:
+    def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
         self.flow = flow
-        self.issuer = Issuer(flow)
+        self.issuer = Issuer(flow, hosted=hosted)
         self.now_ps = 0
         self.issued_ps: dict[Node, int] = {}
         self.ended_ps: dict[Node, int] = {}

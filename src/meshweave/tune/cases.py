@@ -17,10 +17,10 @@ from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.simulate import LinkUse, Simulation, simulate
-from meshweave.simulate import reference as plain_simulator
 from meshweave.simulate.critical import CriticalPath, critical_path
 from meshweave.simulate.rank_timeline import RankTimeline, rank_timeline
 from meshweave.simulate.summary import LinkClass, busiest_links, link_classes, mean_parts
@@ -323,7 +323,7 @@ def _uncontended_s(program: Program, machine: Machine) -> float:
         raise UnsupportedError(
             f"--against estimate takes a program of at most {MAX_UNCONTENDED_OPS} ops; this has about {num_ops}"
         )
-    return plain_simulator.simulate(program, machine, contention=False).duration_s
+    return estimate(program, machine).total_s
 
 
 def _num_ops(program: Program) -> int:

@@ -107,20 +107,6 @@ def tune_layouts(
     return best
 
 
-def table(tuned: Iterable[TunedLayouts]) -> list[dict[str, str | float]]:
-    """Return one row per result of `tune_layouts`: layouts and config in words, times in seconds, bytes."""
-    return [
-        {
-            **{operand: layout_words(result.problem.layout(operand)) for operand in OPERANDS},
-            "way": str(result.tuned.config),
-            "seconds": result.tuned.estimate.total_s,
-            "moved_bytes": result.tuned.moved_bytes,
-            "rank_bytes": result.matrix_bytes + result.extra_bytes,
-        }
-        for result in tuned
-    ]
-
-
 def layout_words(layout: Layout) -> str:
     """Return "2 x (3 x 2)" for two replicas on a grid of 3 x 2, the layout's own text for other layouts."""
     if layout.mesh.axes != ("replica", "row", "col"):

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from meshweave.algorithms.step.problem import SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import load_stack, stack_names
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.model_file import model_table, transformer_from
 from meshweave.tune.plan import Plan
@@ -72,6 +74,8 @@ def planned_cluster(plan: Plan) -> Cluster:
 def planned_problem(plan: Plan, cluster: Cluster | None = None) -> StepProblem:
     """Return the problem of the plan of a step, on its own cluster or another one. Raises DescriptionError."""
     settings = dict(plan.description.settings) if plan.description else {}
+    if "product_dtype" in settings:  # as files of before have it
+        settings["precision"] = settings.pop("product_dtype")
     known = [item.name for item in fields(StepProblem) if item.name not in _OF_THE_PLAN]
     for name in settings:
         if name not in known:
@@ -102,6 +106,15 @@ def _stack(given: Any) -> SoftwareStack:
         table: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         for key in ("forward", "backward"):
             table[key] = UnfusedKernels(**table.get(key, {}))
+        if table.get("host") is not None:
+            table["host"] = HostRates(**table["host"])
+        if "copies" in table:
+            table["copies"] = tuple(UnfusedKernels(**each) for each in table["copies"])
+        if "runs" in table:
+            runs: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in table["runs"].items()
+            }
+            table["runs"] = StackRuns(**runs)
         return SoftwareStack(**table)
     except (TypeError, AttributeError) as error:
         raise DescriptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.units import format_bytes
@@ -53,6 +53,14 @@ class DegreesRecord(Record):
     micro_batch: Width
     recompute: Literal["none", "selective", "full"]
     order: tuple[Literal["tensor", "context", "data", "pipeline"], ...] = Field(min_length=4, max_length=4)
+    expert: Width = 1
+    expert_tensor: Width = 1
+
+    @model_serializer(mode="wrap")
+    def _without_ones(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the table without degrees of experts of one rank, which files of dense models never have."""
+        table: dict[str, Any] = write(self)
+        return {k: v for k, v in table.items() if k not in ("expert", "expert_tensor") or v != 1}
 
     @property
     def num_chips(self) -> int:
@@ -126,6 +134,11 @@ class StepsRecord(Record):
         defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
             cannot be laid out, for the reason in `defaults_refused`.
         above_ceiling: why utilizations in the ranking are above that; "" where none is.
+        stack: the software stack whose overheads are added, and that executes what was searched.
+        precision: the recipe of the products of layers below 16 bits; "" where they run in the plan's dtype.
+        priced_as: by what that is priced where it was not measured on the chip.
+        ideal: the best configuration by kernels and communication alone; None with the stack "ideal", and in files
+            of before.
     """
 
     memory_limit_bytes: Bytes
@@ -142,6 +155,10 @@ class StepsRecord(Record):
     above_ceiling: str = ""
     defaults: StepRecord | None = None
     defaults_refused: str = ""
+    stack: str = "ideal"
+    precision: str = ""
+    priced_as: str = ""
+    ideal: StepRecord | None = None
 
     def reason_above(self, *utilizations: float) -> str:
         """Return why the highest of some utilizations is above the ceiling; "" where it is not."""

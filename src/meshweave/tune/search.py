@@ -19,7 +19,9 @@ from meshweave.tune.dataflow import LayerDataflow, block_products, layer_dataflo
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.plan_description import describe
-from meshweave.tune.product import SearchCounts, TunedProduct, finish_search, tune_product
+from meshweave.tune.product import SearchCounts, finish_search
+from meshweave.tune.product import TunedProduct as TunedProduct
+from meshweave.tune.product import tune_product as tune_product
 from meshweave.tune.unrolled import (
     REFERENCE_ALGORITHM,
     UNROLLED,
@@ -28,8 +30,6 @@ from meshweave.tune.unrolled import (
     sizes_of,
     unrolled_entry,
 )
-
-__all__ = ["Progress", "TunedProduct", "plan_model", "tune_product"]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) after each mesh shape of each algorithm."""

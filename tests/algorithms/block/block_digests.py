@@ -22,6 +22,7 @@ from meshweave.algorithms.block.nodes import kernels_of
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.block.sites import product_parts, product_sites, ring_parts
+from meshweave.algorithms.block.sized import FlatTask
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.links import factorisations
@@ -46,6 +47,12 @@ def _lines(program: Program) -> list[str]:
     text = to_text(program).splitlines()
     first = next((at for at, line in enumerate(text) if line.startswith("with ")), len(text))
     return sorted(text[:first]) + text[first:]
+
+
+def _steps(steps: list[FlatTask]) -> str:
+    """Return tasks in words, without the product that each is of."""
+    words = ", ".join(f"{name}={{{name}!r}}" for name in FlatTask._fields if name != "part")
+    return f"[{', '.join(f'FlatTask({words})'.format(**task._asdict()) for task in steps)}]"
 
 
 def _tried(make: Callable[[], Any]) -> Any:
@@ -110,7 +117,7 @@ def _rows(entry: BlockAlgorithm, problem: BlockProblem) -> Iterator[Any]:
     for overlap in ("layers", "sites"):
         sizes = (1, 2, 5)
         yield _tried(
-            lambda: [repr(entry.sized_skeleton(problem, overlap).steps(n, BlockConfig())) for n in sizes]
+            lambda: [_steps(entry.sized_skeleton(problem, overlap).steps(n, BlockConfig())) for n in sizes]
         )
     if problem.training and problem.layers == 1:
         yield from _site_rows(entry, problem)

@@ -28,7 +28,7 @@ from meshweave.ir.program.meanings import Product
 from meshweave.ir.program.ops import Call
 from meshweave.ir.skeleton import skeleton_of
 from meshweave.ir.work import Compute, traffic
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import mostly_slow
 
 GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64", biases=True)

@@ -27,7 +27,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.skeleton import Skeleton, skeleton_of
 from meshweave.ir.work import Compute, Work, traffic
-from meshweave.simulate.reference import simulate
+from plain_simulator.reference import simulate
 from sampling import mostly_slow
 
 AROUND = [

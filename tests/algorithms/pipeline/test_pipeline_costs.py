@@ -83,8 +83,8 @@ def test_a_recomputed_stash_is_there_for_one_micro_batch() -> None:
 def test_peak_bytes_counts_buffers_and_stashes() -> None:
     problem = chain_of_ranks((0, 1), 4)
     program = OneForwardOneBackward().program(problem, PipelineConfig())
-    parameters, batch, slots = 2 * 4 * 4, 4 * 4, 2 * 4
-    at_last_forward = 3 * slots + 2 * 8  # the first slot of what it sends is not needed any more
+    parameters, batch, slot = 2 * 4 * 4, 4 * 4, 2 * 4
+    at_last_forward = slot + 2 * 8  # what it has sent is not needed any more
     assert peak_bytes(program, 0) == parameters + batch + at_last_forward
 
 

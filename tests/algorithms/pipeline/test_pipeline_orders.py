@@ -23,7 +23,7 @@ from meshweave.algorithms.pipeline import (
 )
 from meshweave.algorithms.pipeline.communication import communicating_steps
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
-from meshweave.algorithms.pipeline.folding import StepLoop, fold, unfold
+from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.slots import most_alive
 from meshweave.algorithms.pipeline.timing import times_on
 from meshweave.algorithms.table import algorithm
@@ -37,6 +37,19 @@ from sampling import examples
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD  # noqa: E741
 
 # --- folding ---------------------------------------------------------------------------------------------------
+
+
+def unfold(folded: Folded, advance: int = 0) -> list[tuple[int, int]]:
+    """Return the steps of `fold`, `advance` added to each micro-batch."""
+    steps: list[tuple[int, int]] = []
+    for item in folded:
+        if isinstance(item, StepLoop):
+            for turn in range(item.count):
+                steps += unfold(item.body, advance + turn * item.increment)
+        else:
+            template, micro_batch = item
+            steps.append((template, micro_batch if micro_batch < 0 else micro_batch + advance))
+    return steps
 
 
 @examples(200)

@@ -8,14 +8,25 @@ from hypothesis import strategies as st
 from pipeline_schedules import KIND, times_of
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
+from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.progress import prove_progress
-from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_1p, zb_2p, zb_auto
+from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
 from meshweave.algorithms.pipeline.zbv import zbv
 from meshweave.base.errors import LayoutError
 from sampling import examples
+
+
+def zb_1p(num_micro_batches: int, times: ActionTimes) -> Schedule:
+    """Return the automatic schedule in the memory of 1F1B: as many whole stashes as ranks."""
+    return zb_auto(num_micro_batches, times, StashLimit(len(times.forward)))
+
+
+def zb_2p(num_micro_batches: int, times: ActionTimes) -> Schedule:
+    """Return the automatic schedule in twice the memory of 1F1B, which can be without bubble."""
+    return zb_auto(num_micro_batches, times, StashLimit(2 * len(times.forward)))
 
 
 def largest_idle_span(schedule: object, times: ActionTimes) -> int:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 import meshweave as mw
+from meshweave.algorithms.step import load_stack
+from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.base.errors import MeshweaveError
 from meshweave.cli.app import run_app
 from meshweave.describe.catalog import cluster_names, model_names
@@ -15,6 +17,7 @@ from meshweave.describe.machine.left_out import best_product_rate, unmeasured_ke
 from sampling import mostly_slow
 
 TPU = "tpu-v5p:64"
+TORCHTITAN = replace(load_stack("torchtitan"), runs=StackRuns())
 
 
 def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.algorithms.Step]:
@@ -32,8 +35,8 @@ def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.a
             "attention": rng.choice(["flash", "plain"]),
             "attention_share": rng.choice([1.0, 0.5, 2.0]),
             "dtype": rng.choice([dtype for dtype, _ in cluster.chip.peak_flops_per_s]),
-            "product_dtype": rng.choice([None, None, "fp8", "float32"]),
-            "stack": rng.choice(["none", "torchtitan"]),
+            "precision": rng.choice([None, None, "fp8-token", "fp8-block"]),
+            "stack": rng.choice(["ideal", TORCHTITAN]),
         }
         seq = rng.choice([512, 4096, 65536])
         try:
@@ -69,7 +72,7 @@ def test_no_chip_of_the_catalog_is_above_what_it_has_shown_without_a_reason(seed
 
 def test_a_step_at_a_long_sequence_counts_the_pairs_that_its_kernels_compute() -> None:
     """With all pairs, 64 chips at their peak would have 115.5 % of it: kernels compute half of the pairs."""
-    step = mw.step("llama-3-8b", TPU, batch=64, sequence=32768, tp=2, cp=4, zero=1)
+    step = mw.step("llama-3-8b", TPU, batch=64, sequence=32768, tp=2, cp=4, zero=1, stack="ideal")
     assert step.mfu_all_pairs > 1 > step.mfu
     model, pairs = step.problem.model, 32768 * 32769 // 2
     attention = 12 * 64 * pairs * model.num_layers * model.num_heads * model.head_dim
@@ -80,11 +83,13 @@ def test_a_step_at_a_long_sequence_counts_the_pairs_that_its_kernels_compute() -
 
 
 def test_products_of_another_dtype_and_rates_above_the_peak_are_said() -> None:
-    eight = mw.step("llama-2-7b", "dgx-h100:8", batch=64, sequence=4096, zero=1, product_dtype="fp8")
+    eight = mw.step(
+        "llama-2-7b", "dgx-h100:8", batch=64, sequence=4096, zero=1, precision="fp8-token", stack="ideal"
+    )
     assert "products in fp8 at up to 192" in eight.ceiling.reason(eight.mfu)
     cluster = mw.load_cluster("tpu-v4:8")
     fast = replace(cluster, chip=replace(cluster.chip, dtype_flops_per_s=(("bfloat16", 500e12),)))
-    step = mw.step("llama-2-7b", fast, batch=64, sequence=2048, zero=1)
+    step = mw.step("llama-2-7b", fast, batch=64, sequence=2048, zero=1, stack="ideal")
     assert step.mfu > 1 and "products in bfloat16 at up to 181.8 %" in step.ceiling.reason(step.mfu)
 
 
@@ -112,7 +117,7 @@ def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.Capture
 def test_a_plan_above_the_ceiling_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Products of an H100 sustain less in training than in short runs, which price a plan without a stack."""
     options = {"batch": 128, "sequence": 4096, "tp": 1, "pp": 1, "cp": 1, "memory_bytes": 1 << 40}
-    chosen = mw.plan("llama-2-7b", "dgx-h100:8", **options)  # type: ignore[arg-type]
+    chosen = mw.plan("llama-2-7b", "dgx-h100:8", **options, stack="ideal")  # type: ignore[arg-type]
     steps = chosen.step
     assert steps.ceiling is not None and steps.best.mfu > steps.ceiling == pytest.approx(0.6265, abs=1e-3)
     assert "sustain in training" in steps.reason_above(steps.best.mfu) and not steps.reason_above(0.5)
@@ -123,7 +128,7 @@ def test_a_plan_above_the_ceiling_says_why(capsys: pytest.CaptureFixture[str]) -
 def test_what_a_stack_does_not_compute_again_is_no_hardware_flop() -> None:
     """PyTorch's checkpoints stop before the last product of a layer, which nothing needs."""
     of = {"batch": 8, "sequence": 4096, "zero": 3, "recompute": "full"}
-    plain = mw.step("llama-2-7b", "dgx-h100:8", **of)  # type: ignore[arg-type]
+    plain = mw.step("llama-2-7b", "dgx-h100:8", **of, stack="ideal")  # type: ignore[arg-type]
     early = mw.step("llama-2-7b", "dgx-h100:8", stack="torchtitan", **of)  # type: ignore[arg-type]
     model = plain.problem.model
     skipped = 2 * 8 * 4096 * model.num_layers * model.ffn_hidden * model.hidden

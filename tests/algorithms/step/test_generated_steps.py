@@ -48,7 +48,7 @@ def steps(draw: st.DrawFn) -> Step:
         batch = data * draw(st.sampled_from([4, 8]))
         return mw.step(model, "dgx-a100:16", batch=batch, sequence=2048, **options)
     except LayoutError:
-        return mw.step(GPT, "dgx-a100:16", batch=16, sequence=2048, zero=options["zero"])
+        return mw.step(GPT, "dgx-a100:16", batch=16, sequence=2048, zero=options["zero"], stack="ideal")
 
 
 @pytest.mark.slow
@@ -72,14 +72,16 @@ def test_the_mean_error_of_sharded_and_split_steps_is_small() -> None:
         {"tp": 2, "pp": 2, "vp": 2, "schedule": "zbv", "recompute": "full"},
         {"tp": 2, "pp": 2, "vp": 2, "schedule": "dualpipev"},
     ):
-        step = mw.step(GPT, "dgx-a100:16", batch=32, sequence=2048, **options)
+        step = mw.step(GPT, "dgx-a100:16", batch=32, sequence=2048, **options, stack="ideal")
         errors.append(abs(step.time_s / simulate_step(step).time_s - 1))
     assert sum(errors) / len(errors) < 0.02
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_replicas_of_sharded_steps_are_folded(zero: int) -> None:
-    step = mw.step(replace(GPT, num_layers=3), "dgx-a100:32", batch=16, sequence=256, tp=8, zero=zero)
+    step = mw.step(
+        replace(GPT, num_layers=3), "dgx-a100:32", batch=16, sequence=256, tp=8, zero=zero, stack="ideal"
+    )
     folded, every = simulate_step(step), simulate_step(step, folds=False)
     assert folded.fold == 4
     assert folded.simulation.duration_s == every.simulation.duration_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -98,13 +99,17 @@ def test_the_pipeline_is_the_one_of_its_actions(
 def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batch: int, count: int) -> None:
     bare = replace(model, vocab_size=None)
     chip = HOSTS.with_chips(1)
-    step = mw.step(bare, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
+    step = mw.step(
+        bare, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch, stack="ideal"
+    )
     block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
     entry = mw.ALGORITHMS["megatron_sp"]
     machine = mesh_machine(step.problem.priced_cluster, (1, 1), ("row", "col"))
     layer_s = entry.estimate(block, BlockConfig(), machine).total_s
     assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
-    whole = mw.step(model, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch)
+    whole = mw.step(
+        model, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch, stack="ideal"
+    )
     table = BlockProblem.of(model, mw.Workload(micro_batch, 512), (1, 1))
     ends = replace(table, vocabulary=model.vocab_size or 0)
     with_ends_s = entry.estimate(ends, BlockConfig(), machine).total_s
@@ -196,33 +201,33 @@ def test_collectives_beside_layers_are_two_lanes(
 )
 def test_what_cannot_be_laid_out_is_said_in_a_line(options: dict[str, object], words: str) -> None:
     with pytest.raises(MeshweaveError) as caught:
-        mw.step(GPT, HOSTS, batch=64, sequence=1024, **options)
+        mw.step(GPT, HOSTS, batch=64, sequence=1024, **options, stack="ideal")
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:
     odd = replace(HOSTS, network=replace(HOSTS.network, num_hosts=3, chips_per_host=5))
-    step = mw.step(GPT, odd, batch=15, sequence=512, tp=5, zero=1)
+    step = mw.step(GPT, odd, batch=15, sequence=512, tp=5, zero=1, stack="ideal")
     assert step.parallelism.data == 3 and step.time_s > 0
     tree = mw.load_cluster("atp-ic1")
-    assert mw.step(GPT, tree, batch=16, sequence=512, dtype="float16", tp=2, pp=2).time_s > 0
+    assert mw.step(GPT, tree, batch=16, sequence=512, dtype="float16", tp=2, pp=2, stack="ideal").time_s > 0
 
 
 def test_embedding_and_loss_may_be_stages_of_their_own() -> None:
     model = replace(GPT, num_layers=14)
-    step = mw.step(model, HOSTS, batch=64, sequence=512, pp=8, vp=2)
+    step = mw.step(model, HOSTS, batch=64, sequence=512, pp=8, vp=2, stack="ideal")
     assert step.stage_layers == (0, *[1] * 14, 0)
 
 
 def test_what_a_stack_does_costs_time() -> None:
     """Waiting for transfers and a loss in steps take longer, and keep more."""
     options = {"batch": 64, "sequence": 512, "pp": 4, "tp": 2}
-    plain = mw.step(GPT, HOSTS, **options)
+    plain = mw.step(GPT, HOSTS, **options, stack="ideal")
     blocking = mw.step(GPT, HOSTS, **options, stack=mw.SoftwareStack(blocks_transfers=True))
     assert plain.parts.transfers < blocking.parts.transfers
     hops = 2 * plain.num_micro_batches * plain.stages.transfer_s
     assert blocking.parts.transfers == pytest.approx(hops + 6 * plain.stages.transfer_s, rel=0.5)
-    eager = mw.step(GPT, HOSTS, **options, loss="eager")
+    eager = mw.step(GPT, HOSTS, **options, loss="eager", stack="ideal")
     assert eager.time_s > plain.time_s and eager.memory.ranks[-1].total > plain.memory.ranks[-1].total
     assert pickle.loads(pickle.dumps(eager.problem)) == eager.problem
 
@@ -261,4 +266,12 @@ def test_attention_of_a_block_is_priced_by_its_shape() -> None:
     uncontended = mw.estimate(entry.program(problem, BlockConfig()), machine)
     assert entry.estimate(problem, BlockConfig(), machine).total_s == pytest.approx(
         uncontended.total_s, rel=1e-9
+    )
+
+
+def test_a_step_prints_as_a_line() -> None:
+    step = mw.step("llama-2-7b", "dgx-h100:16", batch=32, sequence=2048, tp=2, pp=2, zero=1)
+    assert re.fullmatch(
+        r"<Step of llama-2-7b on 16 chips of dgx-h100: dp 4 pp 2 cp 1 tp 2, [\d.]+ m?s, [\d.]+ % MFU, [\d.]+ GB>",
+        repr(step),
     )

@@ -30,9 +30,9 @@ from meshweave.estimate import estimate_skeleton, skeleton_ps
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton, Task, skeleton_of
 from meshweave.ir.work import Compute, Transfer, Work
-from meshweave.simulate.reference import simulate
 from meshweave.tune.plan_file import load_plan
 from meshweave.tune.step_cases import planned_step
+from plain_simulator.reference import simulate
 
 BATCH, SEQUENCE, HIDDEN, HEADS, WIDTH, FFN = 8, 8, 16, 4, 2, 24
 
@@ -173,7 +173,7 @@ def test_a_plan_says_which_overlap_it_counts_on(tmp_path: Path) -> None:
     options = {"batch": 16, "sequence": 2048, "tp": 8, "strategy": "megatron_sp", "micro_batch": 4, "zero": 0}
     steps = {}
     for overlap in ("layers", "sites"):
-        plan = mw.plan("llama-3-8b", "dgx-h100:8", overlap=overlap, **options)
+        plan = mw.plan("llama-3-8b", "dgx-h100:8", overlap=overlap, **options, stack="ideal")
         plan.save(tmp_path / "plan.json")
         read = load_plan(tmp_path / "plan.json")
         assert read.step.overlap == overlap

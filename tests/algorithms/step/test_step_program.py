@@ -71,7 +71,7 @@ def test_a_fold_takes_as_long(step: mw.algorithms.Step) -> None:
     ],
 )
 def test_replicas_in_hosts_of_their_own_are_folded(options: dict[str, object], fold: int) -> None:
-    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, sequence=256, **options)
+    step = mw.step(replace(GPT, num_layers=2), CLUSTERS[0], batch=16, sequence=256, **options, stack="ideal")
     folded, whole = mw.simulation.simulate_step(step), mw.simulation.simulate_step(step, folds=False)
     assert folded.fold == fold
     assert folded.simulation.duration_s == whole.simulation.duration_s
@@ -87,7 +87,7 @@ def test_the_mean_error_is_small() -> None:
         {"tp": 2, "pp": 4, "vp": 2},
         {"tp": 1, "pp": 2, "strategy": "megatron"},
     ):
-        step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=2048, **options)
+        step = mw.step(GPT, CLUSTERS[0], batch=32, sequence=2048, **options, stack="ideal")
         simulated = mw.simulation.simulate_step(step)
         errors.append(abs(step.time_s / simulated.time_s - 1))
     assert statistics.mean(errors) < 0.02
@@ -95,7 +95,7 @@ def test_the_mean_error_is_small() -> None:
 
 def test_a_program_has_every_chip_and_is_valid() -> None:
     tiny = mw.Transformer("tiny", 4, 16, 4, 4, 4, 64, 32, False, "made up", tied_embeddings=False)
-    step = mw.step(tiny, CLUSTERS[2], batch=16, sequence=4, tp=4, pp=2)
+    step = mw.step(tiny, CLUSTERS[2], batch=16, sequence=4, tp=4, pp=2, stack="ideal")
     program = mw.algorithms.step_program(step)
     assert len(program.ranks) == 16
     text = mw.ir.to_text(program)
@@ -107,7 +107,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
     sizes = []
     for layers in (8, 16):
         model = replace(GPT, num_layers=layers)
-        step = mw.step(model, CLUSTERS[2], batch=16, sequence=512, tp=4, pp=2)
+        step = mw.step(model, CLUSTERS[2], batch=16, sequence=512, tp=4, pp=2, stack="ideal")
         sizes.append(len(list(mw.algorithms.step_program(step).expanded.ops())))
     assert sizes[0] == sizes[1]
 
@@ -115,5 +115,7 @@ def test_a_program_does_not_grow_with_layers() -> None:
 def test_2d_products_are_included_beside_data_parallelism() -> None:
     model = mw.Transformer("small", 2, 64, 8, 8, 8, 256, 128, False, "made up", tied_embeddings=False)
     cluster = mw.load_cluster("dgx-a100:8")
-    step = mw.step(model, cluster, 8, 32, dp=2, tp=(2, 2), strategy="meshslice_block", micro_batch=2)
+    step = mw.step(
+        model, cluster, 8, 32, dp=2, tp=(2, 2), strategy="meshslice_block", micro_batch=2, stack="ideal"
+    )
     assert mw.simulation.simulate_step(step).time_s > 0

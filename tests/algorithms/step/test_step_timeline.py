@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.algorithms.step import StepTimeline, layer_timeline, step_timeline
+from meshweave.algorithms.step import (
+    StepTimeline,
+    layer_timeline,
+    load_stack,
+    stack_names,
+    step_timeline,
+)
 from meshweave.algorithms.step.block_time import whole_time
+from meshweave.algorithms.step.stack_runs import StackRuns
+from meshweave.algorithms.step.stacks import IDEAL
 from meshweave.algorithms.step.timeline import MAX_SPANS
 from meshweave.tune.step_search.curves import step_curves
 from sampling import examples
@@ -36,7 +46,7 @@ def steps(draw: st.DrawFn) -> mw.algorithms.Step:
         schedule=schedule,
         vp=virtual if pp > 1 else 1,
         recompute=draw(st.sampled_from(["none", "full"])),
-        stack=draw(st.sampled_from(["none", "torchtitan", "llm-foundry", "megatron-2021"])),
+        stack=replace(load_stack(draw(st.sampled_from([IDEAL, *stack_names()]))), runs=StackRuns()),
     )
 
 
@@ -70,7 +80,7 @@ def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.algorithms.Step) -> No
     timeline = layer_timeline(step)
     assert timeline is not None
     assert timeline.duration_s == pytest.approx(
-        whole_time(step.problem, step.parallelism, 0, step.problem.product_dtype)[0].part.total_s
+        whole_time(step.problem, step.parallelism, 0, step.problem.products)[0].part.total_s
     )
     check_lanes(timeline)
     busy_s = sum(span.end_s - span.begin_s for span in timeline.lanes[0].spans)
@@ -79,7 +89,7 @@ def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.algorithms.Step) -> No
 
 def test_a_long_pipeline_shows_some_ranks_and_micro_batches_and_says_so() -> None:
     model = mw.Transformer("deep", 32, 512, 8, 8, 64, 2048, 1000, False, "made up")
-    step = mw.step(model, "dgx-h100:32", batch=4096, sequence=128, pp=32)
+    step = mw.step(model, "dgx-h100:32", batch=4096, sequence=128, pp=32, stack="ideal")
     timeline = step_timeline(step)
     assert sum(len(lane.spans) for lane in timeline.lanes) <= MAX_SPANS
     assert "micro-batches on" in timeline.remark and "of 32 pipeline ranks" in timeline.remark
@@ -87,7 +97,7 @@ def test_a_long_pipeline_shows_some_ranks_and_micro_batches_and_says_so() -> Non
 
 
 def test_curves_pass_through_the_plan() -> None:
-    step = mw.step(MODEL, "dgx-h100:16", batch=32, sequence=1024, tp=2, pp=2)
+    step = mw.step(MODEL, "dgx-h100:16", batch=32, sequence=1024, tp=2, pp=2, stack="ideal")
     seen: list[tuple[int, int]] = []
     curves = step_curves(
         step.problem, [step.parallelism], 10**9, lambda done, total: seen.append((done, total))

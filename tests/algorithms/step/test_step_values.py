@@ -183,6 +183,6 @@ def test_drawn_steps_compute_what_one_process_does(case: dict[str, Any]) -> None
 
 
 def test_what_has_no_program_is_said() -> None:
-    step = mw.step("llama-2-7b", "dgx-h100:8", batch=8, sequence=512, product_dtype="fp8")
+    step = mw.step("llama-2-7b", "dgx-h100:8", batch=8, sequence=512, precision="fp8-token", stack="ideal")
     with pytest.raises(MeshweaveError, match="products in bfloat16 alone"):
         simulate_step(step)

@@ -57,7 +57,7 @@ def enumerated(
             seconds = step_of(problem, choice).time_s
         except MeshweaveError:
             continue
-        key = choice.data, choice.pipeline, choice.context, choice.tensor, choice.strategy
+        key = choice.data, choice.pipeline, choice.context, choice.tensor, choice.strategy, choice.experts
         rows[key] = min(seconds, rows.get(key, seconds))
     return rows
 

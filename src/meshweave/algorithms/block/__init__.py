@@ -9,10 +9,12 @@ from meshweave.algorithms.block.all_to_all_heads import AllToAllHeads
 from meshweave.algorithms.block.atp import Atp
 from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, ZeroThree, ZeroTwo
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.problem import BlockConfig as BlockConfig
+from meshweave.algorithms.block.problem import BlockProblem as BlockProblem
 from meshweave.algorithms.block.ring_attention import RingAttention
-from meshweave.algorithms.block.roles import BLOCK_ROLES, AxisRole
-from meshweave.algorithms.block.strategy import BlockAlgorithm
+from meshweave.algorithms.block.roles import BLOCK_ROLES as BLOCK_ROLES
+from meshweave.algorithms.block.roles import AxisRole as AxisRole
+from meshweave.algorithms.block.strategy import BlockAlgorithm as BlockAlgorithm
 from meshweave.algorithms.block.two_d import (
     Collective2d,
     MeshSliceBlock,
@@ -37,5 +39,3 @@ ENTRIES: tuple[BlockAlgorithm, ...] = (
     AllToAllHeads(),
     RingAttention(),
 )
-
-__all__ = ["BLOCK_ROLES", "ENTRIES", "AxisRole", "BlockAlgorithm", "BlockConfig", "BlockProblem"]

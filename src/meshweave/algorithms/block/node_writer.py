@@ -98,7 +98,7 @@ class NodeWriter(BlockTensors):
             self.end_site()
             return result
         weight = self.weight(at)
-        operand = self._moved_once(
+        operand = self.moved_once(
             operand, self.roles.operand(at.node.enters), "all", f"{at.operand} gathered"
         )
         natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
@@ -111,7 +111,7 @@ class NodeWriter(BlockTensors):
         self.end_site()
         return result
 
-    def _moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
+    def moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
         """Return what several products read, moved for the first of them."""
         if key not in self.stored:
             self.stored[key] = self.writer.move(src, dims, suffix)
@@ -131,11 +131,11 @@ class NodeWriter(BlockTensors):
             self.end_site()
             return
         dims = gradient_dims(self.roles.product(node.enters))
-        arriving = self._moved_once(arriving, dims, "all", f"{at.arriving} gathered {dims}")
+        arriving = self.moved_once(arriving, dims, "all", f"{at.arriving} gathered {dims}")
         if self.roles.keeps_gathered:
             operand = self.stored[f"{at.operand} gathered"]
         else:
-            operand = self._moved_once(first, self.roles.operand(node.enters), "again", f"{at.operand} again")
+            operand = self.moved_once(first, self.roles.operand(node.enters), "again", f"{at.operand} again")
         weight = self.weight(at)
         natural = product(arriving.dims, weight.dims, (_contracted(not node.enters),))
         out = self.contribution(at, edge)

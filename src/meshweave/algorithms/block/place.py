@@ -15,7 +15,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Side
 from meshweave.describe.model.dense import dense_head
 from meshweave.describe.model.layer import LayerGraph
-from meshweave.describe.model.nodes import Features, LayerNode, NodeWeight
+from meshweave.describe.model.nodes import WITH_TOKENS, Features, LayerNode, NodeWeight
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import PositionNames
 
@@ -194,7 +194,9 @@ def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
 def side_of(features: Features) -> Side:
     """Return features as a side of a tensor: roles call all that is not the residual "inner"."""
     dim = features.dim
-    return Side("" if not dim else "hidden" if dim == "hidden" else "inner", features.count, features.unit)
+    if not dim or dim in WITH_TOKENS:
+        return Side("", features.count, features.unit)
+    return Side("hidden" if dim == "hidden" else "inner", features.count, features.unit)
 
 
 @lru_cache(maxsize=64)

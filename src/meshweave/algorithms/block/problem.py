@@ -25,6 +25,23 @@ _FAMILIES = ("gpt", "llama")
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """Where the experts of a layer are, for what is priced of it.
+
+    Attributes:
+        expert: ranks that share the experts; each has as many.
+        tensor: ranks that share each expert, in the dim of its inner features.
+        load: copies of tokens that the most loaded rank gets over those that ranks get on average.
+        dispatcher: how copies travel, a name of `cost.exchange`.
+    """
+
+    expert: int = 1
+    tensor: int = 1
+    load: float = 1.0
+    dispatcher: str = "all_to_all"
+
+
+@dataclass(frozen=True)
 class BlockProblem:
     """Layers of a transformer on a mesh (rows, columns) or (depth, rows, columns).
 
@@ -56,6 +73,7 @@ class BlockProblem:
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
         graph: the layer, where it is another than that of the sizes and the family; it takes `hidden` features.
+        experts: where the experts are of a layer that has some; None for all on each rank.
 
     Raises:
         LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
@@ -78,6 +96,7 @@ class BlockProblem:
     counts_masked: bool = False
     biases: bool = False
     graph: LayerGraph | None = None
+    experts: ExpertRanks | None = None
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) not in (2, 3, 4) or min(self.mesh_shape) < 1:

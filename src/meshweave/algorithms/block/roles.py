@@ -123,6 +123,9 @@ GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
 REDUCED_LAST = replace(GATHERED_ONCE, name="reduced last", reduces_last=True)
 """GATHERED_ONCE with whole gradients until all of them are complete (ZeRO-1)."""
 
+DATA_ROLES = (BATCH, REDUCED_LAST, GATHERED_ONCE, FULLY_SHARDED)
+"""What the axis of data parallelism does at each level of ZeRO, from 0."""
+
 RING = AxisRole(
     "ring",
     residual="sequence",

@@ -17,7 +17,7 @@ from meshweave.algorithms.block.pieces import LayersPiece
 from meshweave.algorithms.block.place import LayerPlace, attention_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
-from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Sides
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Sides, gradient_dims, product
 from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout.mesh import Mesh
@@ -40,6 +40,8 @@ class ProductSite:
         hidden: the features of the residual.
         units, unit: what is dealt out of the inner features: units of so many columns, that are never divided.
         stored: how the weight is kept; None as the roles say.
+        leaves_terms: whether the weight comes as it is multiplied, and its gradient stays in terms where ranks
+            have other tokens: who runs the product gathers and sums those of many weights together.
     """
 
     is_first: bool
@@ -48,6 +50,7 @@ class ProductSite:
     units: int
     unit: int = 1
     stored: AxisDims | None = None
+    leaves_terms: bool = field(default=False, repr=False)
 
     @property
     def layer(self) -> LayerGraph:
@@ -65,7 +68,20 @@ class ProductSite:
 
     def stored_dims(self, roles: Roles) -> AxisDims:
         """Return how the weight is kept, and its gradient is to lie."""
-        return self.stored or roles.stored(roles.weight(self.is_first), self.weight_sides)
+        used = roles.weight(self.is_first)
+        stored = self.stored or roles.stored(used, self.weight_sides)
+        return self._with_2d(used, stored, roles) if self.leaves_terms else stored
+
+    @staticmethod
+    def _with_2d(dims: AxisDims, of_2d: AxisDims, roles: Roles) -> AxisDims:
+        """Return dims; along the two axes of a product that moves its own operands those of it."""
+        return (*dims[:-2], *of_2d[-2:]) if roles.is_flat else dims
+
+    def gradient_terms(self, roles: Roles) -> AxisDims:
+        """Return how the gradient of the weight lies where it is computed, terms of a sum among it."""
+        arriving = gradient_dims(roles.product(self.is_first))
+        lies = product(roles.operand(self.is_first), arriving, TOKENS)
+        return self._with_2d(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides), roles)
 
 
 @lru_cache(maxsize=256)
@@ -96,7 +112,7 @@ def product_parts(
     """Return the forward and the backward program of a product.
 
     Inputs are "x", and "dy" backward; outputs "y", and "dx" and "dw" backward. Gradients of the weight are
-    complete and lie as it is stored.
+    complete and lie as it is stored, but for a site that leaves terms.
 
     Raises:
         LayoutError: the roles fit no product.
@@ -131,6 +147,8 @@ class ProductPiece(LayersPiece):
         operand = OPERAND, self.sides(at.node.takes[0]), before
         kept, sides = site.stored_dims(roles), site.weight_sides
         of_weight = kept if site.stored else roles.gradient(self._used_dims, sides)
+        if site.leaves_terms:
+            of_weight = site.gradient_terms(roles)
         inputs: tuple[WeightSpec, ...] = (operand, (WEIGHT, sides, kept), (f"D{RESULT}", *result[1:]))
         outputs: tuple[WeightSpec, ...] = (
             result,

@@ -24,14 +24,21 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Work
 
+ProductPart = Literal["forward", "dgrad", "wgrad"]
+"""The three products of training: the result, the gradient of the operand, and that of the weight."""
+
 
 class FlatTask(NamedTuple):
-    """A task of a flat skeleton. It waits for the numbers `after`; `times` is as of `ir.skeleton.Task`."""
+    """A task of a flat skeleton. It waits for the numbers `after`; `times` is as of `ir.skeleton.Task`.
+
+    `part` is which of the three products of training it is of.
+    """
 
     lane: str
     work: Work
     after: tuple[int, ...]
     times: int = 1
+    part: ProductPart = "forward"
 
 
 BackwardPart = Literal["", "input_grad", "weight_grad"]
@@ -45,12 +52,14 @@ class TaskAccess:
     Attributes:
         makes: "input_grad" for the gradient of the residual before all layers, "weight_grad" for one of a weight.
         is_backward: whether it makes any gradient.
+        part: which of the three products of training it is of.
     """
 
     reads: frozenset[str]
     writes: frozenset[str]
     makes: BackwardPart
     is_backward: bool
+    part: ProductPart = "forward"
 
     @classmethod
     def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
@@ -62,7 +71,11 @@ class TaskAccess:
         elif any(each.tensor.startswith("D") and not each.has_tokens for each in writes):
             makes = "weight_grad"
         read, written = (frozenset(each.buffer for each in views if each.tensor) for views in (reads, writes))
-        return cls(read, written, makes, any(each.tensor.startswith("D") for each in writes))
+        gradients = [each for each in writes if each.tensor.startswith("D")]
+        part: ProductPart = "forward"
+        if gradients:
+            part = "dgrad" if all(each.has_tokens for each in gradients) else "wgrad"
+        return cls(read, written, makes, bool(gradients), part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +121,6 @@ class SizedSkeleton:
     tasks: tuple[SizedTask | SizedProduct, ...]
     batch_parts: int
 
-    @property
-    def has_products(self) -> bool:
-        """Return whether products are included; the batch must then lie evenly over ranks."""
-        return any(isinstance(task, SizedProduct) for task in self.tasks)
-
     def sequences(self, batch: int) -> int:
         """Return the most sequences that a rank has of a batch."""
         return -(-batch // self.batch_parts)
@@ -147,16 +155,18 @@ class SizedSkeleton:
             if isinstance(task, SizedTask):
                 after = tuple(step for other in task.after for step in last[other])
                 last.append((len(steps),))
-                steps.append(FlatTask(task.lane, task.work_of(sequences), after, task.times))
+                steps.append(
+                    FlatTask(task.lane, task.work_of(sequences), after, task.times, task.access.part)
+                )
                 continue
             begin, ends = len(steps), {}
             product = _unrolled(task.name, task.problem_of(sequences), config.slices, config.packets)
-            for lane, work, waits, times in product:
+            for lane, work, waits, times, _ in product:
                 after = tuple(begin + other for other in waits)
                 if lane not in ends:
                     after += tuple(step for other in task.after.get(lane, ()) for step in last[other])
                 ends[lane] = len(steps)
-                steps.append(FlatTask(lane, work, after, times))
+                steps.append(FlatTask(lane, work, after, times, task.access.part))
             last.append(tuple(ends.values()))
         return steps
 

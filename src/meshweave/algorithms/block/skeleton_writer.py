@@ -254,6 +254,13 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
+    def timed(
+        self, lane: str, work_of: Callable[[int], Work], outs: tuple[Stored, ...], ins: tuple[Stored, ...]
+    ) -> None:
+        """Add work that grows with the tokens that a rank has of the first input."""
+        per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
+        self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
+
     def _matmul(
         self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:

@@ -10,7 +10,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import AxisDims, Roles, Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
-from meshweave.describe.model.nodes import Features, LayerNode, Linear, NodeWeight
+from meshweave.describe.model.nodes import WITH_TOKENS, Features, LayerNode, Linear, NodeWeight
 
 WEIGHTS = "weights"
 """What the lanes of gathers of weights are called, after their mesh axis."""
@@ -56,7 +56,9 @@ class BlockTensors:
     def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
         """Return how a tensor of tokens lies that a node makes: as the residual, or as its group's features do."""
         return (
-            self.roles.residual if features.dim == "hidden" else self.roles.core(at.node.group == "attention")
+            self.roles.residual
+            if features.dim in ("hidden", *WITH_TOKENS)
+            else self.roles.core(at.node.group == "attention")
         )
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -79,10 +81,12 @@ class BlockTensors:
     def _used(self, weight: NodeWeight, group: str) -> AxisDims:
         """Return how parameters lie where they are used."""
         if weight.kind == "matrix":
-            return self.roles.weight(weight.sides[0].dim == "hidden")
+            return self.roles.weight(weight.sides[0].dim in ("hidden", *WITH_TOKENS))
+        if weight.kind in ("whole", "experts"):
+            return self.roles.nowhere
         if weight.sides[-1].dim == "hidden":
             return self.roles.gain
-        if not weight.sides[-1].dim:
+        if weight.sides[-1].dim in ("", *WITH_TOKENS):
             return self.roles.nowhere
         return tuple("inner" if dim == "inner" else "" for dim in self.roles.core(group == "attention"))
 

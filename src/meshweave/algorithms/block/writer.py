@@ -8,7 +8,7 @@ of a chunk runs beside the products of the next, and beside whatever the compute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,9 +18,10 @@ from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.work import Work
 
 COMPUTE = "compute"
 """The lane of everything that is no communication."""
@@ -168,6 +169,18 @@ class BlockWriter(ABC):
         part: Part = "",
     ) -> None:
         """Add a call of a function on the chunk."""
+
+    def timed(
+        self, lane: str, work_of: Callable[[int], Work], outs: tuple[Stored, ...], ins: tuple[Stored, ...]
+    ) -> None:
+        """Add work that grows with the tokens that a rank has of the first input.
+
+        Only a skeleton has such work.
+
+        Raises:
+            UnsupportedError: a program is written, which has ops.
+        """
+        raise UnsupportedError("programs of layers with experts or latent attention are not written yet")
 
     def matmul(
         self,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from meshweave.algorithms.matmul2d.cannon import CANNON
 from meshweave.algorithms.matmul2d.collective import COLLECTIVE
-from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS, Dataflow, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d as Matmul2d
+from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS as DATAFLOWS
+from meshweave.algorithms.matmul2d.common.problem import Dataflow as Dataflow
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig as Matmul2dConfig
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dProblem as Matmul2dProblem
 from meshweave.algorithms.matmul2d.meshslice import MESHSLICE
 from meshweave.algorithms.matmul2d.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul2d.replicated import MESHSLICE_DP
@@ -27,12 +30,3 @@ ENTRIES: tuple[Matmul2d, ...] = (
     MESHSLICE_DP,
 )
 """Listing an entry here gives it its tests and a place in every plan."""
-
-__all__ = [
-    "DATAFLOWS",
-    "ENTRIES",
-    "Dataflow",
-    "Matmul2d",
-    "Matmul2dConfig",
-    "Matmul2dProblem",
-]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
-from meshweave.algorithms.pipeline.delayed import DelayedWeights
-from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward
-from meshweave.algorithms.pipeline.gpipe import GPipe
-from meshweave.algorithms.pipeline.interleaved import INTERLEAVED_1F1B
-from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
-from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
-from meshweave.algorithms.pipeline.program import pipeline_program
-from meshweave.algorithms.pipeline.reader import read_schedule
+from meshweave.algorithms.pipeline.actions import Action as Action
+from meshweave.algorithms.pipeline.actions import ActionKind as ActionKind
+from meshweave.algorithms.pipeline.actions import Schedule as Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm as PipelineAlgorithm
+from meshweave.algorithms.pipeline.algorithm import PipelineConfig as PipelineConfig
+from meshweave.algorithms.pipeline.delayed import DelayedWeights as DelayedWeights
+from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward as EagerOneForwardOneBackward
+from meshweave.algorithms.pipeline.gpipe import GPipe as GPipe
+from meshweave.algorithms.pipeline.interleaved import INTERLEAVED_1F1B as INTERLEAVED_1F1B
+from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward as OneForwardOneBackward
+from meshweave.algorithms.pipeline.problem import Edge as Edge
+from meshweave.algorithms.pipeline.problem import PartCost as PartCost
+from meshweave.algorithms.pipeline.problem import PipelineProblem as PipelineProblem
+from meshweave.algorithms.pipeline.problem import Recompute as Recompute
+from meshweave.algorithms.pipeline.problem import Stage as Stage
+from meshweave.algorithms.pipeline.problem import Stash as Stash
+from meshweave.algorithms.pipeline.program import pipeline_program as pipeline_program
+from meshweave.algorithms.pipeline.reader import read_schedule as read_schedule
 from meshweave.algorithms.pipeline.zero_bubble import ZERO_BUBBLE
 
 ENTRIES: tuple[PipelineAlgorithm, ...] = (
@@ -22,25 +30,3 @@ ENTRIES: tuple[PipelineAlgorithm, ...] = (
     DelayedWeights(),
     *ZERO_BUBBLE,
 )
-
-__all__ = [
-    "ENTRIES",
-    "INTERLEAVED_1F1B",
-    "Action",
-    "ActionKind",
-    "DelayedWeights",
-    "EagerOneForwardOneBackward",
-    "Edge",
-    "GPipe",
-    "OneForwardOneBackward",
-    "PartCost",
-    "PipelineAlgorithm",
-    "PipelineConfig",
-    "PipelineProblem",
-    "Recompute",
-    "Schedule",
-    "Stage",
-    "Stash",
-    "pipeline_program",
-    "read_schedule",
-]

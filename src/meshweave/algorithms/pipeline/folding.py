@@ -35,21 +35,8 @@ Folded = tuple[tuple[int, int] | StepLoop, ...]
 
 
 def fold(steps: Pairs) -> Folded:
-    """Return steps as loops and single steps; `unfold` gives them back."""
+    """Return steps as loops and single steps."""
     return _fold(steps, MOST_NESTED)
-
-
-def unfold(folded: Folded, advance: int = 0) -> list[tuple[int, int]]:
-    """Return the steps of `fold`, `advance` added to each micro-batch."""
-    steps: list[tuple[int, int]] = []
-    for item in folded:
-        if isinstance(item, StepLoop):
-            for turn in range(item.count):
-                steps += unfold(item.body, advance + turn * item.increment)
-        else:
-            template, micro_batch = item
-            steps.append((template, micro_batch if micro_batch < 0 else micro_batch + advance))
-    return steps
 
 
 def _fold(steps: Pairs, depth: int) -> Folded:

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Literal, Protocol
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.boundary import Boundary, boundary_of
+from meshweave.algorithms.pipeline.boundary import Boundary as Boundary
+from meshweave.algorithms.pipeline.boundary import boundary_of
 from meshweave.algorithms.pipeline.communication import Steps, communicating_steps
 from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
@@ -317,6 +318,3 @@ def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:
                 taken[end].add(color)
         colors[edge.source, edge.target] = color
     return colors
-
-
-__all__ = ["Boundary", "Transfers", "check_schedule", "edge_colors", "pipeline_program", "stage_durations"]

@@ -79,16 +79,6 @@ class StashLimit:
         return peak
 
 
-def zb_1p(num_micro_batches: int, times: ActionTimes) -> Schedule:
-    """Return the automatic schedule in the memory of 1F1B: as many whole stashes as ranks."""
-    return zb_auto(num_micro_batches, times, StashLimit(len(times.forward)))
-
-
-def zb_2p(num_micro_batches: int, times: ActionTimes) -> Schedule:
-    """Return the automatic schedule in twice the memory of 1F1B, which can be without bubble."""
-    return zb_auto(num_micro_batches, times, StashLimit(2 * len(times.forward)))
-
-
 def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> Schedule:
     """Return the best schedule of the heuristic, one stage a rank, never over the limit on any rank.
 

@@ -5,19 +5,11 @@ A problem is cut into unit tasks (`tasks`). A strategy turns them into multicast
 becomes a program (`program`).
 """
 
-from meshweave.algorithms.reshard.plan import ReshardPlan, plan_reshard
-from meshweave.algorithms.reshard.problem import ReshardProblem, TensorMove
-from meshweave.algorithms.reshard.program import reshard_program
-from meshweave.algorithms.reshard.strategies import STRATEGIES
-from meshweave.algorithms.reshard.tasks import UnitTask, unit_tasks
-
-__all__ = [
-    "STRATEGIES",
-    "ReshardPlan",
-    "ReshardProblem",
-    "TensorMove",
-    "UnitTask",
-    "plan_reshard",
-    "reshard_program",
-    "unit_tasks",
-]
+from meshweave.algorithms.reshard.plan import ReshardPlan as ReshardPlan
+from meshweave.algorithms.reshard.plan import plan_reshard as plan_reshard
+from meshweave.algorithms.reshard.problem import ReshardProblem as ReshardProblem
+from meshweave.algorithms.reshard.problem import TensorMove as TensorMove
+from meshweave.algorithms.reshard.program import reshard_program as reshard_program
+from meshweave.algorithms.reshard.strategies import STRATEGIES as STRATEGIES
+from meshweave.algorithms.reshard.tasks import UnitTask as UnitTask
+from meshweave.algorithms.reshard.tasks import unit_tasks as unit_tasks

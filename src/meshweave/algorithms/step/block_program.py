@@ -21,6 +21,7 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
+from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.result import Step
@@ -66,7 +67,8 @@ def lay_step(step: Step, *, folds: bool = True) -> LaidStep:
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
-    cluster = step.problem.priced_cluster
+    host = program_host(step.problem, step.parallelism)
+    cluster = replace(step.problem.priced_cluster, host=host)
     if copies == 1:
         program = whole.program()
         return LaidStep(program, Machine.of(cluster, program, logical=True), 1)
@@ -117,6 +119,28 @@ class WrittenStep:
         return next(place.mesh for place in self.stages.values() if rank in place.mesh)
 
 
+@dataclass(frozen=True)
+class StepPieces:
+    """What the program of a step is made of.
+
+    Attributes:
+        units: for each stage its pieces of the model, with how many of each there are.
+        layers: for each stage the names of the units of its layers, in order.
+        schedule: the actions of each pipeline rank.
+        settings: how buckets are kept.
+    """
+
+    units: tuple[tuple[tuple[Unit, int], ...], ...]
+    layers: tuple[tuple[str, ...], ...]
+    schedule: Schedule
+    settings: StageSettings
+
+
+def step_pieces(step: Step) -> StepPieces:
+    """Return what the program of a step is made of. Raises as `lay_step`."""
+    return _StepWriter(step, 1).pieces()
+
+
 def write_step(step: Step) -> WrittenStep:
     """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
     return _StepWriter(step, 1).written()
@@ -149,7 +173,7 @@ class _StepWriter:
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
         p, stack = self.p, self.problem.stack
-        if self.problem.product_dtype is not None:
+        if self.problem.products is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
         sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
         self.groups = (*sharding, *copies_of)
@@ -221,15 +245,25 @@ class _StepWriter:
 
     # --- the pipeline -----------------------------------------------------------------------------------
 
-    def program(self) -> Program:
-        """Return the program."""
+    def _pipeline(self) -> PipelineProblem:
+        """Write the units, and return the problem of their pipeline."""
         shards = self.p.shards if self.settings.is_sharded else 1
         self.units = write_units(self.problem, self.p, self.here.data, shards)
-        step, p = self.step, self.p
-        stages = tuple(self._stage(number) for number in range(p.num_stages))
-        edges = tuple(self._edge(number) for number in range(p.num_stages - 1))
+        stages = tuple(self._stage(number) for number in range(self.p.num_stages))
+        edges = tuple(self._edge(number) for number in range(self.p.num_stages - 1))
         rows = self._residual()[0] * self.here.data
-        problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=rows)
+        return PipelineProblem(stages, edges, self.step.num_micro_batches, rows=rows)
+
+    def pieces(self) -> StepPieces:
+        """Return what the program is made of, without writing it."""
+        schedule = self._schedule(self._pipeline())
+        numbers = range(self.p.num_stages)
+        counts = tuple(self._units_of(number) for number in numbers)
+        return StepPieces(counts, tuple(map(self._layers_of, numbers)), schedule, self.settings)
+
+    def program(self) -> Program:
+        """Return the program."""
+        problem = self._pipeline()
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
         split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}

@@ -37,7 +37,7 @@ from meshweave.ir.program.views import FULL, View
 
 _Layer = tuple[Unit, Index]
 """A unit, and the number of a layer among those of its kind."""
-_PARTS: dict[ActionKind, PartKind] = {
+PART_OF_ACTION: dict[ActionKind, PartKind] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
     ActionKind.INPUT_GRAD: "input_grad",
@@ -183,7 +183,7 @@ class BlockStage:
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
         """Yield the statements of an action that computes; others have none."""
-        part = _PARTS.get(kind)
+        part = PART_OF_ACTION.get(kind)
         if part == "forward":
             yield from self._forward(_StagePart(part, micro_batch, label))
         elif part is not None:
@@ -260,7 +260,8 @@ class BlockStage:
         if action.part != "input_grad":
             assert after is not None
             yield from self.buckets.reductions_beside(*after)
-            yield from self.buckets.waits_for_reductions(after[0])
+            sent = (self._gradient(0, at),) if self.number and action.part == "backward" else ()
+            yield from self.buckets.waits_for_reductions(after[0], sent)
 
     def _begin_backward(self, at: Index) -> Iterator[Op]:
         """Yield what the first gather of a backward action waits for, if it gathers weights."""
@@ -322,6 +323,8 @@ class BlockStage:
                 for lane in program.lanes
             ),
         )
+        if unit.is_layer and part != "weight_grad":
+            yield from self.buckets.weights_used(unit, number)
 
     def _arguments(
         self, layer: _Layer, program: Program, streams: Mapping[str, View], at: Index

@@ -11,14 +11,18 @@ take one after the other. Tests compare them with prices, and the search with th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.nodes import Kernel, kernels_of
 from meshweave.algorithms.step.block_time import adapted_compute, block_of, compute_ps
 from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
 from meshweave.algorithms.step.pipeline import ranks_of_stages
-from meshweave.algorithms.step.problem import Degree, Parallelism
+from meshweave.algorithms.step.placement import expert_axes
+from meshweave.algorithms.step.precision import PRODUCT_PARTS
+from meshweave.algorithms.step.problem import Degree, Parallelism, StepProblem
 from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
-from meshweave.algorithms.step.stages import rank_layers, stage_layers
+from meshweave.algorithms.step.stage_layers import rank_layers, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.units import to_s
@@ -31,6 +35,13 @@ _SLICE_BLOCK = 8
 
 _ANY = Parallelism().schedule
 """A schedule for choices of which only layers are priced."""
+
+
+def _mean_weights(problem: StepProblem) -> float:
+    """Return the weights of a layer that a token is multiplied by, of layers of several kinds on average."""
+    if not problem.model.layers:
+        return problem.model.layer.num_weights
+    return sum(share * kind.model.layer.num_active_weights for share, kind in problem.kinds)
 
 
 class LayerBounds:
@@ -52,7 +63,7 @@ class LayerBounds:
         attention = sum(
             share * kind.model.layer.attention_flops(sequence) for share, kind in self._problem.kinds
         )
-        flops = 6 * sequence * self._problem.model.layer.num_weights + 3 * attention
+        flops = 6 * sequence * _mean_weights(self._problem) + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
@@ -60,7 +71,8 @@ class LayerBounds:
 
         Raises LayoutError where the strategy does not fit.
         """
-        key = layout.strategy, layout.tensor, layout.context, micro_batch
+        sizes = layout.tensor, layout.context, layout.experts
+        key = layout.strategy, sizes, micro_batch, layout.data > 1
         if key not in self._kernels:
             self._kernels[key] = self._of_kernels(layout.choice(micro_batch, _ANY, 1, 0, "none"))
         forward_s, whole_s = self._kernels[key]
@@ -94,7 +106,7 @@ class LayerBounds:
         """Return a layout whose layers take as long as those of `layout`: the first one that was asked for.
 
         Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of the
-        same levels. So layers are priced once for all such layouts.
+        same levels, and where all have replicas or none. So layers are priced once for all such layouts.
         """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (
@@ -102,7 +114,16 @@ class LayerBounds:
             for degree, size in sizes.items()
             if size > 1
         )
-        return self._places.setdefault((layout.strategy, layout.tensor, layout.context, *places), layout)
+        degrees = layout.tensor, layout.context, layout.data > 1
+        key = layout.strategy, *degrees, *places, *self._experts(layout)
+        return self._places.setdefault(key, layout)
+
+    def _experts(self, layout: StepLayout) -> Iterator[tuple[object, ...]]:
+        """Yield the links on which ranks that share experts communicate."""
+        if layout.experts != (1, 1):
+            yield layout.experts
+            for _, size, stride in expert_axes(layout.choice(1, _ANY, 1, 0, "none")):
+                yield place_on_levels(self._levels, size, stride)
 
     def _of_kernels(self, choice: Parallelism) -> tuple[float, float]:
         """Return the least seconds of the forward part of a layer, and of both parts."""
@@ -129,7 +150,10 @@ class LayerBounds:
         return min(count * self._compute_ps(_sliced(work, kernel.sliced, count)) for count in counts)
 
     def _compute_ps(self, work: Compute) -> int:
-        return compute_ps(self._problem, adapted_compute(work, self._problem.product_dtype))
+        products = self._problem.products
+        if products is None or len(set(products)) == 1:
+            return compute_ps(self._problem, adapted_compute(work, products))
+        return min(compute_ps(self._problem, adapted_compute(work, products, part)) for part in PRODUCT_PARTS)
 
 
 def _sliced(work: Compute, dim: int, count: int) -> Compute:

@@ -227,6 +227,16 @@ class StageBuckets:
         """Yield a call that the first gather of an action waits for: it writes an element of what that makes."""
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
+    def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
+        """Yield a call after a part of a layer, for which what is gathered next where its weights were waits.
+
+        Matrices are views of what is gathered, so that one layer and the next are whole, and no third one.
+        """
+        if self.settings.shards_weights and self.units[unit.name][1] > GATHERED_LAYERS:
+            yield from self._before_gather(
+                (*self._gather(unit, layer, False), *self._gather(unit, layer, True)), ()
+            )
+
     @staticmethod
     def _before_gather(gathers: Iterable[Op], ins: tuple[View, ...]) -> Iterator[Op]:
         for op in gathers:
@@ -266,7 +276,9 @@ class StageBuckets:
     def _unpack(self, unit: Unit, layer: Index) -> Op:
         outs = tuple(self.matrix(unit, weight.name, len(weight.shape), layer) for weight in unit.weights)
         ins = (self._at_level(unit, "w", layer, 0),)
-        return Call(fn=f"unpack_{unit.name}", outs=outs, ins=ins, lane=COMPUTE, name="unpack weights")
+        return Call(
+            fn=f"unpack_{unit.name}", outs=outs, ins=ins, part="in_place", lane=COMPUTE, name="unpack weights"
+        )
 
     # --- gradients --------------------------------------------------------------------------------------
 
@@ -298,14 +310,19 @@ class StageBuckets:
         if self.settings.reduces_each:
             yield from self._reductions(unit, layer, False)
 
-    def waits_for_reductions(self, unit: Unit) -> Iterator[Op]:
-        """Yield a call that ends an action once the gradients of a unit's first layer are reduced."""
-        if self.settings.reduces_each and self.settings.overlap:
-            yield self._reduced(self._own(unit, "dw", 0))
+    def waits_for_reductions(self, unit: Unit, sent: tuple[View, ...]) -> Iterator[Op]:
+        """Yield a call that ends an action once the gradients of a unit's first layer are reduced.
+
+        Args:
+            sent: the gradient that goes to another stage then, if any.
+        """
+        if self.settings.reduces_each and (self.settings.overlap or sent):
+            yield self._reduced(self._own(unit, "dw", 0), sent)
 
     @staticmethod
-    def _reduced(gradients: View) -> Op:
-        return Call(fn="reduced", outs=(), ins=(gradients,), lane=COMPUTE, name="gradients are reduced")
+    def _reduced(gradients: View, sent: tuple[View, ...] = ()) -> Op:
+        ins = (gradients, *sent)
+        return Call(fn="reduced", outs=sent, ins=ins, lane=COMPUTE, name="gradients are reduced")
 
     def _reductions(self, unit: Unit, layer: Index, is_waited: bool) -> Iterator[Op]:
         """Yield the sums of the gradients of a layer, over tensor-parallel ranks and over replicas."""
@@ -361,6 +378,7 @@ class StageBuckets:
             args=(self.number,),
             outs=(names["NEW"],),
             ins=(names["W"], names["DW"], *others),
+            part="in_place",
             flops=own,
             bytes=ADAM_STEP_BYTES * own,
             work="elementwise",

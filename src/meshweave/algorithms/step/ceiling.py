@@ -51,7 +51,7 @@ def _rate_ceiling(problem: StepProblem) -> RateCeiling:
         does = "reach" if sustained == 1 else "sustain in training"
         shown = f"the {100 * share:.1f} % of the {dtype} peak that products of {chip.name} {does}"
     rates = {"attention": _attention_rate(priced, dtype)}
-    for each in (dtype, problem.product_dtype or dtype):
+    for each in {dtype: 0, **dict.fromkeys(filter(None, problem.products or ()), 0)}:
         rates[f"products in {each}"] = best_product_rate(priced, each) or priced.flops_per_s(each)
     above = [
         f"{name} at up to {100 * rate / peak:.1f} %" for name, rate in rates.items() if rate > share * peak

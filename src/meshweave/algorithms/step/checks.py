@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+from meshweave.algorithms.block.roles import TOKENS
+from meshweave.algorithms.step.placement import expert_axes
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, listed
+from meshweave.describe.model.latent import LatentAttention
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
@@ -38,8 +41,37 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     groups = min(node.groups for node in model.layer.attentions)
     if roles[0].attention == "inner" and rows > groups:
         raise LayoutError(f"{model.name} has {groups} groups of heads, too few for tensor {rows}")
+    _check_experts(problem, p)
     if problem.sequence % p.context:
         raise LayoutError(f"sequences of {problem.sequence} tokens do not divide over context {p.context}")
+
+
+def _check_experts(problem: StepProblem, parallelism: Parallelism) -> None:
+    """Raise LayoutError where experts cannot be laid out so."""
+    model, p = problem.model, parallelism
+    layers = [graph for _, graph in model.layers if graph.num_experts > 1]
+    if not layers:
+        if p.experts != (1, 1):
+            raise LayoutError(f"{model.name} has no experts; give expert=1 and expert_tensor=1")
+        return
+    for graph in layers:
+        if graph.num_experts % p.expert:
+            raise LayoutError(
+                f"{model.name} has {graph.num_experts} experts, not a multiple of expert {p.expert}"
+            )
+    roles = strategy_of(problem, p).roles
+    if any(role.residual == "hidden" for role in roles):
+        raise LayoutError(
+            f"{p.strategy} divides the features of tokens, which experts need whole; give another"
+        )
+    if p.tensor_size > 1 and not any(role.residual in TOKENS for role in roles[-2:]):
+        raise LayoutError(
+            f"{p.strategy} gives each of {p.tensor_size} ranks all tokens, so that experts would get copies of "
+            "them; give megatron_sp"
+        )
+    if p.context > 1 and any(isinstance(node, LatentAttention) for node in model.layer.attentions):
+        raise LayoutError("latent attention has no ring yet; give context=1")
+    expert_axes(p)
 
 
 def _check_chips(problem: StepProblem, parallelism: Parallelism) -> None:

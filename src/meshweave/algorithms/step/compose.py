@@ -11,6 +11,7 @@ priced one by one.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, Unpack
 
@@ -21,15 +22,19 @@ from meshweave.algorithms.step.memory import (
     Memory,
     RankMemory,
     pipeline_memory,
+    rank_kinds,
     rank_of_head,
     rank_parameters,
 )
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
 from meshweave.algorithms.step.pipeline import num_stashes
 from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
+from meshweave.algorithms.step.quantizing import cast_weight_bytes
 from meshweave.algorithms.step.result import Step
-from meshweave.algorithms.step.stacks import load_stack
-from meshweave.algorithms.step.stages import layer_costs, rank_layers, stages_of
+from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
+from meshweave.algorithms.step.stacks import default_stack, load_stack
+from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
+from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import to_s
@@ -112,16 +117,20 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
     """
     check_step(problem, parallelism)
     layers, stashes = _on_ranks(problem, parallelism)
-    ranks = {0, rank_of_head(parallelism), *_fullest_ranks(layers, stashes)}
+    alike = tuple(rank_kinds(problem, parallelism)) or layers
+    ranks = {0, rank_of_head(parallelism), *_fullest_ranks(alike, stashes)}
     memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
     return memory.peak
 
 
 @lru_cache(maxsize=4096)
-def _fullest_ranks(layers: tuple[int, ...], stashes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return of the ranks with as many layers one that keeps the most: between the ends nothing else differs."""
+def _fullest_ranks(layers: tuple[Hashable, ...], stashes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return of the ranks with as many layers of each kind one that keeps the most: nothing else differs there.
+
+    The ends of the model count apart. `layers` says how many layers each rank has, or how many of each kind.
+    """
     kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
-    most: dict[int, int] = {}
+    most: dict[Hashable, int] = {}
     for count, stash in kept:
         most[count] = max(most.get(count, 0), stash)
     return tuple(kept[pair] for pair in most.items())
@@ -136,7 +145,7 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int
     return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
-@renamed_keyword("seq", "sequence", "mw.step")
+@renamed_keyword("seq", "sequence", "mw.step", product_dtype="precision")
 def step(
     model: str | Transformer,
     cluster: str | Cluster,
@@ -152,11 +161,13 @@ def step(
         batch: sequences of a step.
         sequence: tokens of a sequence.
         options: `tp`, `pp`, `dp`, `cp` and `vp` for the degrees tensor, pipeline, data, context and for virtual
-            stages; other attributes of `Parallelism` and of `StepProblem` by their names; `stack` may be a name
-            (`load_stack`). Without `dp` there are as many replicas as the chips allow.
+            stages, `ep` and `etp` for ranks that share experts and each of them; other attributes of `Parallelism`
+            and of `StepProblem` by their names; `stack` may be a name (`load_stack`), and is by default the
+            library's own runtime, as in `mw.plan`. Without `dp` there are as many replicas as the chips allow.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
+        UnsupportedError: the stack does not execute such a configuration.
         DescriptionError: a model or cluster is unknown.
     """
     for name in options:
@@ -168,23 +179,30 @@ def step(
     degrees: dict[str, Any] = {}
     for name, value in options.items():
         if name in ProblemOptions.__annotations__:
-            of_problem[name] = load_stack(value) if name == "stack" and isinstance(value, str) else value
+            of_problem[name] = value
         else:
             degrees[SHORT_NAMES.get(name, name)] = value
+    model = load_model(model) if isinstance(model, str) else model
+    stack = of_problem.setdefault("stack", default_stack(model))
+    of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
     problem = StepProblem(
-        load_model(model) if isinstance(model, str) else model,
+        model,
         load_cluster(cluster) if isinstance(cluster, str) else cluster,
         batch,
         sequence,
         **of_problem,
     )
-    return step_of(problem, with_defaults(problem, degrees))
+    parallelism = with_defaults(problem, degrees)
+    check_problem(problem)
+    check_parallelism(problem.stack, parallelism)
+    return step_of(problem, parallelism)
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
     """Return the parallelism of some attributes by name; without `data`, with the replicas that chips allow."""
     if "data" not in degrees:
-        size = Parallelism(**{**degrees, "zero_group": None}).num_ranks
+        alone = {"zero_group": None, "expert": 1, "expert_tensor": 1}  # what replicas are shared by
+        size = Parallelism(**{**degrees, **alone}).num_ranks
         degrees = {**degrees, "data": max(problem.cluster.num_chips // size, 1)}
     return Parallelism(**degrees)
 
@@ -194,9 +212,11 @@ def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float
     p, known, out = parallelism, problem.cache("optimizer"), []
     layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
     for count in rank_parameters(problem, parallelism, layers):
-        own = -(-count // (parallelism.shards if parallelism.zero else 1))
-        if own not in known:
-            work = Compute("call", own, own * ADAM_STEP_BYTES, dtype="float32", call="elementwise")
-            known[own] = call_s(problem, work)
-        out.append(known[own])
+        own = count.shards(parallelism, 1)
+        key = own, count.total
+        if key not in known:
+            moved = own * ADAM_STEP_BYTES + cast_weight_bytes(problem, parallelism, count.total)
+            work = Compute("call", own, moved, dtype="float32", call="elementwise")
+            known[key] = call_s(problem, work)
+        out.append(known[key])
     return out

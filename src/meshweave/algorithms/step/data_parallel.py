@@ -25,7 +25,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.algorithms.step.memory import layer_parameters, rank_of_head, table_parameters
-from meshweave.algorithms.step.placement import collective_s, message_s, replica_groups, sharding_groups
+from meshweave.algorithms.step.placement import (
+    collective_s,
+    expert_replica_groups,
+    message_s,
+    replica_groups,
+    sharding_groups,
+)
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 
 
@@ -50,7 +56,8 @@ class DataParallelTime:
 
 def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataParallelTime:
     """Return the seconds of the collectives of a layer and of an embedding table."""
-    weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
+    of_layer, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
+    weights = of_layer.others
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
     tied_s = gather_s = table_gather_s = 0.0
     if problem.model.tied_embeddings and rank_of_head(parallelism) and table:
@@ -58,11 +65,24 @@ def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataPa
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
-        gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
+        gather_s = collective_s(problem, "all_gather", shards, problem.gathered_bytes(weights))
         if table:
             table_gather_s = collective_s(problem, "all_gather", shards, table * problem.item_bytes)
     reduce_s = _reduce_s(problem, parallelism, weights * problem.gradient_bytes)
+    if of_layer.experts:
+        own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
+        reduce_s, gather_s = reduce_s + own_reduce_s, gather_s + own_gather_s
     return DataParallelTime(reduce_s, gather_s, table_s, table_gather_s, tied_s)
+
+
+def _experts_s(problem: StepProblem, parallelism: Parallelism, experts: int) -> tuple[float, float]:
+    """Return the seconds of the reduction and the gather of the experts of a layer, over their own replicas."""
+    p, groups = parallelism, expert_replica_groups(parallelism)
+    kind = "reduce_scatter" if p.zero else "all_reduce"
+    reduce_s = collective_s(problem, kind, groups, experts * problem.gradient_bytes)
+    if not p.zero:
+        return reduce_s, 0.0
+    return reduce_s, collective_s(problem, "all_gather", groups, problem.gathered_bytes(experts))
 
 
 def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:

@@ -63,7 +63,7 @@ class StepFunctions:
         table |= {
             "add": lambda part, total: total + part,
             "begin": lambda *_: self._zeros(1),
-            "reduced": lambda *_: None,
+            "reduced": lambda _, *sent: sent or None,
             "arrived": lambda *_: None,
             "software": lambda *_: None,
         }

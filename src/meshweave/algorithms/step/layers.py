@@ -16,16 +16,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block import BlockConfig
+from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.step.block_time import (
     PartTime,
     compute_ps,
     forward_and_whole,
+    layer_key,
     piece_time,
+    ring_time,
     split_time,
     whole_time,
 )
-from meshweave.algorithms.step.placement import block_axes
+from meshweave.algorithms.step.host import IssueCounts
+from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.quantizing import quantizing
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
@@ -39,17 +44,24 @@ class LayerTime:
     Attributes:
         forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
+        issued_s: seconds in which the host issues the three; 0 where nobody knows it.
     """
 
     forward: PartTime
     backward: PartTime
     recompute: PartTime = field(default_factory=PartTime)
+    issued_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def issued_back_s(self) -> float:
+        """Return the seconds in which the host issues the backward part and what it computes again."""
+        return self.issued_s[1] + self.issued_s[2]
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     """Return what one micro-batch takes in one layer. Raises LayoutError where the strategy does not fit."""
     known = problem.cache("layers")
-    key = _key(parallelism), parallelism.recompute
+    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
     if key not in known:
         times = [(share, _layer_time(kind, parallelism)) for share, kind in problem.kinds]
         known[key] = times[0][1] if len(times) == 1 else _mean(times)
@@ -57,44 +69,69 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     return layer
 
 
+def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> LayerTime:
+    """Return the mean over a stage with so many layers of each kind, which `StepProblem.kinds` names."""
+    known = problem.cache("stages of kinds")
+    key = layer_key(parallelism), parallelism.recompute, counts
+    if key not in known:
+        total = sum(counts)
+        kinds = [
+            (count / total, kind) for count, (_, kind) in zip(counts, problem.kinds, strict=True) if count
+        ]
+        known[key] = _mean([(share, layer_time(kind, parallelism)) for share, kind in kinds])
+    layer: LayerTime = known[key]
+    return layer
+
+
 def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
     """Return the mean of the times of kinds of layers by their shares."""
-    parts = [PartTime(), PartTime(), PartTime()]
+    parts, issued_s = [PartTime(), PartTime(), PartTime()], [0.0, 0.0, 0.0]
     for share, time in times:
         for number, part in enumerate((time.forward, time.backward, time.recompute)):
             parts[number] += share * part
-    return LayerTime(*parts)
+            issued_s[number] += share * time.issued_s[number]
+    forward, backward, recompute = parts
+    return LayerTime(forward, backward, recompute, (issued_s[0], issued_s[1], issued_s[2]))
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
     """Return what one micro-batch takes before the first layer (embedding), and after the last (norm to loss)."""
     known = problem.cache("ends")
-    key = _key(parallelism)
+    key = layer_key(parallelism)
     if key not in known:
         known[key] = _ends_time(problem, parallelism)
     first, last = known[key]
     return first, last
 
 
-def _key(parallelism: Parallelism) -> tuple[object, ...]:
-    return parallelism.strategy, parallelism.micro_batch, block_axes(parallelism)
+def _of_replicas(parallelism: Parallelism) -> tuple[bool, bool, bool]:
+    """Return what decides which copies the stack makes (`_added_s`, `_accumulation_s`)."""
+    p = parallelism
+    return p.replicas > 1, p.zero > 0, p.zero == 3
 
 
 def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    first, whole = forward_and_whole(problem, parallelism, 0, problem.product_dtype)
-    extra = _added_s(problem, parallelism, first.kernels, "forward")
-    forward = first.part + PartTime(extra)
-    extra = _added_s(problem, parallelism, whole.kernels - first.kernels, "backward")
-    backward = whole.part - first.part + PartTime(extra)
+    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
+    added = (
+        _added_s(problem, parallelism, first.kernels, "forward"),
+        _added_s(problem, parallelism, whole.kernels - first.kernels, "backward"),
+    )
+    stalls = stalls_s(problem, parallelism, first, whole, added)
+    forward = first.part + PartTime(added[0], host_s=stalls[0])
+    backward = whole.part - first.part + PartTime(added[1], host_s=stalls[1])
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
         if problem.stack.stops_early:
             again = again - PartTime(_last_product_s(problem, parallelism))
     elif parallelism.recompute == "selective":
-        again = PartTime(sum(_attention_s(problem, parallelism, "forward")), 0.0, first.part.context_s)
-    return LayerTime(forward, backward, again)
+        fused_s, plain_s = _attention_s(problem, parallelism, "forward")
+        ring = ring_time(problem, parallelism)
+        again = PartTime(plain_s) + (PartTime(fused_s, 0.0, first.part.context_s) if ring is None else ring)
+    return LayerTime(forward, backward, again, issued_s(problem, parallelism, first, whole))
 
+
+PIECES_AT_ENDS: tuple[Piece, Piece] = ("embedding", "head")
 
 Split = tuple[PartTime, PartTime]
 """The backward part of a piece, without recomputation, in two: gradient of the residual, gradients of weights."""
@@ -107,10 +144,10 @@ def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
     """
     totals = PartTime(), PartTime()
     for share, kind in problem.kinds:
-        split = split_time(kind, parallelism, 0, problem.product_dtype)
+        split = split_time(kind, parallelism, 0, problem.products)
         if split is None:
             return None
-        first, whole = forward_and_whole(kind, parallelism, 0, problem.product_dtype)
+        first, whole = forward_and_whole(kind, parallelism, 0, problem.products)
         late_s = _accumulation_s(kind, parallelism)
         soon_s = _added_s(kind, parallelism, whole.kernels - first.kernels, "backward") - late_s
         added = zip(totals, split, (soon_s, late_s), strict=True)
@@ -147,7 +184,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds of a layer beyond the ops of its program: forward, backward, of this for weights."""
-    first, whole = forward_and_whole(problem, parallelism, 0, problem.product_dtype)
+    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
     forward_s = _added_s(problem, parallelism, first.kernels, "forward")
     backward_s = _added_s(problem, parallelism, whole.kernels - first.kernels, "backward")
     if parallelism.recompute == "full":
@@ -160,7 +197,7 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
     """Return the config of the strategy with which a layer is priced."""
-    return whole_time(problem, parallelism, 0, problem.product_dtype)[1]
+    return whole_time(problem, parallelism, 0, problem.products)[1]
 
 
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
@@ -170,9 +207,9 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     total_s = 0.0
     for share, kind in problem.kinds:
-        whole, _ = whole_time(kind, parallelism, 0, problem.product_dtype)
+        whole, _ = whole_time(kind, parallelism, 0, problem.products)
         total_s += share * (
-            whole.part.total_s + least_added_s(kind, parallelism) + problem.stack.launch_s * whole.kernels
+            whole.part.total_s + least_added_s(kind, parallelism) + problem.stack.gap_s * whole.kernels
         )
     return total_s
 
@@ -184,8 +221,9 @@ def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def _added_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int, part: str) -> float:
     """Return the seconds that the software stack, and plain attention, add to a part of so many kernels."""
-    unfused = problem.stack.forward if part == "forward" else problem.stack.backward
-    added_s = _software_s(problem, parallelism, num_kernels, unfused)
+    unfused, casts = unfused_of(problem, parallelism, part), quantizing(problem, parallelism, part)
+    added_s = _software_s(problem, parallelism, num_kernels + casts.kernels, unfused)
+    added_s += streamed_s(problem, casts.num_bytes)
     if part == "backward":
         added_s += _accumulation_s(problem, parallelism)
     if problem.attention == "plain":
@@ -208,12 +246,14 @@ def _software_s(
         getattr(unfused, name) * size / (shared if name == "residual" else inner)
         for name, size in problem.model.layer.counts.items()
     )
-    return (num_kernels + unfused.kernels) * problem.stack.launch_s + streamed_s(problem, moved)
+    return (num_kernels + unfused.kernels) * problem.stack.gap_s + streamed_s(problem, moved)
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of the stack's passes over a layer's gradients of weights, and its gathered weights."""
-    own = -(-problem.model.layer.num_weights // parallelism.tensor_size)
+    layer = problem.model.layer
+    own = -(-layer.num_weights // parallelism.tensor_size) + layer.num_whole_weights
+    own += layer.num_expert_weights // (parallelism.expert * parallelism.expert_tensor)
     in_weights, in_gradients = problem.stack.gradient_passes
     moved = own * (in_weights * problem.item_bytes + in_gradients * problem.gradient_bytes)
     if parallelism.zero == 3:
@@ -291,19 +331,27 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
     if not vocabulary:
         none = LayerTime(PartTime(), PartTime())
         return none, none
-    forward, whole = (each.part for each in forward_and_whole(problem, parallelism, vocabulary))
-    plain, all_plain = (each.part for each in forward_and_whole(problem, parallelism))
     logits_s = [eager_logits_s(problem, parallelism, each) for each in problem.stack.logit_bytes]
-    ends_forward = forward - plain + PartTime(logits_s[0])
-    ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
-    begins = _embedding_time(problem, parallelism)
-    return begins, LayerTime(ends_forward - begins.forward, ends_backward - begins.backward)
+    begins, ends = (_piece_time(problem, parallelism, piece) for piece in PIECES_AT_ENDS)
+    forward, backward = ends.forward + PartTime(logits_s[0]), ends.backward + PartTime(logits_s[1])
+    issued = ends.issued_s
+    if problem.host is not None and problem.loss != "fused":
+        more_s = IssueCounts(_LOSS_KERNELS).seconds(problem.host, problem.stack.graphs)
+        issued = issued[0] + more_s, issued[1] + more_s, 0.0
+    return begins, LayerTime(forward, backward, issued_s=issued)
 
 
-def _embedding_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    """Return what one micro-batch takes in the embedding alone."""
+_LOSS_KERNELS = 3
+"""Of a loss in steps beyond a fused one: a cast, log-softmax and a sum; zeros, its gradient and a cast."""
+
+
+def _piece_time(problem: StepProblem, parallelism: Parallelism, piece: Piece) -> LayerTime:
+    """Return what one micro-batch takes in an end of the model alone, beside whose communication no layer runs."""
     config = best_config(problem, parallelism)
-    forward, whole = (
-        piece_time(problem, parallelism, training, config, "embedding").part for training in (False, True)
-    )
-    return LayerTime(forward, whole - forward)
+    forward, whole = (piece_time(problem, parallelism, training, config, piece) for training in (False, True))
+    issued = 0.0, 0.0, 0.0
+    if problem.host is not None:
+        host, graphs = problem.host, problem.stack.graphs
+        ahead, back = IssueCounts(forward.kernels), IssueCounts(whole.kernels - forward.kernels)
+        issued = ahead.seconds(host, graphs), back.seconds(host, graphs), 0.0
+    return LayerTime(forward.part, whole.part - forward.part, issued_s=issued)

@@ -30,12 +30,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.algorithms.step.pipeline import ranks_of_stages
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.routing import load_of
+from meshweave.algorithms.step.stage_layers import layer_costs, stage_kinds, stage_layers
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.describe.model.nodes import KeptKind
 
@@ -72,16 +74,6 @@ class RankMemory:
         return self.allocated + self.context + self.communication
 
     @property
-    def in_program(self) -> int:
-        """Return what the tensors of a step's program take."""
-        return self.weights + self.gradients + self.activations + self.buffers
-
-    @property
-    def outside(self) -> int:
-        """Return what a chip holds besides: optimizer states, fragmentation, context and communicators."""
-        return self.total - self.in_program
-
-    @property
     def allocated(self) -> int:
         """Return what a framework's allocator has: all but its context and the buffers of communicators."""
         states = self.weights + self.gradients + self.optimizer
@@ -110,9 +102,42 @@ class Memory:
         return self.peak.total
 
 
-def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the weights of a layer on one rank of its tensor-parallel group."""
-    return -(-problem.model.layer.num_weights // parallelism.tensor_size)
+@dataclass(frozen=True)
+class ShardedParameters:
+    """Weights on a chip: of experts, which their own replicas share, and others."""
+
+    others: int
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return self.others + self.experts
+
+    def shards(self, parallelism: Parallelism, from_level: int) -> int:
+        """Return what a rank has of what ZeRO shards from a level on."""
+        if parallelism.zero < from_level:
+            return self.total
+        others = -(-self.others // parallelism.shards)
+        return others + (-(-self.experts // parallelism.expert_shards) if self.experts else 0)
+
+    def __add__(self, other: ShardedParameters) -> ShardedParameters:
+        return ShardedParameters(self.others + other.others, self.experts + other.experts)
+
+    def __rmul__(self, count: float) -> ShardedParameters:
+        return ShardedParameters(round(count * self.others), round(count * self.experts))
+
+
+def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
+    """Return the weights of a layer on one rank: of layers of several kinds, of the one with most."""
+    return max((_of_layer(kind, parallelism) for _, kind in problem.kinds), key=lambda each: each.total)
+
+
+def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
+    """Return the weights of a layer of the first kind on one rank."""
+    layer, p = problem.model.layer, parallelism
+    others = -(-layer.num_weights // p.tensor_size) + layer.num_whole_weights
+    return ShardedParameters(others, -(-layer.num_expert_weights // (p.expert * p.expert_tensor)))
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -126,16 +151,38 @@ def rank_of_head(parallelism: Parallelism) -> int:
     return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)[-1]
 
 
-def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]) -> list[int]:
+def rank_parameters(
+    problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
+) -> list[ShardedParameters]:
     """Return the weights on a chip of each pipeline rank, with those of embedding and head at the ends."""
-    of_layer = layer_parameters(problem, parallelism)
-    counts = [count * of_layer for count in layers]
-    table = table_parameters(problem, parallelism)
+    if kinds := rank_kinds(problem, parallelism):
+        own = [_of_layer(kind, parallelism) for _, kind in problem.kinds]
+        nothing = ShardedParameters(0)
+        pairs = (zip(counts, own, strict=True) for counts in kinds)
+        counts = [sum((count * of for count, of in each), nothing) for each in pairs]
+    else:
+        of_layer = layer_parameters(problem, parallelism)
+        counts = [count * of_layer for count in layers]
+    table = ShardedParameters(table_parameters(problem, parallelism))
     counts[0] += table
     head = rank_of_head(parallelism)
     if head or not problem.model.tied_embeddings:
         counts[head] += table
     return counts
+
+
+def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> list[tuple[float, ...]]:
+    """Return how many layers of each kind each pipeline rank has; [] where the order of layers is not known."""
+    p = parallelism
+    if not problem.model.layers:
+        return []
+    stages = stage_kinds(problem, stage_layers(problem.model.num_layers, p.num_stages, layer_costs(problem)))
+    if not stages:
+        return []
+    out: list[tuple[float, ...]] = [tuple(0.0 for _ in problem.kinds)] * p.pipeline
+    for rank, counts in zip(ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages), stages, strict=True):
+        out[rank] = tuple(map(sum, zip(out[rank], counts, strict=True))) if counts else out[rank]
+    return out
 
 
 def _num_parts(problem: StepProblem, parallelism: Parallelism) -> Callable[[str], int]:
@@ -158,7 +205,19 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
     tokens, num_parts = parallelism.micro_batch * problem.sequence, _num_parts(problem, parallelism)
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
     places = {"operand": "operand_in" if keeps else "residual"}
-    return sum(-(-tokens * each // num_parts(places.get(place, place))) for (place, _), each in kept.items())
+    total = 0
+    for (place, part), each in kept.items():
+        if place == "experts":
+            total += _of_experts(problem, parallelism, tokens * each, not part) // num_parts("residual")
+        else:
+            total += -(-tokens * each // num_parts(places.get(place, place)))
+    return total
+
+
+def _of_experts(problem: StepProblem, parallelism: Parallelism, amount: int, is_whole: bool) -> int:
+    """Return what the most loaded rank has of copies of tokens; `is_whole`: each rank of an expert has all."""
+    load = load_of(problem, parallelism)
+    return math.ceil(amount * load * (parallelism.expert_tensor if is_whole else 1))
 
 
 def _kept(problem: StepProblem, recompute: ActivationRule) -> Counter[tuple[str, str]]:
@@ -172,16 +231,29 @@ def _kept(problem: StepProblem, recompute: ActivationRule) -> Counter[tuple[str,
         for edge, size, is_read in layer.chosen_edges:
             if is_read or recompute == "operators":
                 kept[layer.places[edge], ""] += e * size
-        kinds = {"sums"}
+        kinds = {"sums", "experts"}
     else:
         for edge in layer.kept_edges:
-            kept[layer.places[edge], ""] += e * layer.features[edge].size
+            kept[layer.places[edge], ""] += math.ceil(_edge_bytes(problem, edge) * layer.features[edge].size)
         kinds = _kept_kinds(problem, recompute)
     for row in layer.kept(kinds):
         joins = row.kind in ("mask", "gate", "copy") or recompute.endswith("operators")
         part = "" if joins else "scores" if row.by_keys else row.kind
         kept[layer.places[row.edge], part] += row.num_bytes(e, problem.sequence)
     return kept
+
+
+def _edge_bytes(problem: StepProblem, edge: str) -> float:
+    """Return the bytes of an element of an edge that is kept: by columns for a product's gradient of its weight.
+
+    An edge whose other gradients need it, such as that of attention, is kept in 16 bits besides.
+    """
+    e, recipe = problem.item_bytes, problem.recipe
+    if recipe is None or "wgrad" not in recipe.parts or "forward" not in recipe.parts:
+        return e
+    readers = [node for node in problem.model.layer.nodes if edge in node.reads_back]
+    of_products = recipe.item_bytes if any(node.is_product for node in readers) else 0.0
+    return of_products + (0 if all(node.is_product for node in readers) else e)
 
 
 def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind]:
@@ -193,6 +265,7 @@ def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind
         "copy": stack.copies_norm_inputs and is_narrow,
         "joint": stack.keeps_joint_qkv,
         "sums": problem.attention == "flash",
+        "experts": True,
     }
     if problem.attention != "flash" and recompute == "none":
         kinds |= {"scores": True, "dropped scores": problem.has_dropout, "score mask": problem.has_dropout}
@@ -233,11 +306,20 @@ def pipeline_memory(
         recompute: what the forward part keeps; None for what the parallelism says.
     """
     counts = rank_parameters(problem, parallelism, layers)
-    sizes = _micro_batch_bytes(problem, parallelism, recompute or parallelism.recompute)
+    rule, kinds = recompute or parallelism.recompute, rank_kinds(problem, parallelism)
+    sizes = _micro_batch_bytes(problem, parallelism, rule) if not kinds else None
     counted = range(len(layers)) if ranks is None else ranks
     return Memory(
         tuple(
-            _on_rank(problem, parallelism, sizes, rank, counts[rank], layers[rank], stashes[rank])
+            _on_rank(
+                problem,
+                parallelism,
+                sizes or _bytes_of_kinds(problem, parallelism, rule, kinds[rank]),
+                rank,
+                counts[rank],
+                layers[rank],
+                stashes[rank],
+            )
             for rank in counted
         )
     )
@@ -271,7 +353,7 @@ def _micro_batch_bytes(
 ) -> _MicroBatchBytes:
     known = problem.cache("bytes")
     p = parallelism
-    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, recompute
+    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, recompute, p.expert, p.expert_tensor
     if key not in known:
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
@@ -284,12 +366,33 @@ def _micro_batch_bytes(
     return sizes
 
 
+def _bytes_of_kinds(
+    problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule, counts: tuple[float, ...]
+) -> _MicroBatchBytes:
+    """Return the bytes of a rank with so many layers of each kind: the mean of a layer, the most that works."""
+    rows = [
+        (count, _micro_batch_bytes(kind, parallelism, recompute))
+        for count, (_, kind) in zip(counts, problem.kinds, strict=True)
+        if count
+    ]
+    if not rows:
+        return _micro_batch_bytes(problem, parallelism, recompute)
+    mean = math.ceil(sum(count * each.layer for count, each in rows) / sum(counts))
+    again, working = (max(getattr(each, name) for _, each in rows) for name in ("again", "working"))
+    return replace(rows[0][1], layer=mean, again=again, working=working)
+
+
 def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
     layer, e, tokens = problem.model.layer, problem.item_bytes, parallelism.micro_batch * problem.sequence
     num_parts = _num_parts(problem, parallelism)
     inner = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "feed_forward")
     working = -(-tokens * e * inner // num_parts("feed_forward"))
+    if layer.num_experts > 1:  # gradients of copies, before and after, and inside of experts
+        inside = sum(row.elements for row in layer.kept({"experts"}))
+        both = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "experts")
+        moved = tokens * e * (inside + both * parallelism.expert_tensor) * load_of(problem, parallelism)
+        working += math.ceil(moved / num_parts("residual"))
     if num_parts("operand_in") < num_parts("residual"):
         working += -(-tokens * e * problem.model.hidden // num_parts("operand_in"))
     return working
@@ -300,7 +403,7 @@ def _on_rank(
     parallelism: Parallelism,
     sizes: _MicroBatchBytes,
     rank: int,
-    parameters: int,
+    parameters: ShardedParameters,
     layers: int,
     stashes: int,
 ) -> RankMemory:
@@ -313,7 +416,7 @@ def _on_rank(
     units = _unit_bytes(problem, p, rank)
     at_end = units.at_end
     if problem.stack.adds_gradients_late:
-        at_end = max(at_end, parameters * problem.item_bytes)
+        at_end = max(at_end, parameters.total * problem.item_bytes)
     moments = [(kept - micro_batch, at_end, 0)] if at_end else []
     if has_head:
         in_flight = stashes // p.virtual_stages if p.schedule_entry.forwards_first else 1
@@ -323,9 +426,21 @@ def _on_rank(
     activations, buffers, holes = max(moments, key=sum)
     buffers += 2 * sizes.residual if p.pipeline > 1 else 0
     weights, gradients, optimizer = _state_bytes(problem, p, parameters)
+    weights += _cast_bytes(problem, p, layers)
     fragments = holes + round(problem.stack.fragmentation * (activations + buffers))
     outside = problem.cluster.chip.driver.context_bytes, communicator_bytes(problem, p)
     return RankMemory(weights, gradients, optimizer, activations, buffers, fragments, *outside)
+
+
+def _cast_bytes(problem: StepProblem, parallelism: Parallelism, layers: int) -> int:
+    """Return the bytes that the weights of so many layers take in low precision beyond those in `dtype`.
+
+    Under ZeRO-3 only what is gathered is cast.
+    """
+    if problem.recipe is None or parallelism.zero == 3:
+        return 0
+    more = max(problem.recipe.weight_bytes - problem.item_bytes, 0.0)
+    return round(more * layers * layer_parameters(problem, parallelism).total)
 
 
 def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -339,11 +454,14 @@ def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     return sum(map(problem.cluster.chip.driver.communicator_bytes, groups))
 
 
-def _state_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> tuple[int, int, int]:
+def _state_bytes(
+    problem: StepProblem, parallelism: Parallelism, parameters: ShardedParameters
+) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer states of so many parameters."""
 
     def states(num_bytes: int, from_level: int) -> int:
-        return -(-parameters * num_bytes // (parallelism.shards if parallelism.zero >= from_level else 1))
+        whole = ShardedParameters(parameters.others * num_bytes, parameters.experts * num_bytes)
+        return whole.shards(parallelism, from_level)
 
     weight, optimizer = problem.item_bytes, problem.optimizer_bytes
     if parallelism.zero == 3 and problem.stack.sharding != "zero" and weight < 4:
@@ -379,9 +497,9 @@ def _unit_bytes(problem: StepProblem, parallelism: Parallelism, rank: int) -> _U
         return _NO_UNITS
     known = problem.cache("units")
     head = rank_of_head(p)
-    key = p.tensor_size, p.zero, rank == 0, rank == head
+    key = p.tensor_size, p.zero, rank == 0, rank == head, p.expert, p.expert_tensor
     if key not in known:
-        layer, table = layer_parameters(problem, p), table_parameters(problem, p)
+        layer, table = layer_parameters(problem, p).total, table_parameters(problem, p)
         tables = table * (rank == 0), table * (rank == head)
         is_shared = all(tables) and problem.model.tied_embeddings
         known[key] = _units(problem, p.zero == 3, layer, *tables, table if is_shared else sum(tables))

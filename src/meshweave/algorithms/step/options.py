@@ -17,7 +17,7 @@ class ProblemOptions(TypedDict, total=False):
     dtype: str
     gradient_dtype: str
     optimizer: str
-    product_dtype: str | None
+    precision: str | None
     attention: Literal["flash", "plain"]
     attention_share: float
     loss: Literal["fused", "eager", "sharded"]
@@ -25,6 +25,8 @@ class ProblemOptions(TypedDict, total=False):
     stack: SoftwareStack | str
     overlap: Overlap
     reserve: float
+    dispatcher: str
+    imbalance: float
 
 
 class StepOptions(ProblemOptions, total=False):
@@ -43,6 +45,10 @@ class StepOptions(ProblemOptions, total=False):
     strategy: str
     zero: int
     zero_group: int | None
+    expert: int
+    ep: int
+    expert_tensor: int
+    etp: int
     schedule: str
     micro_batch: int
     recompute: Recompute
@@ -68,3 +74,7 @@ class PlanOptions(ProblemOptions, total=False):
     micro_batch: int | list[int]
     recompute: Recompute | list[Recompute]
     order: tuple[Degree, ...] | list[tuple[Degree, ...]]
+    expert: int | list[int]
+    ep: int | list[int]
+    expert_tensor: int | list[int]
+    etp: int | list[int]

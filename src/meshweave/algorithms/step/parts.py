@@ -64,7 +64,7 @@ StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
 
 def row_key(of: Parallelism | StepLayout) -> tuple[object, ...]:
     """Return what makes a row of a ranking: degrees and strategy."""
-    return of.data, of.pipeline, of.context, of.tensor, of.strategy
+    return of.data, of.pipeline, of.context, of.tensor, of.strategy, of.experts
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class StepTree:
             for layout in self.space.layouts(degrees):
                 if self._is_plain(layout) != is_plain:
                     continue
-                key = layout.strategy, layout.tensor
+                key = layout.strategy, layout.tensor, layout.experts
                 if key not in fitting:
                     fitting[key] = self._fitting_recomputes(layout, sizes)
                 for size, recompute, seconds in zip(sizes, fitting[key], ratio, strict=False):
@@ -173,7 +173,7 @@ class StepTree:
         ZeRO-2 and 3 have a few layers and tables whole besides the shards; they save 1 - 1 / n of each layer.
         """
         model, levels = self._problem.model, self.space.zero_levels(layout.data, layout.context)
-        weights = model.layer.num_weights
+        weights = model.layer.num_active_weights
         whole = 2 * GATHERED_LAYERS + 4 * (model.vocab_size or 0) * model.hidden / weights
         saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
         return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))
@@ -220,7 +220,7 @@ class StepTree:
     def _fits(self, choice: Parallelism) -> bool:
         """Return whether the fullest chip has the memory; the order makes no difference."""
         p = choice
-        degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch
+        degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch, p.experts
         key = degrees, p.schedule, p.virtual_stages, p.zero, p.recompute
         size = self._bytes.get(key)
         if size is None:

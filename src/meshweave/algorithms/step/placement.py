@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
+from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
 from meshweave.algorithms.block.problem import MESH
 from meshweave.algorithms.step.problem import Degree, Parallelism, StepProblem
+from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -25,9 +28,20 @@ Axis = tuple[str, int, int]
 """The name, size and stride of a mesh axis."""
 
 
-def axis_machine(cluster: Cluster, axes: Sequence[Axis]) -> Machine:
-    """Return a machine whose mesh has these axes at their strides, and others between them."""
-    chips = _part(cluster, max((size * stride for _, size, stride in axes), default=1))
+def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
+    """Return a machine whose mesh has these axes at their strides, and others between them.
+
+    Axes of experts lie across those, in a mesh of their own.
+    """
+    chips = _part(cluster, max((size * stride for _, size, stride in (*axes, *expert_axes)), default=1))
+    meshes = [_mesh(MESH, axes, chips.num_chips)]
+    if expert_axes:
+        meshes.append(_mesh(MESH_OF_EXPERTS, expert_axes, chips.num_chips))
+    return Machine(chips, tuple(meshes), logical=True)
+
+
+def _mesh(mesh_name: str, axes: Sequence[Axis], num_chips: int) -> Mesh:
+    """Return a mesh with these axes at their strides, and others between and outside of them."""
     shape: list[int] = []
     names: list[str] = []
     inside = 1
@@ -38,19 +52,19 @@ def axis_machine(cluster: Cluster, axes: Sequence[Axis]) -> Machine:
         shape.append(size)
         names.append(name)
         inside = max(stride, inside) * size
-    if inside < chips.num_chips:
-        shape.append(chips.num_chips // inside)
+    if inside < num_chips:
+        shape.append(num_chips // inside)
         names.append("outside")
-    mesh = Mesh.of(MESH, tuple(reversed(shape)), tuple(reversed(names)))
-    return Machine(chips, (mesh,), logical=True)
+    return Mesh.of(mesh_name, tuple(reversed(shape)), tuple(reversed(names)))
 
 
-def machine_of(problem: StepProblem, axes: tuple[Axis, ...]) -> Machine:
+def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[Axis, ...] = ()) -> Machine:
     """Return the machine of these axes on the cluster of a problem, one object for all that is priced on it."""
     machines = problem.cache("machines")
-    if axes not in machines:
-        machines[axes] = axis_machine(problem.priced_cluster, axes)
-    machine: Machine = machines[axes]
+    key = axes, expert_axes
+    if key not in machines:
+        machines[key] = axis_machine(problem.priced_cluster, axes, expert_axes)
+    machine: Machine = machines[key]
     return machine
 
 
@@ -83,6 +97,77 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
     if len(groups) == 2 and groups[0][0] * groups[0][1] == groups[1][1]:
         return ((groups[0][0] * groups[1][0], groups[0][1]),)
     return tuple(groups)
+
+
+def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
+    """Return the axes of the ranks that share experts: those of each expert innermost.
+
+    Raises:
+        LayoutError: pipeline ranks lie between those of such a group.
+    """
+    p = parallelism
+    if p.experts == (1, 1):
+        return ()
+    axes = _expert_axes(_stage_degrees(p), *p.experts)
+    if axes is None:
+        raise LayoutError(
+            f"order {'-'.join(p.order)} lays pipeline ranks between those that share experts; give another"
+        )
+    return axes
+
+
+def _stage_degrees(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) of the degrees of a stage, the innermost first."""
+    stride = 1
+    out: list[tuple[int, int]] = []
+    for degree in parallelism.order:
+        size = parallelism.size(degree)
+        if degree != "pipeline" and size > 1:
+            out.append((size, stride))
+        stride *= size
+    return tuple(out)
+
+
+@lru_cache(maxsize=4096)
+def _expert_axes(degrees: tuple[tuple[int, int], ...], expert: int, tensor: int) -> tuple[Axis, ...] | None:
+    """Return the axes; None where a group lies in several parts."""
+    axes: list[Axis] = []
+    for name, size, inside in (("tensor", tensor, 1), ("rank", expert, tensor)):
+        groups = _stage_groups(degrees, inside, size)
+        if len(groups) > 1:
+            return None
+        axes += [(name, *groups[0])] if groups else []
+    return tuple(axes)
+
+
+def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) of the groups with equal experts."""
+    p = parallelism
+    return _stage_groups(_stage_degrees(p), p.expert * p.expert_tensor, p.expert_replicas)
+
+
+@lru_cache(maxsize=4096)
+def _stage_groups(
+    degrees: tuple[tuple[int, int], ...], inside: int, size: int
+) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) of groups of `size` ranks of a stage, of which `inside` ranks are left out between.
+
+    Adjoining ones are one group.
+    """
+    out: list[tuple[int, int]] = []
+    for own, stride in degrees if size > 1 else ():
+        skipped = math.gcd(inside, own)
+        inside //= skipped
+        taken = math.gcd(size, own // skipped) if inside == 1 else 1
+        if taken == 1:
+            continue
+        size //= taken
+        first = stride * skipped
+        if out and out[-1][0] * out[-1][1] == first:
+            out[-1] = out[-1][0] * taken, out[-1][1]
+        else:
+            out.append((taken, first))
+    return tuple(out)
 
 
 def sharding_groups(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
+from meshweave.algorithms.step.precision import Precision, ProductDtypes, precision_named
+from meshweave.algorithms.step.rates import with_rates, without_casts
+from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
+from meshweave.cost.exchange import library_of
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.kernels import ProductConstants, ProductModel
-from meshweave.describe.machine.kernels_file import KERNEL_DTYPES
-from meshweave.describe.machine.measured_file import LOW_PRECISIONS
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
@@ -25,13 +27,21 @@ from meshweave.describe.model.workload import Workload
 Degree = Literal["tensor", "context", "data", "pipeline"]
 DEGREES: tuple[Degree, ...] = ("tensor", "context", "data", "pipeline")
 """The degrees, innermost first: neighbouring chips are of one tensor-parallel group."""
-SHORT_NAMES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
+SHORT_NAMES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "vp": "virtual_stages",
+    "ep": "expert",
+    "etp": "expert_tensor",
+}
 """What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
 _ATTENTIONS = ("flash", "plain")
 _LOSSES = ("fused", "eager", "sharded")
 _SHARDINGS = ("zero", "fsdp", "fsdp2")
-_OPTIMIZER_BYTES = {"adam": 8, "sgd": 0, "momentum": 4}
+_OPTIMIZER_BYTES = {"adam": 8, "adam-bf16": 4, "adam-8bit": 2, "sgd": 0, "momentum": 4}
 """Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
 
 
@@ -49,6 +59,9 @@ class Parallelism:
         zero: what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
         zero_group: how many of the ranks with equal weights shard among themselves, neighbours first; others have
             copies (hybrid sharding); None for all.
+        expert: ranks that share the experts of a layer. These are neighbours among the ranks of a stage, whatever
+            they are for what is besides experts.
+        expert_tensor: ranks that share each expert, neighbours of each other.
         schedule: a name of `algorithms.pipeline.by_name`; "1f1b" with several virtual stages is interleaved.
         virtual_stages: stages on each pipeline rank.
         micro_batch: sequences that go through the pipeline together, on each replica.
@@ -72,9 +85,19 @@ class Parallelism:
     recompute: Recompute = "none"
     order: tuple[Degree, ...] = DEGREES
     zero_group: int | None = None
+    expert: int = 1
+    expert_tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "context", "virtual_stages", "micro_batch"):
+        for name in (
+            "data",
+            "pipeline",
+            "context",
+            "virtual_stages",
+            "micro_batch",
+            "expert",
+            "expert_tensor",
+        ):
             if getattr(self, name) < 1:
                 raise LayoutError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
         if min(self.tensor_mesh) < 1:
@@ -89,6 +112,11 @@ class Parallelism:
             raise LayoutError(
                 f"parallelism: zero_group is {self.zero_group}; give a divisor of the {self.replicas} ranks with "
                 "equal weights"
+            )
+        if self.stage_ranks % (self.expert * self.expert_tensor):
+            raise LayoutError(
+                f"parallelism: expert {self.expert} x expert_tensor {self.expert_tensor} does not divide the "
+                f"{self.stage_ranks} ranks of a stage; give a divisor"
             )
         if sorted(self.order) != sorted(DEGREES):
             raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
@@ -112,6 +140,26 @@ class Parallelism:
     def num_ranks(self) -> int:
         """Return the product of the degrees."""
         return self.data * self.pipeline * self.context * self.tensor_size
+
+    @property
+    def stage_ranks(self) -> int:
+        """Return the ranks of a pipeline rank: data times context times tensor."""
+        return self.data * self.context * self.tensor_size
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Return the degrees of experts: ranks that share them, and ranks that share each."""
+        return self.expert, self.expert_tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """Return the ranks that have equal experts."""
+        return self.stage_ranks // (self.expert * self.expert_tensor)
+
+    @property
+    def expert_shards(self) -> int:
+        """Return the ranks over which ZeRO shards experts."""
+        return math.gcd(self.expert_replicas, self.shards) if self.zero_group else self.expert_replicas
 
     @property
     def num_stages(self) -> int:
@@ -159,6 +207,11 @@ class UnfusedKernels:
     ffn: float = 0.0
     kernels: int = 0
 
+    def __add__(self, other: UnfusedKernels) -> UnfusedKernels:
+        """Return the kernels of both."""
+        names = (each.name for each in fields(self))
+        return UnfusedKernels(*(getattr(self, name) + getattr(other, name) for name in names))
+
 
 @dataclass(frozen=True)
 class SoftwareStack:
@@ -168,7 +221,7 @@ class SoftwareStack:
         name: the name of the stack.
         overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
             gradients) or the forward part (for weights); 0 where the stack waits for it.
-        launch_s: seconds that pass between two kernels of a layer.
+        launch_s: seconds that pass on the chip between two kernels of a layer, where they are issued one by one.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
             that the loss leaves (`memory.LOGIT_BYTES`).
@@ -176,8 +229,12 @@ class SoftwareStack:
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
-        forward, backward: the kernels of each part that are not fused. These and what follows say what the stack's
-            code does, and are no constants either.
+        host: how fast its host issues operations; None for the figures of the cluster, if it has any.
+        graphs: whether each part of a layer is captured in a graph, which the host issues at once. This and what
+            follows say what the stack's code does, and are no constants.
+        forward, backward: the kernels of each part that are not fused.
+        copies: the kernels, forward and backward, that copy operands into a program of a product and results out
+            of it where products communicate: with tensor ranks; backward with replicas, forward if these shard.
         gradient_passes: reads and writes of the gradients of a layer's weights that the stack makes for each
             micro-batch, besides the products: in the dtype of weights, and in that of accumulated gradients.
         gather_passes: reads and writes of a layer's whole weights after each gather, as FSDP2 copies them out.
@@ -204,17 +261,21 @@ class SoftwareStack:
             nanotron, and not evenly.
         keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
             kept for them; where there are as many key/value heads as heads.
+        runs: what the stack can execute.
     """
 
-    name: str = "none"
+    name: str = "ideal"
     overlap: float = 1.0
     launch_s: float = 0.0
     step_s: float = 0.0
     fragmentation: float = 0.0
     regathers: bool = False
     blocks_transfers: bool = False
+    host: HostRates | None = None
+    graphs: bool = False
     forward: UnfusedKernels = UnfusedKernels()
     backward: UnfusedKernels = UnfusedKernels()
+    copies: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
     gradient_passes: tuple[float, float] = (0.0, 0.0)
     gather_passes: float = 0.0
     logit_bytes: tuple[float, float] = (12.0, 18.0)
@@ -229,6 +290,7 @@ class SoftwareStack:
     copies_norm_inputs: bool = False
     layers_by_cost: bool = False
     keeps_joint_qkv: bool = False
+    runs: StackRuns = field(default_factory=StackRuns)
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
@@ -240,8 +302,13 @@ class SoftwareStack:
                 f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
             )
 
+    @property
+    def gap_s(self) -> float:
+        """Return the seconds between two kernels of a layer; none in a graph."""
+        return 0.0 if self.graphs else self.launch_s
 
-@renamed_field("seq", "sequence")
+
+@renamed_field("seq", "sequence", product_dtype="precision")
 @dataclass(frozen=True)
 class StepProblem:
     """What a training step computes, and on which cluster.
@@ -251,8 +318,9 @@ class StepProblem:
         sequence: tokens of a sequence.
         dtype: of weights and activations.
         gradient_dtype: of accumulated gradients and of their reduction.
-        optimizer: "adam", "momentum" or "sgd".
-        product_dtype: of products of layers where it is another, such as "fp8" or "fp8_block" (`LOW_PRECISIONS`).
+        optimizer: "adam", "momentum" or "sgd"; "adam-bf16" and "adam-8bit" keep their states in 16 and 8 bits.
+        precision: the recipe by which products of layers run below 16 bits, such as "fp8-block" (`PRECISIONS`);
+            None for `dtype`.
         attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
         attention_share: the FLOP rate of the attention kernel over that of the chip's constants; below 1 for an
             older kernel.
@@ -265,6 +333,9 @@ class StepProblem:
         overlap: what communication of a layer runs beside: "sites", the product that it belongs to, as in a model
             of `meshweave.parallelize`; "layers", whatever a program of the whole layer could have beside it.
         reserve: what stays free of a chip's memory: a share below 1, or bytes.
+        dispatcher: how copies of tokens travel to experts: a name of `cost.exchange`.
+        imbalance: how unevenly tokens go to experts: the exponent of a power law of the popularity of experts; 0
+            for evenly (`algorithms.step.routing`).
 
     Raises:
         DescriptionError: a size or a word is wrong.
@@ -277,7 +348,7 @@ class StepProblem:
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     optimizer: str = "adam"
-    product_dtype: str | None = None
+    precision: str | None = None
     attention: Literal["flash", "plain"] = "flash"
     attention_share: float = 1.0
     loss: Literal["fused", "eager", "sharded"] = "fused"
@@ -285,12 +356,13 @@ class StepProblem:
     stack: SoftwareStack = field(default_factory=SoftwareStack)
     overlap: Overlap = "sites"
     reserve: float = 0.05
+    dispatcher: str = "all_to_all"
+    imbalance: float = 0.0
 
     def __post_init__(self) -> None:
         Workload(self.batch, self.sequence, self.dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
-            ("product_dtype", (None, *KERNEL_DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
             ("loss", _LOSSES),
@@ -306,19 +378,34 @@ class StepProblem:
             raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
         if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
             raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
-        if self.product_dtype in LOW_PRECISIONS:
-            self._check_low_precision(self.product_dtype)
+        library_of(self.dispatcher)
+        if not 0 <= self.imbalance < math.inf:
+            raise DescriptionError(f"step: imbalance is {self.imbalance}; give at least 0")
+        if self.precision is not None:
+            precision_named(self.precision).dtype_on(self.cluster.chip)
 
-    def _check_low_precision(self, dtype: str) -> None:
-        """Raise DescriptionError where the chip has no constants of products in a precision below 16 bits."""
-        chip = self.cluster.chip
-        measured = [name for name, _ in chip.kernels.products] if chip.kernels else []
-        if dtype not in measured:
-            known = [name for name in measured if name in LOW_PRECISIONS]
-            raise DescriptionError(
-                f"step: products in {dtype} were not measured on chip {chip.name}; "
-                + (f"it has {', '.join(known)}" if known else "leave product_dtype out")
-            )
+    @property
+    def recipe(self) -> Precision | None:
+        """Return the recipe of the products of layers; None where they run in `dtype`."""
+        return None if self.precision is None else precision_named(self.precision)
+
+    @property
+    def products(self) -> ProductDtypes | None:
+        """Return the dtypes by which the three products of training are priced; None for `dtype`."""
+        kept = self.cache("products")
+        if not kept:
+            kept[""] = None if self.recipe is None else self.recipe.products_on(self.cluster.chip)
+        dtypes: ProductDtypes | None = kept[""]
+        return dtypes
+
+    def gathered_bytes(self, weights: int) -> int:
+        """Return the bytes of so many weights of layers as ZeRO gathers them."""
+        return round(weights * (self.item_bytes if self.recipe is None else self.recipe.gathered_bytes))
+
+    @property
+    def precision_reading(self) -> str:
+        """Return by what a precision is priced that was not measured on the chip; "" where it was."""
+        return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
         """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""
@@ -373,9 +460,15 @@ class StepProblem:
         """Return the cluster whose chips attend at their share, and multiply as fast as the stack has them do."""
         kept = self.cache("cluster")
         if not kept:
-            kept[""] = _with_rates(self.cluster, self.attention_share, self.stack.sustains)
-        cluster: Cluster = kept[""]
-        return cluster
+            cluster = with_rates(self.cluster, self.attention_share, self.stack.sustains)
+            kept[""] = cluster if self.products is None else without_casts(cluster)
+        priced: Cluster = kept[""]
+        return priced
+
+    @property
+    def host(self) -> HostRates | None:
+        """Return how fast hosts issue operations: under the stack, else on the cluster; None if neither."""
+        return self.stack.host or self.cluster.host
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without what is cached, which is computed again."""
@@ -388,29 +481,3 @@ class StepProblem:
             kept = {}
             object.__setattr__(self, "_cache", kept)
         return kept.setdefault(kind, {})
-
-
-def _sustained(of: ProductModel, share: float) -> ProductModel:
-    """Return the constants of products whose units run at a share of their clock."""
-    if not isinstance(of, ProductConstants):
-        return of
-    return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
-
-
-def _with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
-    """Return a cluster whose chips run attention at a share of their FLOP rate; `sustains` is that of a stack."""
-    chip = cluster.chip
-    kernels = chip.kernels
-    if sustains and kernels is not None and kernels.sustained_share != 1:
-        products = tuple((name, _sustained(of, kernels.sustained_share)) for name, of in kernels.products)
-        kernels = replace(kernels, products=products, sustained_share=1.0)
-        cluster = replace(cluster, chip=replace(chip, kernels=kernels))
-        chip = cluster.chip
-    if share == 1:
-        return cluster
-    rates = dict(chip.call_flops_per_s)
-    rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
-    if kernels is not None:
-        scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
-        kernels = replace(kernels, attention=tuple(scaled))
-    return replace(cluster, chip=replace(chip, call_flops_per_s=tuple(rates.items()), kernels=kernels))

@@ -15,6 +15,9 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model.memory import Pairs, step_flops
 
+_LEAST_BOUND = 0.005
+"""A smaller share of a step than would be printed as 1 %."""
+
 
 @dataclass(frozen=True)
 class StepParts:
@@ -29,6 +32,7 @@ class StepParts:
         transfers: what transfers between stages add to the step.
         data: exposed reductions of gradients and gathers of weights.
         optimizer: the update of weights.
+        host: waiting for hosts that have not issued the next operation.
         software: seconds outside the model, by the constants of the stack.
     """
 
@@ -41,6 +45,7 @@ class StepParts:
     transfers: float
     data: float
     optimizer: float
+    host: float
     software: float
 
     @property
@@ -54,7 +59,7 @@ class StepParts:
         return self.tensor + self.context + self.transfers + self.data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """A training step laid on a cluster.
 
@@ -73,17 +78,28 @@ class Step:
     pipeline_s: float
     optimizer_s: float
 
+    def __repr__(self) -> str:
+        """Return the model, the chips, the degrees, time, utilization and memory, in a line."""
+        of, laid = self.problem, self.parallelism
+        return (
+            f"<Step of {of.model.name} on {of.cluster.num_chips} chips of {of.cluster.name}: dp {laid.data} "
+            f"pp {laid.pipeline} cp {laid.context} tp {laid.tensor}, {format_s(self.time_s)}, "
+            f"{100 * self.mfu:.1f} % MFU, {format_bytes(self.memory.total)}>"
+        )
+
     def __str__(self) -> str:
         """Return for people time, utilization and memory, what is to be said of them, and its defaults."""
         of, chip, usable = self.problem, self.problem.cluster.chip, self.problem.usable_bytes()
         kept_free = f"{format_bytes(chip.memory_bytes - usable)} kept free"
         lines = (
             f"{of.model.name} on {of.cluster.num_chips} chips of {of.cluster.name}: {of.batch} sequences of "
-            f"{of.sequence} tokens, {of.dtype}",
-            unmeasured_kernels(chip, of.product_dtype or of.dtype),
+            f"{of.sequence} tokens, {of.dtype}{f', products of layers in {of.precision}' if of.precision else ''}",
+            unmeasured_kernels(chip, of.dtype),
+            of.precision_reading,
             f"{format_s(self.time_s)} a step, {100 * self.mfu:.1f} % MFU (causal pairs), "
             f"{self.tokens_per_second_per_chip:.0f} tokens/s per chip, {format_bytes(self.memory.total)} of "
             f"{format_bytes(chip.memory_bytes)}, {kept_free}{'' if self.fits() else ': does not fit'}",
+            self.host_line,
             self.ceiling.reason(self.mfu),
             f"defaults: {', '.join((*_left_at_default(of), *_left_at_default(self.parallelism)))}",
         )
@@ -93,11 +109,10 @@ class Step:
     def parts(self) -> StepParts:
         """Return the parts of the time, on the pipeline rank that works longest."""
         timed = self.stages.pipeline(with_transfers=False)
-        ranks: dict[int, list[int]] = {}
-        for stage, rank in enumerate(timed.stage_ranks):
-            ranks.setdefault(rank, []).append(stage)
         times, count = self.stages.times, self.num_micro_batches
-        busiest = max(ranks.values(), key=lambda stages: sum(times[stage].total_s for stage in stages))
+        busiest = max(
+            self._stages_of_ranks(), key=lambda stages: sum(times[stage].total_s for stage in stages)
+        )
         own = [times[stage] for stage in busiest]
         work = sum((time.work for time in own), PartTime())
         bare_s, software_s = makespan_s(timed), self.problem.stack.step_s
@@ -112,8 +127,30 @@ class Step:
             transfers=self.pipeline_s - bare_s,
             data=count * sum(time.data_s for time in own) + outside_s,
             optimizer=self.optimizer_s,
+            host=count * sum(time.host_s for time in own),
             software=software_s,
         )
+
+    @property
+    def host_bound(self) -> float:
+        """Return the share of the step in which hosts set the pace, issuing parts of micro-batches late."""
+        times = self.stages.times
+        busiest = max(self._stages_of_ranks(), key=lambda own: sum(times[stage].total_s for stage in own))
+        return self.num_micro_batches * sum(times[stage].bound_s for stage in busiest) / self.time_s
+
+    @property
+    def host_line(self) -> str:
+        """Return in words how much of the step is bound by hosts; "" where nobody knows them, or none is."""
+        share = self.host_bound
+        waits = f"chips wait {100 * self.parts.host / self.time_s:.0f} % of it"
+        return f"host-bound: {100 * share:.0f} % of the step; {waits}" if share >= _LEAST_BOUND else ""
+
+    def _stages_of_ranks(self) -> list[list[int]]:
+        """Return the stages of each pipeline rank."""
+        ranks: dict[int, list[int]] = {}
+        for stage, rank in enumerate(self.stages.stage_ranks):
+            ranks.setdefault(rank, []).append(stage)
+        return list(ranks.values())
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -173,9 +210,14 @@ class Step:
         return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
 
 
+_OF_EXPERTS = ("expert", "expert_tensor", "dispatcher", "imbalance")
+
+
 def _left_at_default(of: StepProblem | Parallelism) -> Iterator[str]:
     """Yield the attributes that have the value of their default, but for those that are None there."""
     for each in fields(of):
+        if each.name in _OF_EXPERTS and (isinstance(of, Parallelism) or not of.model.is_routed):
+            continue
         default = each.default if each.default_factory is MISSING else each.default_factory()
         value = getattr(of, each.name)
         if default is not MISSING and value is not None and value == default:

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.pipeline import PipelineAlgorithm
-from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, StepProblem
+from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, SoftwareStack, StepProblem
+from meshweave.algorithms.step.stack_checks import check_runs
+from meshweave.algorithms.step.stack_runs import ZERO_LEVELS
 from meshweave.algorithms.step.strategies import refusal_in_step
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
@@ -34,7 +36,6 @@ Tensor = int | tuple[int, int]
 Order = tuple[Degree, ...]
 """Names of degrees, the innermost first."""
 
-ZERO_LEVELS = (0, 1, 2, 3)
 MIN_CONTEXT_TOKENS = 128
 MAX_MICRO_BATCH = 64
 
@@ -50,6 +51,7 @@ class SpaceOptions:
         data, pipeline, context: degrees to choose among.
         tensor: tensor degrees to choose among: numbers of ranks, or meshes (d1, d2).
         orders: orders of the degrees, the innermost first; None for all that differ on the cluster.
+        expert, expert_tensor: degrees of experts to choose among.
         micro_batches: sequences of a micro-batch.
 
     Raises:
@@ -68,6 +70,8 @@ class SpaceOptions:
     micro_batches: tuple[int, ...] | None = None
     recompute: tuple[Recompute, ...] = RECOMPUTES
     orders: tuple[Order, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    expert_tensor: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -80,7 +84,8 @@ class SpaceOptions:
                     raise UnsupportedError(
                         f"{name}: there is no '{word}'{did_you_mean(word, known)}; there are {listed(known)}"
                     )
-        for name in ("data", "pipeline", "context", "virtual_stages", "micro_batches"):
+        named = "data", "pipeline", "context", "virtual_stages", "micro_batches", "expert", "expert_tensor"
+        for name in named:
             for number in getattr(self, name) or ():
                 if number < 1:
                     raise DescriptionError(f"{name} is {number}; give at least 1")
@@ -95,6 +100,31 @@ class SpaceOptions:
                 raise DescriptionError(
                     f"order is {'-'.join(order)}; give each of {', '.join(DEGREES)} once, the innermost first"
                 )
+
+    @classmethod
+    def of_stack(cls, stack: SoftwareStack, **given: Any) -> SpaceOptions:
+        """Return options with what a stack executes where nothing is given: `given` are attributes.
+
+        Raises as the class does, and UnsupportedError where the stack does not execute what is given.
+        """
+        options = cls(**given)
+        narrowed: dict[str, Any] = {}
+        for kind in ("strategies", "schedules", "zero", "recompute"):
+            values = getattr(options, kind)
+            if kind in given:
+                for value in values:
+                    check_runs(stack, kind, value)
+            elif (runs := stack.runs.of(kind)) is not None:
+                narrowed[kind] = tuple(value for value in values if value in runs) or values
+        for degree in DEGREES:
+            values = getattr(options, degree)
+            if degree in stack.runs.degrees:
+                continue
+            if values is None:
+                narrowed[degree] = (1,)
+            elif any(value not in (1, (1, 1)) for value in values):
+                check_runs(stack, "degrees", degree)
+        return replace(options, **narrowed)
 
 
 def tensor_strategies() -> dict[str, BlockAlgorithm]:
@@ -131,6 +161,7 @@ class StepLayout:
     tensor: Tensor
     strategy: str
     order: Order
+    experts: tuple[int, int] = (1, 1)
 
     def stride(self, degree: Degree) -> int:
         """Return how many chips lie between neighbours of a degree."""
@@ -159,15 +190,26 @@ class StepLayout:
             micro_batch=micro_batch,
             recompute=recompute,
             order=self.order,
+            expert=self.experts[0],
+            expert_tensor=self.experts[1],
         )
 
 
 @dataclass(frozen=True)
 class StepSpace:
-    """All configurations of a problem that obey the options and the rules of divisibility."""
+    """All configurations of a problem that obey the options and the rules of divisibility.
+
+    Attributes:
+        given: the options; None for all that the stack of the problem executes.
+    """
 
     problem: StepProblem
-    options: SpaceOptions = field(default_factory=SpaceOptions)
+    given: SpaceOptions | None = None
+
+    @cached_property
+    def options(self) -> SpaceOptions:
+        """Return the options."""
+        return SpaceOptions.of_stack(self.problem.stack) if self.given is None else self.given
 
     @cached_property
     def degrees(self) -> tuple[DegreeSizes, ...]:
@@ -221,7 +263,24 @@ class StepSpace:
         data, pipeline, context, tensor = sizes
         for strategy, mesh in self.tensors(tensor):
             for order in self.orders(sizes):
-                yield StepLayout(data, pipeline, context, mesh, strategy, order)
+                for experts in self.experts(sizes):
+                    yield StepLayout(data, pipeline, context, mesh, strategy, order, experts)
+
+    def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
+        """Return the degrees of experts on the ranks of a stage; (1, 1) alone for a model without any.
+
+        Ranks that share an expert are one, or those that share each layer.
+        """
+        experts = max(graph.num_experts for _, graph in self.problem.model.runs)
+        if experts == 1:
+            return ((1, 1),)
+        options, ranks = self.options, sizes.data * sizes.context * sizes.tensor
+        pairs = []
+        for tensor in options.expert_tensor or tuple(dict.fromkeys((1, sizes.tensor))):
+            for expert in divisors_of(math.gcd(experts, ranks // tensor) if ranks % tensor == 0 else 1):
+                if (options.expert is None or expert in options.expert) and ranks % (expert * tensor) == 0:
+                    pairs.append((expert, tensor))
+        return tuple(pairs)
 
     def orders(self, sizes: DegreeSizes) -> tuple[Order, ...]:
         """Return the orders of the degrees that differ on the levels of the cluster, "tensor" innermost first."""

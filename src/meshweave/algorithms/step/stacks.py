@@ -3,19 +3,32 @@
 `catalog/stacks.toml` has the constants of time and `catalog/fragmentation.toml` that of memory. Fitted by
 `validation/fit_stacks.py` and `validation/fit_memory.py` on half of the families of published runs (`meshweave
 reproduce published` scores the others). The table below has what is no constant.
+
+"meshweave" is the library's own runtime on PyTorch, and the default. No run of it was published; its constants are
+those of `_FITTED_AS`, whose runs are PyTorch's too.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
 from meshweave.algorithms.step.problem import SoftwareStack, UnfusedKernels
+from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.files import parse_table
+from meshweave.describe.machine.host import HostRates
+from meshweave.describe.model.transformer import Transformer
 
 _FILE, _MEMORY_FILE = "stacks.toml", "fragmentation.toml"
+IDEAL = "ideal"
+"""The stack that adds nothing: kernels and communication alone."""
+DEFAULT_STACK = "meshweave"
+"""The stack of `mw.step`, `mw.plan` and the command line where none is named."""
+_FITTED_AS = {"meshweave": "torchtitan", "meshweave-eager": "torchtitan"}
+"""The stack that has the constants of one on whose runs nothing could be fitted."""
 
 # Bytes of kernels that are not fused, counted from the code of each stack for 16-bit activations. An eager PyTorch
 # kernel reads its operands and writes its result; autograd adds gradients that arrive from several users.
@@ -46,10 +59,73 @@ _NANOTRON = {
 """nanotron/models/llama.py of 2025. Forward: queries, keys and values made contiguous (4 each), keys and values
 joined and made contiguous (8 + 8), rotated (4, 4); silu and a product for one kernel. Backward: the same the other
 way round, and the gradients of both halves of the gated activation joined."""
+_COPIES = (
+    UnfusedKernels(residual=16, heads=8, keys=8, ffn=12, kernels=11),
+    UnfusedKernels(residual=24, heads=12, keys=8, ffn=16, kernels=15),
+)
+"""nn/parallel/ops.py. Forward, _multiply: operands are copied into the program (residual 4 + 4; heads 4; ffn 4),
+and results out of it (residual 4 + 4; heads 4; keys 8; ffn 8). Backward, _multiply_back: so are the gradients that
+arrive (as results), the operands (as forward) and the gradients of these (likewise)."""
+_MESHWEAVE = {
+    "regathers": True,
+    "sharding": "fsdp",
+    "copies": _COPIES,
+    "gradient_passes": (5.0, 2.0),
+    "stops_early": True,
+    "runs": StackRuns(recompute=("none", "full"), precisions=(), experts=False),
+}
+"""The runtime of `nn.parallel`. Weights and their gradients are copied into programs and out of them (two each),
+and gradients added (a read, and a read and a write). It runs all of the table of algorithms; attention is a kernel
+that keeps no scores, and is not computed again by itself."""
+_EAGER = {
+    "forward": UnfusedKernels(residual=32, heads=20, keys=20, ffn=4, kernels=15),
+    "backward": UnfusedKernels(residual=44, heads=20, keys=20, ffn=8, kernels=16),
+}
+"""nn/parallel/{norm,attention,block}.py. Forward: norms of a cast to fp32 (2 + 4), the kernel (4 + 4) and a cast
+back (4 + 2), less the 4 of one kernel, twice; rotation of queries and keys: two products (4 + 4), halves joined
+(2 + 4), their sum (6); silu and a product for one kernel. Backward: norms 32, less 10, twice; rotation; silu."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "megatron-2021": {"blocks_transfers": True, **_MEGATRON},
-    "llm-foundry": {"regathers": True, "sharding": "fsdp", "gradient_passes": (3.0, 3.0), **_LLM_FOUNDRY},
+    "meshweave": {"recomputes_gate": True, **_MESHWEAVE},
+    "meshweave-eager": {**_MESHWEAVE, **_EAGER},
+    "megatron-2021": {
+        "blocks_transfers": True,
+        "runs": StackRuns(
+            ("tensor", "data", "pipeline"),
+            ("megatron", "megatron_sp"),
+            ("1f1b", "interleaved-1f1b"),
+            (0,),
+            precisions=(),
+        ),
+        **_MEGATRON,
+    },
+    "megatron-deepspeed": {
+        "blocks_transfers": True,
+        "waits_for_tensor": True,
+        "gradient_passes": (1.0, 2.0),
+        "logit_bytes": (36.0, 10.0),
+        "runs": StackRuns(
+            ("tensor", "data", "pipeline"),
+            ("megatron", "megatron_sp"),
+            ("1f1b", "interleaved-1f1b"),
+            (0, 1),
+            precisions=(),
+        ),
+        **_MEGATRON,
+    },
+    "llm-foundry": {
+        "regathers": True,
+        "sharding": "fsdp",
+        "gradient_passes": (3.0, 3.0),
+        "runs": StackRuns(("data",), (), (), (0, 2, 3), ("none", "full"), ("fp8-delayed",)),
+        **_LLM_FOUNDRY,
+    },
     "torchtitan": {
+        "runs": StackRuns(
+            strategies=("megatron_sp",),
+            schedules=("gpipe", "1f1b", "interleaved-1f1b", "zbv"),
+            zero=(0, 2, 3),
+            precisions=("fp8-current", "fp8-token", "mxfp8"),
+        ),
         "sharding": "fsdp2",
         "copies_norm_inputs": True,
         "gradient_passes": (1.0, 1.0),
@@ -65,10 +141,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "layers_by_cost": True,
         "keeps_joint_qkv": True,
         "logit_bytes": (36.0, 10.0),
+        "runs": StackRuns(
+            ("tensor", "data", "pipeline"),
+            ("megatron", "megatron_sp"),
+            ("gpipe", "1f1b"),
+            (0, 1),
+            ("none", "full"),
+            (),
+        ),
         **_NANOTRON,
     },
 }
-"""What a stack does where nobody says otherwise. megatron-2021 is Megatron-LM before fused attention and
+"""What a stack does where nobody says otherwise, and what it can execute: `meshweave` is the runtime with compiled
+blocks, whose compiler fuses what stands between products. megatron-2021 is Megatron-LM before fused attention and
 overlapped transfers; its products add gradients of weights to those of the micro-batches before. nanotron does
 that in a pass of its own (a read, and a read and a write of the sum). FSDP of PyTorch up to 2.1, which
 llm-foundry runs, joins gradients (a read and a write), casts them for the reduction (a read, a write) and
@@ -80,8 +165,18 @@ sum (4) and a quotient (8); its gradient scaled (8) and cast back (6)."""
 
 
 def stack_names() -> tuple[str, ...]:
-    """Return the names of software stacks that have fitted constants."""
+    """Return the names of software stacks, the default first; "ideal", which adds nothing, is none of them."""
     return tuple(_DEFAULTS)
+
+
+def default_stack(model: Transformer) -> str:
+    """Return the stack of a step where none is named: the library's runtime, or one that prices experts."""
+    return IDEAL if model.is_routed else DEFAULT_STACK
+
+
+def fitted_as(name: str) -> str:
+    """Return the stack on whose published runs the constants of one were fitted: itself, or one like it."""
+    return _FITTED_AS.get(name, name)
 
 
 @lru_cache(maxsize=1)
@@ -99,19 +194,24 @@ def _catalog_table(name: str) -> dict[str, Any]:
     return parse_table((files("meshweave") / "catalog" / name).read_text("utf-8"), name, "toml")
 
 
-def load_stack(name: str) -> SoftwareStack:
-    """Return a software stack by its name, or for "none" one that adds nothing.
+def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
+    """Return a software stack by its name, or for "ideal" one that adds nothing.
 
     Raises:
         DescriptionError: no stack has this name.
     """
     if name == "none":
+        warnings.warn('meshweave: stack "none" is "ideal" now', DeprecationWarning, stacklevel=2)
+        name = IDEAL
+    if name == IDEAL:
         return SoftwareStack()
     if name not in _DEFAULTS:
-        known = ("none", *stack_names())
+        known = (IDEAL, *stack_names())
         raise DescriptionError(f"no stack '{name}'{did_you_mean(name, known)}; known: {', '.join(known)}")
     constants = {
-        **stack_table().get("stacks", {}).get(name, {}),
-        "fragmentation": _fragmentation().get(name, 0.0),
+        **stack_table().get("stacks", {}).get(fitted_as(name), {}),
+        "fragmentation": _fragmentation().get(fitted_as(name), 0.0),
     }
+    if "host" in constants:
+        constants["host"] = HostRates(**constants["host"])
     return SoftwareStack(name, sustains=True, **constants, **_DEFAULTS[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.step.block_time import PartTime
@@ -13,7 +12,15 @@ from meshweave.algorithms.step.data_parallel import (
     exposed_after,
     exposed_before,
 )
-from meshweave.algorithms.step.layers import LayerTime, ends_split, ends_time, layer_split, layer_time
+from meshweave.algorithms.step.host import IssueCounts
+from meshweave.algorithms.step.layers import (
+    LayerTime,
+    ends_split,
+    ends_time,
+    layer_split,
+    layer_time,
+    mean_layer_time,
+)
 from meshweave.algorithms.step.memory import boundary_bytes, residual_is_whole
 from meshweave.algorithms.step.pipeline import (
     PipelineTime,
@@ -24,6 +31,7 @@ from meshweave.algorithms.step.pipeline import (
 )
 from meshweave.algorithms.step.placement import boundary_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers, stage_kinds, stage_layers
 from meshweave.base.units import to_ps, to_s
 
 
@@ -38,6 +46,9 @@ class StageTime:
         ends_s: embedding and loss.
         data_s: gathers of weights and reductions of gradients that nothing hides.
         reduced_s: of these the reductions, and gathers before the backward part.
+        host_s: seconds in which the chip waits for its host.
+        bound_s: seconds of the parts in which it is the host that sets the pace.
+        issued_s: seconds in which the host issues the two parts; 0 where nobody knows it.
         split_s: the backward part in two: gradient of the residual, with recomputation, and gradients of weights;
             None where nobody runs them apart, or it is not known.
     """
@@ -49,6 +60,9 @@ class StageTime:
     ends_s: float
     data_s: float
     reduced_s: float = 0.0
+    host_s: float = 0.0
+    bound_s: float = 0.0
+    issued_s: tuple[float, float] = (0.0, 0.0)
     split_s: tuple[float, float] | None = None
 
     @property
@@ -169,72 +183,26 @@ class Stages:
         return after_s + others * self.data_parallel.reduce_s * (1 - overlap) + after_all_s
 
 
-@lru_cache(maxsize=4096)
-def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
-    """Return the layers of each stage: equal but for layers left over, which go to the middle.
-
-    So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
-
-    Args:
-        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the layer
-            that takes the sum above its share of all, as in nanotron (`build_model`).
-    """
-    if costs is not None:
-        return _layers_by_cost(num_layers, num_stages, *costs)
-    each, more = divmod(num_layers, num_stages)
-    begin = (num_stages - more) // 2
-    return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
-
-
-def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> tuple[int, ...]:
-    counts, stage, total = [0] * num_stages, 0, num_layers * layer + head
-    for number in range(1, num_layers + 1):
-        counts[stage] += 1
-        stage += number * layer * num_stages > total * (stage + 1)
-    return tuple(counts)
-
-
-def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
-    """Return the multiplications a token of a layer and of the head, by which layers are divided; None: evenly."""
-    model = problem.model
-    if not problem.stack.layers_by_cost:
-        return None
-    counts = model.layer.counts
-    products = 4 * counts["heads"] + (3 if model.gated_ffn else 2) * counts["ffn"]
-    return products * model.hidden, (model.vocab_size or 0) * model.hidden
-
-
-@lru_cache(maxsize=4096)
-def rank_layers(
-    num_layers: int,
-    schedule: str,
-    num_ranks: int,
-    virtual_stages: int,
-    costs: tuple[int, int] | None = None,
-) -> tuple[int, ...]:
-    """Return the layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
-    counts = [0] * num_ranks
-    layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
-    for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):
-        counts[rank] += count
-    return tuple(counts)
-
-
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
-    known: dict[tuple[int, bool, bool], StageTime] = {}
+    known: dict[tuple[tuple[int, bool, bool], tuple[float, ...]], StageTime] = {}
+    kinds = stage_kinds(problem, layers)
     times = []
     for stage, count in enumerate(layers):
         key = count, stage == 0, stage == len(layers) - 1
-        if key not in known:
+        counts = kinds[stage] if kinds else ()
+        if (key, counts) not in known:
+            own = mean_layer_time(problem, parallelism, counts) if counts else layer
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            gathers_s, reduces_s = _sharded_s(problem, parallelism, count, layer, data_parallel, *key[1:])
-            time = _stage_time(count, layer, at_ends, gathers_s, reduces_s)
-            known[key] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
-        times.append(known[key])
+            gathers_s, reduces_s = _sharded_s(problem, parallelism, count, own, data_parallel, *key[1:])
+            time = _stage_time(count, own, at_ends, gathers_s, reduces_s)
+            issued_s = _issued_s(problem, parallelism, count, own, at_ends)
+            time = _with_host(time, issued_s, pools=not problem.stack.blocks_transfers)
+            known[key, counts] = replace(time, split_s=_split_s(problem, parallelism, time, *key))
+        times.append(known[key, counts])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
         sent = boundary_bytes(problem, parallelism)
@@ -301,14 +269,61 @@ def _stage_time(
 ) -> StageTime:
     back_s = layer.backward.total_s + layer.recompute.total_s
     ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
+    work = layer.forward + layer.backward
     return StageTime(
         count * layer.forward.total_s + ends_s[0] + gathers_s,
         count * back_s + ends_s[1] + reduces_s,
-        count * (layer.forward + layer.backward),
+        count * work,
         count * layer.recompute.total_s,
         sum(ends_s),
         gathers_s + reduces_s,
         reduces_s,
+        count * work.host_s,
+    )
+
+
+def _issued_s(
+    problem: StepProblem, parallelism: Parallelism, count: int, layer: LayerTime, ends: list[LayerTime]
+) -> tuple[float, float]:
+    """Return the seconds in which the host issues the forward and the backward part of a stage."""
+    host, zero = problem.host, parallelism.zero
+    if host is None:
+        return 0.0, 0.0
+    gathers = zero == 3 or (zero == 2 and problem.stack.regathers)
+    messages = 2 * (parallelism.pipeline > 1)
+    more = (
+        IssueCounts(0, count * gathers, messages),
+        IssueCounts(0, count * ((zero > 1) + (zero == 3)), messages),
+    )
+    forward_s, backward_s = (each.seconds(host) for each in more)
+    forward_s += count * layer.issued_s[0] + sum(end.issued_s[0] for end in ends)
+    backward_s += count * layer.issued_back_s + sum(end.issued_s[1] for end in ends)
+    return forward_s, backward_s
+
+
+def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -> StageTime:
+    """Return the time of a micro-batch whose parts take no less than their host issues them.
+
+    Where the host waits for nothing in between (`pools`), what it is ahead in one part it has in the next, so that
+    both parts together take at least as long as it issues both.
+    """
+    time = replace(time, issued_s=issued_s)
+    own_s = time.forward_s, time.backward_s
+    short = [max(issued - own, 0.0) for issued, own in zip(issued_s, own_s, strict=True)]
+    waits_s = sum(short)
+    if not waits_s:
+        return replace(time, bound_s=time.host_s)
+    if pools:
+        excess_s = max(sum(issued_s) - sum(own_s), 0.0)
+        short = [each * excess_s / waits_s for each in short]
+        waits_s = excess_s
+    bound_s = sum(own + more for own, more in zip(own_s, short, strict=True) if more)
+    return replace(
+        time,
+        forward_s=own_s[0] + short[0],
+        backward_s=own_s[1] + short[1],
+        host_s=time.host_s + waits_s,
+        bound_s=max(bound_s, time.host_s),
     )
 
 

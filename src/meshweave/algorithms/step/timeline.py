@@ -39,7 +39,7 @@ class StepSpan:
 
     Attributes:
         kind: "forward", "backward", "input gradient", "weight gradient", "optimizer", "software", "products",
-            "element-wise", "hidden" or "exposed"; the last two are communication.
+            "element-wise", "issuing" (what the host does), "hidden" or "exposed"; these two are communication.
         name: what it is, if the kind does not say it.
         micro_batch, stage: numbers from 0, or None.
     """
@@ -95,6 +95,8 @@ def step_timeline(step: Step) -> StepTimeline:
         if software_s:
             spans.append(StepSpan(done_s, done_s + software_s, "software"))
         lanes.append(TimelineLane(group, "computing", tuple(spans)))
+        if issued := _issued(step, timed, rank, shift_s):
+            lanes.append(TimelineLane(group, "host", tuple(issued)))
         if messages := _messages(step, timed, rank, shift_s):
             lanes.append(TimelineLane(group, "messages", tuple(messages)))
         if data := _replica_spans(step, timed, rank, shift_s):
@@ -140,6 +142,21 @@ def _actions(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
         kind, name = _KINDS.get(action.leaves[-1].kind, "backward"), str(action) if action.parts else ""
         times_s = shift_s + to_s(begin), shift_s + to_s(end)
         spans.append(StepSpan(*times_s, kind, name, action.leaves[0].micro_batch, action.leaves[0].stage))
+    return spans
+
+
+def _issued(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+    """Return when the host of a pipeline rank issues its actions: each from when the chip begins it on."""
+    spans: list[StepSpan] = []
+    for span in _actions(timed, rank, shift_s):
+        assert span.stage is not None
+        forward_s, backward_s = step.stages.times[span.stage].issued_s
+        taken_s = forward_s if span.kind == "forward" else backward_s
+        if span.kind in ("input gradient", "weight gradient"):
+            taken_s /= 2
+        end_s = min(span.begin_s + taken_s, span.end_s)
+        if end_s > span.begin_s:
+            spans.append(StepSpan(span.begin_s, end_s, "issuing", "", span.micro_batch, span.stage))
     return spans
 
 

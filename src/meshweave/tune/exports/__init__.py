@@ -4,7 +4,6 @@ Each export is refused where the other software does not have the strategy of th
 another strategy in silence. Smaller differences are listed in `Export.left_out`.
 """
 
-from meshweave.tune.exports.export import TARGETS, export_plan
-from meshweave.tune.exports.row import Export
-
-__all__ = ["TARGETS", "Export", "export_plan"]
+from meshweave.tune.exports.export import TARGETS as TARGETS
+from meshweave.tune.exports.export import export_plan as export_plan
+from meshweave.tune.exports.row import Export as Export

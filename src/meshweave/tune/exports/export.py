@@ -37,9 +37,11 @@ def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
             f"there is no export to '{target}'{did_you_mean(target, TARGETS)}; there are {', '.join(TARGETS)}"
         )
     ranked = plan.step.ranked
+    if (planned := planned_model(plan)).is_routed or ranked[0].degrees.expert > 1:
+        raise UnsupportedError(f"{planned.name} has experts; exports of such models are not written yet")
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
-    model, convert = planned_model(plan), TARGETS[target]
+    model, convert = planned, TARGETS[target]
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
         return convert(rows[row - 1])

@@ -29,7 +29,7 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
     untold = [
         f"{name} = {printable(value)}"
         for name, value in values.items()
-        if name not in (*told, "others", "model_type") and value not in (None, "")
+        if name not in (*told, "others", "model_type") and value not in (None, "", ())
     ]
     untold += () if "others" in told else map(printable, model.architecture.others)
     if "model_type" not in told and model.architecture.model_type not in PLAIN_TYPES:

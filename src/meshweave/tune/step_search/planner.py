@@ -6,11 +6,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from meshweave.algorithms.step import Parallelism, Step, StepProblem, load_stack, step_of, with_defaults
+from meshweave.algorithms.step import (
+    Parallelism,
+    SoftwareStack,
+    Step,
+    StepProblem,
+    load_stack,
+    step_of,
+    with_defaults,
+)
 from meshweave.algorithms.step.ceiling import rate_ceiling
 from meshweave.algorithms.step.options import PlanOptions, ProblemOptions
 from meshweave.algorithms.step.problem import SHORT_NAMES
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
+from meshweave.algorithms.step.stack_checks import check_problem
+from meshweave.algorithms.step.stacks import IDEAL, default_stack
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
@@ -27,7 +37,7 @@ from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 
 NOTE = (
     "Estimated without contention between kinds of traffic. Kernels, collectives and links are those of the "
-    "cluster's description; the software stack adds nothing unless it is given."
+    "cluster's description; what the software stack adds is that of `stack`."
 )
 _FIELDS_OF_SPACE = {
     "strategy": "strategies",
@@ -38,7 +48,7 @@ _FIELDS_OF_SPACE = {
 _FIELDS_OF_OPTIONS = {plural: name for name, plural in _FIELDS_OF_SPACE.items()}
 
 
-@renamed_keyword("seq", "sequence", "mw.plan")
+@renamed_keyword("seq", "sequence", "mw.plan", product_dtype="precision")
 def plan(
     model: str | Path | Transformer,
     cluster: str | Path | Cluster,
@@ -64,9 +74,10 @@ def plan(
         num_exact: rows of the ranking that no other configuration is faster than.
         sensitivity: whether to price the ranking with faster links too.
         progress: called with the numbers of layouts looked at so far, and of all.
-        options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `strategy`, `zero`, `schedule`, `micro_batch`,
-            `recompute` and `order`, each a value or a list of values to choose among; and attributes of
-            `StepProblem`, such as `attention`, `reserve` or `stack`, which may be a name.
+        options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `ep`, `etp`, `strategy`, `zero`, `schedule`,
+            `micro_batch`, `recompute` and `order`, each a value or a list of values to choose among; and
+            attributes of `StepProblem`, such as `attention`, `reserve` or `stack`, which may be a name: by default
+            that of the library's own runtime. Only what the stack executes is searched.
 
     Raises:
         DescriptionError: a name, size or option is wrong.
@@ -79,10 +90,11 @@ def plan(
     of_problem: dict[str, Any] = {
         name: value for name, value in options.items() if name in ProblemOptions.__annotations__
     }
-    if isinstance(of_problem.get("stack"), str):
-        of_problem["stack"] = load_stack(of_problem["stack"])
+    model = model if isinstance(model, Transformer) else load_model(model)
+    stack = of_problem.setdefault("stack", default_stack(model))
+    of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
     problem = StepProblem(
-        model if isinstance(model, Transformer) else load_model(model),
+        model,
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
         batch,
         sequence,
@@ -90,7 +102,9 @@ def plan(
     )
     return plan_step(
         problem,
-        space_options({name: value for name, value in options.items() if name not in of_problem}),
+        space_options(
+            {name: value for name, value in options.items() if name not in of_problem}, problem.stack
+        ),
         memory_bytes=memory_bytes,
         num_exact=num_exact,
         sensitivity=sensitivity,
@@ -98,19 +112,21 @@ def plan(
     )
 
 
-def space_options(fixed: dict[str, Any]) -> SpaceOptions:
-    """Return the options of a space from values, or lists of values, by name. Raises as `SpaceOptions` does."""
+def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
+    """Return the options of a space for a stack from values, or lists of values, by name.
+
+    Raises as `SpaceOptions.of_stack` does.
+    """
     chosen: dict[str, Any] = {}
     for name, value in fixed.items():
         field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
-            fitting = (
-                e.name for e in SCHEDULES.values() if e.is_searched and any(map(e.takes_stages, values))
-            )
+            searched = (SCHEDULES[schedule] for schedule in SpaceOptions.of_stack(stack).schedules)
+            fitting = (entry.name for entry in searched if any(map(entry.takes_stages, values)))
             chosen.setdefault("schedules", tuple(fitting))
         chosen[field] = values
-    return SpaceOptions(**chosen)
+    return SpaceOptions.of_stack(stack, **chosen)
 
 
 def plan_step(
@@ -125,7 +141,8 @@ def plan_step(
     """Return the plan of a step problem; see `plan`. Raises as it does."""
     memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
     limit = problem.usable_bytes(memory_bytes)
-    space = StepSpace(problem, options or SpaceOptions())
+    check_problem(problem)
+    space = StepSpace(problem, options)
     ranking = StepSearch(space, limit, num_exact, progress).ranking()
     if not ranking.rows:
         raise UnsupportedError(refusal_text(ranking))
@@ -144,7 +161,7 @@ def plan_step(
         note=NOTE,
         not_priced=model.not_priced_at(problem.sequence),
         description=describe(model, cluster, problem),
-        unmeasured=unmeasured_kernels(cluster.chip, problem.product_dtype or problem.dtype),
+        unmeasured=unmeasured_kernels(cluster.chip, problem.dtype),
     )
 
 
@@ -165,6 +182,10 @@ def _steps_record(
         ceiling=ceiling.share,
         above_ceiling=ceiling.reason(max(step.hfu for step in steps)),
         **_defaults(ranking.space),
+        stack=problem.stack.name,
+        precision="" if problem.recipe is None else problem.recipe.name,
+        priced_as=problem.precision_reading,
+        ideal=_ideal(ranking),
         searched={
             "nodes": count.nodes,
             "priced": count.priced,
@@ -191,13 +212,25 @@ def _defaults(space: StepSpace) -> dict[str, Any]:
         return {"defaults_refused": str(error)}
 
 
+def _ideal(ranking: StepRanking) -> StepRecord | None:
+    """Return the record of the best configuration without a stack; None where there is none."""
+    problem, bare = ranking.space.problem, load_stack(IDEAL)
+    if problem.stack == bare:
+        return None
+    return step_record(step_of(replace(problem, stack=bare), ranking.rows[0].parallelism))
+
+
 def step_record(step: Step) -> StepRecord:
     """Return the record of a step."""
     peak = asdict(step.memory.peak)
     return StepRecord(
         degrees=degrees_of(step.parallelism),
         step_s=step.time_s,
-        parts_s={name: max(float(value), 0.0) for name, value in asdict(step.parts).items()},
+        parts_s={
+            name: max(float(value), 0.0)
+            for name, value in asdict(step.parts).items()
+            if name != "host" or step.problem.host is not None
+        },
         memory_bytes=step.memory.total,
         memory_parts=peak,
         tokens_per_s_per_chip=step.tokens_per_second_per_chip,

@@ -23,6 +23,7 @@ PART_NAMES = {
     "transfers": "transfers between stages",
     "data": "data-parallel communication",
     "optimizer": "optimizer",
+    "host": "waiting for the host",
     "software": "software",
 }
 """What the parts of a step are called."""
@@ -34,6 +35,8 @@ _REMEDIES = {
     "transfers": "fewer stages send less",
     "ends": "tensor ranks would share them",
     "optimizer": "more replicas would share it under ZeRO",
+    "host": "layers in CUDA graphs are issued at once, larger micro-batches need fewer kernels for as much work, "
+    "and so do fused ones",
     "software": "its constants are those of the stack",
     "recompute": "more memory a chip, or more chips, would save recomputation",
 }
@@ -42,7 +45,7 @@ _LEAST_SHARE = 0.02
 
 def refusal_text(ranking: StepRanking) -> str:
     """Return one line: why no configuration is ranked, and what would be right."""
-    problem, options = ranking.space.problem, ranking.space.options
+    problem = ranking.space.problem
     chips = problem.cluster.num_chips
     start = f"no configuration of {problem.model.name} on {counted(chips, 'chip')} of {problem.cluster.name}"
     if ranking.smallest is not None:
@@ -54,15 +57,16 @@ def refusal_text(ranking: StepRanking) -> str:
         kept_free += " kept free" if reserve else ""
         return (
             f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip{kept_free}: the smallest takes "
-            f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}{_or_fewer_fixed(options)}"
+            f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}"
+            f"{_or_fewer_fixed(ranking.space)}"
         )
     if ranking.count.reason:
         return f"{start} can be laid out: {ranking.count.reason}"
     return f"{start}: {_division_text(ranking)}"
 
 
-def _or_fewer_fixed(options: object) -> str:
-    return "" if options == type(options)() else ", or fix less"
+def _or_fewer_fixed(space: StepSpace) -> str:
+    return "" if space.options == StepSpace(space.problem).options else ", or fix less"
 
 
 def _division_text(ranking: StepRanking) -> str:
@@ -132,6 +136,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+_OF_EXPERTS = (("ep", "expert"), ("etp", "expert_tensor"))
+
+
 def choice_text(choice: object) -> str:
     """Return a configuration in words: degrees, then what is not the default of them."""
     record = choice if isinstance(choice, DegreesRecord) else None
@@ -142,6 +149,7 @@ def choice_text(choice: object) -> str:
     if fields["context"] > 1:
         words.append(f"cp {fields['context']}")
     words.append(f"tp {mesh}")
+    words += [f"{short} {fields[name]}" for short, name in _OF_EXPERTS if fields.get(name, 1) > 1]
     if ranks_of(tensor) > 1:
         words.append(str(fields["strategy"]))
     parts = [" ".join(words), f"micro-batch {fields['micro_batch']}"]

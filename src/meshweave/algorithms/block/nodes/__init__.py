@@ -8,12 +8,25 @@ from typing import Any
 
 from meshweave.algorithms.block.nodes.activation import ActivationRecord
 from meshweave.algorithms.block.nodes.add import AddRecord
-from meshweave.algorithms.block.nodes.attention import AttentionRecord
-from meshweave.algorithms.block.nodes.head_norm import HeadNormRecord
-from meshweave.algorithms.block.nodes.kernel import Kernel, RankSizes
+from meshweave.algorithms.block.nodes.attention import AttentionRecord, SinkAttentionRecord
+from meshweave.algorithms.block.nodes.experts import (
+    CombineRecord,
+    DispatchRecord,
+    ExpertsRecord,
+    RouterRecord,
+    SharedGateRecord,
+)
+from meshweave.algorithms.block.nodes.head_norm import HeadNormRecord, JointNormRecord
+from meshweave.algorithms.block.nodes.kernel import Kernel as Kernel
+from meshweave.algorithms.block.nodes.kernel import RankSizes
+from meshweave.algorithms.block.nodes.latent import (
+    LatentAttentionRecord,
+    LatentNormRecord,
+    LocalLinearRecord,
+)
 from meshweave.algorithms.block.nodes.linear import LinearRecord
 from meshweave.algorithms.block.nodes.norm import NormRecord
-from meshweave.algorithms.block.nodes.record import NodeRecord
+from meshweave.algorithms.block.nodes.record import NodeRecord as NodeRecord
 from meshweave.algorithms.block.place import layers_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
@@ -32,6 +45,16 @@ _RECORDS: tuple[NodeRecord[Any], ...] = (
     ActivationRecord(),
     AddRecord(),
     HeadNormRecord(),
+    JointNormRecord(),
+    SinkAttentionRecord(),
+    LatentAttentionRecord(),
+    LatentNormRecord(),
+    LocalLinearRecord(),
+    RouterRecord(),
+    DispatchRecord(),
+    ExpertsRecord(),
+    CombineRecord(),
+    SharedGateRecord(),
 )
 
 
@@ -61,6 +84,3 @@ def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
                 elements = sizes.tokens(roles.residual) * sizes.features(features, roles.residual)
                 for _ in layer.graph.readers(edge)[1:]:
                     yield Kernel(move_work(elements, problem.dtype, "add"), "backward")
-
-
-__all__ = ["ENTRY_POINTS", "Kernel", "NodeRecord", "kernels_of", "record_of"]

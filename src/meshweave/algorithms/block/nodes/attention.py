@@ -22,6 +22,8 @@ from meshweave.algorithms.block.ring_equations import (
 )
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.block.writer import Stored
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.model.head_norm import SinkAttention
 from meshweave.describe.model.nodes import Attention, Features
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.expressions import Index
@@ -131,6 +133,16 @@ class AttentionRecord(NodeRecord[Attention]):
         assert axis is not None
         sums = stored[at.own(at.node.sums)]
         return RingCore(writer.writer, at, axis, writer.edge(at), stored[at.out], sums, stored[POSITIONS])
+
+
+class SinkAttentionRecord(AttentionRecord):
+    """Attention with sinks, priced without them."""
+
+    node_type = SinkAttention
+
+    def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+        """Raise UnsupportedError: no function has the sinks."""
+        raise UnsupportedError("programs of attention with sinks are not written yet")
 
 
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:

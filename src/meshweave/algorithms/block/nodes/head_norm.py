@@ -8,7 +8,8 @@ from typing import Any
 from meshweave.algorithms.block.functions import Values, array_module, over_rows, small
 from meshweave.algorithms.block.nodes.call import CallRecord
 from meshweave.algorithms.block.nodes.norm import EPSILON
-from meshweave.describe.model.head_norm import HeadNorm
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.model.head_norm import HeadNorm, JointNorm
 
 
 class HeadNormRecord(CallRecord[HeadNorm]):
@@ -23,6 +24,16 @@ class HeadNormRecord(CallRecord[HeadNorm]):
         """Return the norm and its gradients."""
         own = _HeadNorms(node, is_exact)
         return own.norm, own.gradient, own.weight_gradient
+
+
+class JointNormRecord(HeadNormRecord):
+    """Norms of all heads together, priced as those of each head."""
+
+    node_type = JointNorm
+
+    def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
+        """Raise UnsupportedError: statistics of all heads lie on several ranks."""
+        raise UnsupportedError("programs of norms of all heads together are not written yet")
 
 
 class _HeadNorms:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshweave.algorithms.reshard.order.baselines import balance, in_order, naive
-from meshweave.algorithms.reshard.order.bounds import bound, exclusive_bound
-from meshweave.algorithms.reshard.order.cp_sat import exact
-from meshweave.algorithms.reshard.order.depth_first import dfs
-from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, TransferJob, schedule_in_order
-from meshweave.algorithms.reshard.order.list_greedy import greedy
-from meshweave.algorithms.reshard.order.portfolio import best
+from meshweave.algorithms.reshard.order.baselines import balance as balance
+from meshweave.algorithms.reshard.order.baselines import in_order as in_order
+from meshweave.algorithms.reshard.order.baselines import naive as naive
+from meshweave.algorithms.reshard.order.bounds import bound as bound
+from meshweave.algorithms.reshard.order.bounds import exclusive_bound as exclusive_bound
+from meshweave.algorithms.reshard.order.cp_sat import exact as exact
+from meshweave.algorithms.reshard.order.depth_first import dfs as dfs
+from meshweave.algorithms.reshard.order.jobs import JobSchedule as JobSchedule
+from meshweave.algorithms.reshard.order.jobs import JobSet as JobSet
+from meshweave.algorithms.reshard.order.jobs import TransferJob as TransferJob
+from meshweave.algorithms.reshard.order.jobs import schedule_in_order as schedule_in_order
+from meshweave.algorithms.reshard.order.list_greedy import greedy as greedy
+from meshweave.algorithms.reshard.order.portfolio import best as best
 
 ORDERS: dict[str, Callable[[JobSet], JobSchedule]] = {
     "naive": naive,
@@ -25,20 +31,3 @@ ORDERS: dict[str, Callable[[JobSet], JobSchedule]] = {
     "exact": exact,
 }
 """By name, each with its default limits."""
-
-__all__ = [
-    "ORDERS",
-    "JobSchedule",
-    "JobSet",
-    "TransferJob",
-    "balance",
-    "best",
-    "bound",
-    "dfs",
-    "exact",
-    "exclusive_bound",
-    "greedy",
-    "in_order",
-    "naive",
-    "schedule_in_order",
-]

@@ -1,0 +1,154 @@
+"""What experts cost: their router, copies of tokens to and fro, and grouped products.
+
+With T tokens on a rank, k experts a token of h features, and E experts of f inner features on ranks (expert,
+tensor), a rank has E / expert of them, and of each f / tensor features:
+
+    router      a product (T, E, h), and passes over T E scores in float32
+    dispatch    copies side by side by expert: T h read, T k h written; the exchange; what arrives sorted by
+                expert, where a rank has several; gathered over the ranks that share an expert
+    experts     grouped products over T k tensor load rows
+    combine     the same way back, with sums for dispatch's copies
+
+Backward, combine is a dispatch of gradients and dispatch a combine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from meshweave.algorithms.block.nodes.kernel import PassPart
+from meshweave.algorithms.block.nodes.timed import TimedRecord, streamed
+from meshweave.algorithms.block.problem import BlockProblem, ExpertRanks
+from meshweave.algorithms.block.writer import COMPUTE
+from meshweave.base.units import dtype_bytes
+from meshweave.cost.exchange import CopyExchange
+from meshweave.describe.model.experts import CombineCopies, DispatchCopies, Experts, Router, SharedGate
+from meshweave.ir.work import Compute, Transfer, Work, matmul_work
+
+MESH_OF_EXPERTS = "experts"
+"""The name of the mesh whose axes "rank" and "tensor" share experts."""
+_SCORE_PASSES = 6
+"""Reads and writes of scores in float32: softmax, choice, and their gradients take about as many."""
+
+
+class RouterRecord(TimedRecord[Router]):
+    """The scores of all experts, and the choice of the highest."""
+
+    node_type = Router
+
+    def works(
+        self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield the product, or its two gradients, and the passes over scores."""
+        sizes = tokens, node.experts, node.hidden
+        yield COMPUTE, matmul_work(*sizes, problem.dtype)
+        if part == "backward":
+            yield COMPUTE, matmul_work(node.hidden, node.experts, tokens, problem.dtype)
+        yield streamed(problem, _SCORE_PASSES * tokens * node.experts * 4 // dtype_bytes(problem.dtype))
+
+
+def _exchanged(
+    node: DispatchCopies | CombineCopies,
+    problem: BlockProblem,
+    tokens: int,
+    kind: Literal["dispatch", "combine"],
+) -> Iterator[tuple[str, Work]]:
+    """Yield the passes and transfers of a dispatch, or in reverse of a combine."""
+    router, ranks = node.router, problem.experts or ExpertRanks()
+    copies = tokens * router.chosen * node.hidden
+    item = dtype_bytes(problem.dtype)
+    permute = streamed(problem, copies + tokens * node.hidden)
+    works = [permute]
+    if ranks.expert > 1:
+        limits = router.groups, router.top_groups, ranks.load, ranks.dispatcher
+        exchange = CopyExchange(
+            kind,
+            f"{MESH_OF_EXPERTS}.rank",
+            ranks.expert,
+            node.hidden * item,
+            1,
+            None,
+            1,
+            tokens,
+            router.experts,
+            router.chosen,
+            *limits,
+        )
+        works.append((MESH_OF_EXPERTS, exchange))
+        if router.experts > ranks.expert:
+            works.append(streamed(problem, 2 * round(copies * ranks.load)))
+    if ranks.tensor > 1:
+        name = "all_gather" if kind == "dispatch" else "reduce_scatter"
+        part = round(copies * ranks.load) * item
+        works.append((MESH_OF_EXPERTS, Transfer(name, f"{MESH_OF_EXPERTS}.tensor", ranks.tensor, part)))
+    return iter(works if kind == "dispatch" else reversed(works))
+
+
+class DispatchRecord(TimedRecord[DispatchCopies]):
+    """Copies of tokens where their experts are."""
+
+    node_type = DispatchCopies
+
+    def works(
+        self, node: DispatchCopies, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield copies and their exchange, or the sum of the gradients of copies."""
+        return _exchanged(node, problem, tokens, "dispatch" if part == "forward" else "combine")
+
+
+class CombineRecord(TimedRecord[CombineCopies]):
+    """The weighted sum of the copies of a token."""
+
+    node_type = CombineCopies
+
+    def works(
+        self, node: CombineCopies, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield the exchange and the sum, or the exchange of gradients."""
+        return _exchanged(node, problem, tokens, "combine" if part == "forward" else "dispatch")
+
+
+class ExpertsRecord(TimedRecord[Experts]):
+    """Grouped products of all experts of a rank."""
+
+    node_type = Experts
+
+    def works(
+        self, node: Experts, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield the grouped products with their activation, one call a part."""
+        ranks = problem.experts or ExpertRanks()
+        rows = math.ceil(tokens * node.chosen * ranks.tensor * ranks.load)
+        shape = (
+            rows,
+            node.hidden,
+            -(-node.inner // ranks.tensor),
+            -(-node.experts // ranks.expert),
+            node.columns,
+        )
+        parts = ("",) if part == "forward" else ("input_grad", "weight_grad")
+        for name in parts:
+            yield COMPUTE, experts_work(shape, problem.dtype, name)
+
+
+def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = "") -> Compute:
+    """Return the work of experts: rows, hidden and inner features, experts, and columns of an inner feature."""
+    rows, hidden, inner, experts, columns = shape
+    flops = 2 * rows * hidden * inner * (columns + 1)
+    weights = experts * hidden * inner * (columns + 1)
+    moved = (weights + rows * (2 * hidden + 2 * (columns + 1) * inner)) * dtype_bytes(dtype)
+    return Compute("call", flops, moved, dtype=dtype, call="experts", shape=shape, part=part)
+
+
+class SharedGateRecord(TimedRecord[SharedGate]):
+    """A gate for each token."""
+
+    node_type = SharedGate
+
+    def works(
+        self, node: SharedGate, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield passes over both operands and the result."""
+        yield streamed(problem, (3 if part == "forward" else 6) * tokens * node.hidden)

@@ -1,0 +1,100 @@
+"""Records of nodes that are priced and have no program yet: what tokens cost, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+from meshweave.algorithms.block.functions import Functions
+from meshweave.algorithms.block.node_writer import NodeWriter
+from meshweave.algorithms.block.nodes.kernel import Kernel, PassPart, RankSizes
+from meshweave.algorithms.block.nodes.record import AnyNode, Known, NodeRecord
+from meshweave.algorithms.block.place import NodePlace
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.block.writer import COMPUTE, Stored
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.units import dtype_bytes
+from meshweave.ir.program.meanings import Meaning
+from meshweave.ir.work import Compute, Work
+
+REFUSAL = "programs of layers with experts or latent attention are not written yet"
+
+
+class TimedRecord(NodeRecord[AnyNode]):
+    """A node whose work follows from the tokens of a rank alone."""
+
+    def works(
+        self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
+    ) -> Iterator[tuple[str, Work]]:
+        """Yield the lanes and the work of a part, one after the other."""
+        raise NotImplementedError
+
+    def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
+        """Raise UnsupportedError."""
+        _refuse()
+
+    def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
+        """Raise UnsupportedError."""
+        _refuse()
+
+    def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
+        """Raise UnsupportedError."""
+        _refuse()
+
+    def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
+        """Raise UnsupportedError."""
+        _refuse()
+
+    def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
+        """Yield what a rank computes, without what it sends."""
+        tokens = sizes.tokens(roles.residual)
+        for part in ("forward", "backward"):
+            for _, work in self.works(at.node, at.problem, tokens, part):
+                if isinstance(work, Compute):
+                    yield Kernel(work, part)
+
+    def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
+        """Write the works of the forward part."""
+        ins = tuple(writer.edge(at, number) for number in range(len(at.node.ins)))
+        self._write(at, writer, "forward", ins, (writer.out(at),))
+
+    def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
+        """Write the works of the backward part."""
+        writer.end_site()
+        outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
+        arriving = writer.arriving(at)
+        rows = next((stored for stored in outs if stored.has_tokens), arriving)
+        self._write(at, writer, "backward", (rows, arriving), outs)
+        for edge in at.node.ins:
+            writer.contributed(at, edge)
+        writer.end_site()
+
+    def _write(
+        self,
+        at: NodePlace[AnyNode],
+        writer: NodeWriter,
+        part: PassPart,
+        ins: tuple[Stored, ...],
+        outs: tuple[Stored, ...],
+    ) -> None:
+        node, problem = at.node, at.problem
+        lanes = [lane for lane, _ in self.works(node, problem, 1, part)]
+        for number, lane in enumerate(lanes):
+
+            def work_of(tokens: int, number: int = number) -> Work:
+                return list(self.works(node, problem, tokens, part))[number][1]
+
+            writer.writer.timed(lane, work_of, outs, (*ins, *outs) if number else ins)
+
+
+def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
+    """Return a pass over so many elements, read and written together."""
+    moved = elements * dtype_bytes(problem.dtype)
+    return COMPUTE, Compute(
+        "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)
+    )
+
+
+def _refuse() -> NoReturn:
+    raise UnsupportedError(REFUSAL)

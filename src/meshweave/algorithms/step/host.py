@@ -1,0 +1,92 @@
+"""What a rank's host issues in a layer, and how long its chip waits for it (`describe.machine.host`).
+
+A host that waits for nothing issues a layer in the time of its operations, whatever the chip does: in the long run
+a layer takes as long as the slower of the two. That is the greatest mean of the cycles of the recurrence, in which
+the host's lane feeds the chip's and nothing leads back. A host that waits for collectives is held back by them,
+and they by it: there the recurrence is followed, with one lane more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshweave.base.recurrence import follow
+from meshweave.base.units import to_ps
+from meshweave.describe.machine.host import HostRates
+
+IssuedKind = Literal["kernel", "collective", "transfer"]
+"""What a host issues."""
+_PASSES = 3
+"""So many equal layers one after the other show what one takes between others."""
+
+
+@dataclass(frozen=True)
+class IssuedTask:
+    """A task of a part of a layer: what it is, its picoseconds, and the numbers of those that it waits for."""
+
+    kind: IssuedKind
+    ticks: int
+    waits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IssueCounts:
+    """What the host issues in a part of a layer.
+
+    Attributes:
+        layers: of how many layers it runs the Python code.
+    """
+
+    kernels: int = 0
+    collectives: int = 0
+    messages: int = 0
+    layers: int = 0
+
+    def seconds(self, host: HostRates, graphs: bool = False) -> float:
+        """Return the seconds in which a host issues them: with `graphs` all of them at once, as one kernel."""
+        if graphs:
+            return host.kernel_s * (self.kernels > 0)
+        return (
+            self.kernels * host.kernel_s
+            + self.collectives * host.collective_s
+            + self.messages * host.transfer_s
+            + self.layers * host.layer_s
+        )
+
+
+def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
+    """Return the picoseconds of a part of a layer between others, whose host waits for each collective.
+
+    Kernels beyond those of the tasks, their `added_ps`, and the Python code of the layer are spread over the tasks
+    that compute.
+    """
+    computing = sum(task.kind == "kernel" for task in tasks)
+    whole_ps = to_ps(counts.kernels * host.kernel_s + counts.layers * host.layer_s)
+    issue_ps = {
+        "kernel": whole_ps // max(computing, 1),
+        "collective": to_ps(host.collective_s),
+        "transfer": to_ps(host.transfer_s),
+    }
+    more_ps = added_ps // max(computing, 1)
+    count = len(tasks)
+    host_at, chip_at = 2 * count, 2 * count + 1
+    steps: list[tuple[int, int, Sequence[int]]] = []
+    before: tuple[int, ...] = (host_at,)
+    for number, task in enumerate(tasks):
+        steps.append((count + number, issue_ps[task.kind], before))
+        ticks = task.ticks + (more_ps if task.kind == "kernel" else 0)
+        steps.append((number, ticks, (chip_at, count + number, *task.waits)))
+        before = (count + number, number) if task.kind == "collective" else (count + number,)
+    host_ps = chip_ps = taken_ps = 0
+    for _ in range(_PASSES):
+        ends = [0] * (2 * count + 2)
+        ends[host_at], ends[chip_at] = host_ps, chip_ps
+        follow(steps, ends)
+        end_ps = max(ends[:count], default=0)
+        taken_ps = end_ps - chip_ps
+        host_end_ps = max(ends[place] for place in before)
+        base_ps = min(end_ps, host_end_ps)
+        host_ps, chip_ps = host_end_ps - base_ps, end_ps - base_ps
+    return taken_ps

@@ -1,0 +1,108 @@
+"""The seconds in which a layer's host issues its parts, and how long the chip waits for a host that itself waits.
+
+The kernels are those of the layer's graph, task by task, those of plain attention, and those that the stack does
+not fuse (`algorithms.step.stacks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.algorithms.step.block_time import BlockTime, forward_and_whole, issued_parts
+from meshweave.algorithms.step.host import IssueCounts, paced_ps
+from meshweave.algorithms.step.problem import Parallelism, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.base.units import to_ps, to_s
+from meshweave.describe.machine.host import HostRates
+
+
+def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
+    """Return the kernels of a part of a layer that the stack does not fuse, with those that copy for products."""
+    stack, p, is_forward = problem.stack, parallelism, part == "forward"
+    unfused = stack.forward if is_forward else stack.backward
+    copies = p.tensor_size > 1 or (p.replicas > 1 and (p.zero or not is_forward))
+    return unfused + stack.copies[0 if is_forward else 1] if copies else unfused
+
+
+_PLAIN_KERNELS = {"forward": 3, "backward": 5}
+"""Kernels of plain attention beyond one: two products, softmax and dropout; four products, and the gradients of
+softmax and dropout."""
+
+
+def issue_counts(
+    problem: StepProblem, parallelism: Parallelism, first: BlockTime, whole: BlockTime
+) -> tuple[IssueCounts, IssueCounts]:
+    """Return what the host issues in the forward and in the backward part of a layer."""
+    plain = _PLAIN_KERNELS if problem.attention == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
+    stack = problem.stack
+    passes = len(problem.model.layer.linears) if any(stack.gradient_passes) else 0
+    more = {
+        part: plain[part]
+        + unfused_of(problem, parallelism, part).kernels
+        + quantizing(problem, parallelism, part).kernels
+        for part in plain
+    }
+    back = whole.kernels - first.kernels + more["backward"] + passes
+    return (
+        IssueCounts(first.kernels + more["forward"], first.collectives, first.messages, 1),
+        IssueCounts(back, whole.collectives - first.collectives, whole.messages - first.messages),
+    )
+
+
+def issued_s(
+    problem: StepProblem, parallelism: Parallelism, first: BlockTime, whole: BlockTime
+) -> tuple[float, float, float]:
+    """Return the seconds in which the host issues the parts of a layer, and what is computed again."""
+    host, graphs = problem.host, problem.stack.graphs
+    if host is None:
+        return 0.0, 0.0, 0.0
+    forward_s, backward_s = (
+        counts.seconds(host, graphs) for counts in issue_counts(problem, parallelism, first, whole)
+    )
+    again_s = {"none": 0.0, "full": forward_s}.get(parallelism.recompute)
+    if again_s is None:
+        plain = _PLAIN_KERNELS["forward"] if problem.attention == "plain" else 0
+        again_s = IssueCounts(1 + plain).seconds(host, graphs)
+    return forward_s, backward_s, again_s
+
+
+def stalls_s(
+    problem: StepProblem,
+    parallelism: Parallelism,
+    first: BlockTime,
+    whole: BlockTime,
+    added_s: tuple[float, float],
+) -> tuple[float, float]:
+    """Return by how much the parts of a layer take longer because the host waits for its collectives."""
+    host = problem.host
+    if host is None or not host.waits or problem.stack.graphs or not whole.collectives:
+        return 0.0, 0.0
+    parts = issued_parts(problem, parallelism)
+    if parts is None:
+        return 0.0, 0.0
+    counts = issue_counts(problem, parallelism, first, whole)
+    free_s = first.part.total_s, (whole.part - first.part).total_s
+    forward_s, backward_s = (
+        max(to_s(paced_ps(tasks, count, host, to_ps(more_s))) - own_s - more_s, 0.0)
+        for tasks, count, more_s, own_s in zip(parts, counts, added_s, free_s, strict=True)
+    )
+    return forward_s, backward_s
+
+
+def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | None:
+    """Return the host with which the program of a step is simulated; None where nobody knows one.
+
+    What the host issues of a layer beside the ops of its program is spread over these.
+    """
+    host = problem.host
+    if host is None:
+        return None
+    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
+    counts = issue_counts(problem, parallelism, first, whole)
+    again = parallelism.recompute == "full"
+    ops = whole.kernels + again * first.kernels
+    if problem.stack.graphs:
+        return HostRates((2 + again) * host.kernel_s / ops)
+    kernels = sum(count.kernels for count in counts) + again * counts[0].kernels
+    kernel_s = kernels * host.kernel_s + (1 + again) * host.layer_s
+    return replace(host, kernel_s=kernel_s / ops, layer_s=0.0)

@@ -1,0 +1,311 @@
+"""Count the bytes that the program of a step holds at once, and what a chip holds besides.
+
+The program of one layer says what its parts hold inside, what the forward part leaves, and which part reads that
+last. A walk through the actions of a pipeline rank adds these up, layer by layer, without the program of the step:
+
+    throughout      shards of weights and gradients; whole ones, and buckets of two layers, as ZeRO has them
+    a part          the most inside it above what is there before, and what is there more or less after it
+    after a part    gradients of matrices until they are added to a bucket, or packed into one of their own
+
+Matrices are views of their buckets, and updated weights lie where the weights were. What a software stack keeps
+otherwise (activated gates, masks, copies, scores, logits in float32, shards in place of the whole) is a term of
+its own beside those of optimizer, allocator, context and communicators.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from meshweave.algorithms.pipeline.actions import ActionKind
+from meshweave.algorithms.step.block_program import StepPieces, step_pieces
+from meshweave.algorithms.step.block_stage import PART_OF_ACTION
+from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.placement import sharding_groups
+from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, PartKind, Unit
+from meshweave.base.units import dtype_bytes
+from meshweave.ir.analysis.lifetimes import LOCAL, lifetimes
+
+
+@dataclass(frozen=True)
+class OutsideMemory:
+    """Bytes that a chip holds and the program of its step does not.
+
+    Attributes:
+        optimizer: states of the optimizer.
+        stack: what the software stack keeps of weights, gradients and activations otherwise; negative where that
+            is less.
+        fragmentation: that the allocator cannot use.
+        context: of the process.
+        communication: buffers of communicators.
+    """
+
+    optimizer: int
+    stack: int
+    fragmentation: int
+    context: int
+    communication: int
+
+
+def outside_memory(step: Step) -> tuple[OutsideMemory, ...]:
+    """Return for each pipeline rank what its memory has beyond `program_memory`. Raises as that does."""
+    return tuple(
+        OutsideMemory(
+            memory.optimizer,
+            memory.weights + memory.gradients + memory.activations + memory.buffers - in_program,
+            memory.fragmentation,
+            memory.context,
+            memory.communication,
+        )
+        for memory, in_program in zip(step.memory.ranks, program_memory(step), strict=True)
+    )
+
+
+def program_memory(step: Step) -> tuple[int, ...]:
+    """Return the bytes that the program of a step holds at once on the chips of each pipeline rank.
+
+    Raises:
+        UnsupportedError: no program is written for a step of this kind (`lay_step`).
+    """
+    walk = _Walk(step, step_pieces(step))
+    return tuple(walk.throughout(rank) + walk.peak(rank) for rank in range(step.parallelism.pipeline))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of a part of a unit: the most inside it, and after it, above those before it."""
+
+    most: int
+    after: int
+
+
+class _Pieces:
+    """What the parts of a unit hold.
+
+    Args:
+        is_split: whether gradients of weights have a part of their own.
+        runs_once: whether there is one micro-batch.
+    """
+
+    def __init__(self, unit: Unit, *, is_split: bool, runs_once: bool) -> None:
+        self.unit, self._runs_once = unit, runs_once
+        self.parts: tuple[PartKind, ...] = ("forward", "input_grad", "weight_grad")
+        if not is_split:
+            self.parts = "forward", "backward"
+        self.gradients = sum(prod(weight.shape) * dtype_bytes(weight.dtype) for weight in unit.weights)
+        self._always = {weight.name for weight in unit.weights} | {*PER_MICRO_BATCH, *CONSTANTS, "loss"}
+
+    @cached_property
+    def _last_part(self) -> dict[str, PartKind]:
+        """Return the last part that reads each buffer between parts."""
+        return {
+            buffer.name: part
+            for part in self.parts
+            if (program := self.unit.program(part)) is not None
+            for buffer in program.buffers
+            if buffer.kind == "input"
+        }
+
+    @cached_property
+    def held(self) -> dict[PartKind, tuple[_Held, _Held]]:
+        """Return what each part holds when it runs first, and later: what it writes by parts stays."""
+        return {part: self._held(part) for part in self.parts}
+
+    def _held(self, part: PartKind) -> tuple[_Held, _Held]:
+        program = self.unit.program(part)
+        if program is None:
+            return _Held(0, 0), _Held(0, 0)
+        program = program.expanded
+        rank, of_both, of_first = program.ranks[0], _Changes(), _Changes()
+        again = lifetimes(program, rank, times=2)
+        for (name, slot), lives in lifetimes(program, rank, {*LOCAL, "input", "output"}).items():
+            kind, size = program.buffer_of[name].kind, program.buffer_bytes(name, rank)
+            first, last = lives[0][0], lives[-1][1]
+            if name in self._always:
+                continue
+            if kind == "output":
+                of_both.append((first, size))
+            elif kind == "input":
+                of_both += [(last + 1, -size)] if self._last_part[name] == part else []
+            elif len(again[name, slot]) < 2 * len(lives) and not self._runs_once:  # nothing writes all of it
+                of_first.append((first, size))
+            else:
+                of_both += [change for begin, end in lives for change in ((begin, size), (end + 1, -size))]
+        return _sum_of([*of_both, *of_first]), _sum_of(of_both)
+
+
+_Changes = list[tuple[int, int]]
+"""(op index, bytes) of what comes and goes in a part."""
+
+
+def _sum_of(changes: _Changes) -> _Held:
+    total = defaultdict[int, int](int)
+    for index, change in changes:
+        total[index] += change
+    level = most = 0
+    for index in sorted(total):
+        level += total[index]
+        most = max(most, level)
+    return _Held(most, level)
+
+
+class _Walk:
+    """A walk through the actions of a pipeline rank."""
+
+    def __init__(self, step: Step, of: StepPieces) -> None:
+        self.step, self.of, self.settings = step, of, of.settings
+        split = {leaf.stage for leaf in of.schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
+        known: dict[tuple[str, bool], _Pieces] = {}
+        for stage, units in enumerate(of.units):
+            for unit, _ in units:
+                if (unit.name, stage in split) not in known:
+                    known[unit.name, stage in split] = _Pieces(
+                        unit, is_split=stage in split, runs_once=step.num_micro_batches == 1
+                    )
+        self.pieces = [
+            {unit.name: known[unit.name, stage in split] for unit, _ in units}
+            for stage, units in enumerate(of.units)
+        ]
+        self._begun: set[tuple[int, str, str]] = set()
+        self.weight, self.gradient = (
+            dtype_bytes(self.settings.dtype),
+            dtype_bytes(self.settings.gradient_dtype),
+        )
+
+    # --- what is there throughout -----------------------------------------------------------------------
+
+    def throughout(self, rank: int) -> int:
+        """Return the bytes of buckets that are there throughout, and of a residual that arrives ahead."""
+        stages = [stage for stage, own in enumerate(self.step.stages.stage_ranks) if own == rank]
+        ahead = [self._residual(stage) for stage in stages if stage and self.step.num_micro_batches > 1]
+        return max(ahead, default=0) + sum(
+            self._buckets(unit, count) for stage in stages for unit, count in self.of.units[stage]
+        )
+
+    def _buckets(self, unit: Unit, count: int) -> int:
+        settings, e, g = self.settings, self.weight, self.gradient
+        shards = unit.shards if settings.is_sharded else 1
+        total = -(-count * unit.elements * (e + g) // shards)
+        if settings.is_sharded:
+            if settings.shards_weights:
+                total += e * self._ring(unit, count)
+            elif unit.is_layer or not (unit.name == "embedding" or settings.gathers_each):
+                total += e * count * unit.elements
+            if not settings.reduces_each:
+                total += g * count * unit.elements
+            groups = sharding_groups(self.step.parallelism)[0]
+            if len(groups) > 1:
+                total += -(-(e + g) * self._ring(unit, count) // groups[0][0])
+        return total
+
+    @staticmethod
+    def _ring(unit: Unit, count: int) -> int:
+        """Return the elements of buckets of several layers that take turns in one vector; 0 where there is one."""
+        return GATHERED_LAYERS * unit.elements if count >= GATHERED_LAYERS else 0
+
+    # --- what comes and goes ----------------------------------------------------------------------------
+
+    def peak(self, rank: int) -> int:
+        """Return the most bytes of what comes and goes on a pipeline rank."""
+        self._begun.clear()
+        actions = [leaf for action in self.of.schedule.actions[rank] for leaf in action.leaves]
+        parts = [(leaf.stage, PART_OF_ACTION[leaf.kind]) for leaf in actions if leaf.kind in PART_OF_ACTION]
+        level = most = self._gathered_table(rank)
+        forwards = sum(part == (0, "forward") for part in parts)
+        for stage, part in parts:
+            for above, after in self._part(stage, part):
+                most, level = max(most, level + above), level + after
+            forwards -= (stage, part) == (0, "forward")
+            if (stage, part) == (0, "forward") and not forwards:
+                level -= self._gathered_table(rank)
+        return most
+
+    def _gathered_table(self, rank: int) -> int:
+        """Return the bytes of an embedding table that is gathered once, which no backward part reads."""
+        settings = self.settings
+        if rank or not settings.is_sharded or settings.gathers_each or "embedding" not in self.pieces[0]:
+            return 0
+        return self.weight * self.pieces[0]["embedding"].unit.elements
+
+    def _part(self, stage: int, part: PartKind) -> Iterator[tuple[int, int]]:
+        """Yield for each unit of a stage the most bytes in a part, and those after it, above those before."""
+        pieces, counts = self.pieces[stage], {unit.name: count for unit, count in self.of.units[stage]}
+        order = [name for name in ("embedding",) if name in pieces]
+        order += [*self.of.layers[stage], *(name for name in ("head",) if name in pieces)]
+        is_forward, is_backward = part == "forward", part in ("backward", "input_grad")
+        residual = self._residual(stage)
+        if (is_forward and stage) or (is_backward and stage < len(self.pieces) - 1):
+            yield residual, residual  # it arrives
+        early = 0
+        if is_backward and self.of.layers[stage]:  # the first gather begins with the action
+            top = self.of.layers[stage][-1]
+            early = self._gathered(pieces[top].unit, part, counts[top])
+        yield early, early
+        for name in order if is_forward else reversed(order):
+            is_early = early > 0 and name == top
+            yield from self._unit(stage, pieces[name], part, counts[name], is_gathered=is_early)
+            if is_early:
+                yield 0, -early
+                early = 0
+        if (is_backward and stage) or (is_forward and stage < len(self.pieces) - 1):
+            yield 0, -residual  # it is sent
+
+    def _residual(self, stage: int) -> int:
+        for pieces in self.pieces[stage].values():
+            program = pieces.unit.parts.forward
+            for name in ("x", "z"):
+                if name in program.buffer_of and program.buffer_of[name].tensor is not None:
+                    return program.buffer_bytes(name, program.ranks[0])
+        return 0
+
+    def _unit(
+        self, stage: int, pieces: _Pieces, part: PartKind, count: int, *, is_gathered: bool
+    ) -> Iterator[tuple[int, int]]:
+        unit = pieces.unit
+        held = pieces.held[part][not self._begins(stage, unit, part)]
+        whole = 0 if is_gathered else self._gathered(unit, part, count)
+        if whole and unit.name == "head":  # until its backward part
+            is_new, is_over = self._begins(stage, unit, "whole"), part != "forward"
+            yield whole * is_new, whole * is_new
+            yield held.most, held.after - whole * is_over
+            if is_over:
+                self._begun.discard((stage, unit.name, "whole"))
+        else:
+            yield held.most + whole, held.after
+        if part in ("backward", "weight_grad"):
+            yield self._packed(stage, unit, count, pieces.gradients)
+
+    def _gathered(self, unit: Unit, part: PartKind, count: int) -> int:
+        """Return the bytes of weights that a part of one layer or table gathers for itself."""
+        settings = self.settings
+        if part == "weight_grad" or not settings.gathers_each or self._ring(unit, count):
+            return 0
+        if unit.is_layer and not settings.shards_weights:
+            return 0
+        return self.weight * unit.elements if part == "forward" or unit.name != "embedding" else 0
+
+    def _packed(self, stage: int, unit: Unit, count: int, gradients: int) -> tuple[int, int]:
+        """Return what the bucket of a micro-batch's gradients adds, the most and after it."""
+        settings, g = self.settings, self.gradient
+        if not settings.reduces_each:
+            return 0, -gradients
+        ring = self._ring(unit, count)
+        shards = unit.shards if settings.is_sharded else 0
+        bucket = g * (ring or unit.elements)
+        shard = bucket // shards if shards else 0
+        most = max(bucket, bucket + shard - gradients)
+        if not ring:
+            return most, -gradients
+        is_new = self._begins(stage, unit, "ring")
+        return most * is_new, (bucket + shard) * is_new - gradients
+
+    def _begins(self, stage: int, unit: Unit, what: str) -> bool:
+        """Return whether something of a unit begins now, and note that it has."""
+        key = stage, unit.name, what
+        is_new = key not in self._begun
+        self._begun.add(key)
+        return is_new

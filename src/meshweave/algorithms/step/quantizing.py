@@ -1,0 +1,68 @@
+"""What a recipe of low precision adds to a layer besides its products: passes through memory, and kernels.
+
+Each operand X of a product with weights, and each gradient of its result, is cast once: read in 16 bits,
+written by rows and by columns as far as products read them (`precision`), and read before where its greatest
+element is sought. Products are priced without the cast that is in their measured times (`prepare_s`), which so
+counts once. Where ranks have parts of the residual's tokens, they cast before they gather. A step casts the
+weights besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.strategies import strategy_of
+
+
+class Quantizing(NamedTuple):
+    """Bytes through memory of one micro-batch in a layer on one rank, and how many kernels move them."""
+
+    num_bytes: float = 0.0
+    kernels: int = 0
+
+
+def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> Quantizing:
+    """Return what quantizing adds to the forward or backward part of a layer."""
+    recipe = problem.recipe
+    if recipe is None:
+        return Quantizing()
+    is_forward, columns = part == "forward", int("wgrad" in recipe.parts)
+    sizes = list(_sizes(problem, parallelism))
+    casts: list[tuple[float, int]] = []  # elements a token, and how many times they are written
+    if ("forward" in recipe.parts) == is_forward:
+        rows = int(is_forward)
+        casts += [(operand, rows + columns) for operand, _ in sizes]
+    if not is_forward:
+        casts += [(result, int("dgrad" in recipe.parts) + columns) for _, result in sizes]
+    casts = [(elements, written) for elements, written in casts if written]
+    reads = problem.item_bytes * (2 if recipe.finds_maximum else 1)
+    tokens = parallelism.micro_batch * problem.sequence
+    moved = sum(elements * (reads + written * recipe.item_bytes) for elements, written in casts)
+    return Quantizing(tokens * moved, len(casts) * (2 if recipe.finds_maximum else 1))
+
+
+def _sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[float, float]]:
+    """Yield the features of operand and result of each product with weights, as a rank casts them."""
+    residual = inner = parallelism.context
+    roles = strategy_of(problem, parallelism).roles[-2:]
+    for role, size in zip(roles, parallelism.tensor_mesh, strict=True):
+        residual *= size if role.residual else 1
+        inner *= size
+    for node in problem.model.layer.linears:
+        operand, result = node.operand.size, node.result.size
+        yield (operand / residual, result / inner) if node.enters else (operand / inner, result / residual)
+
+
+def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> int:
+    """Return the bytes through memory of casting the weights of a chip once a step; 0 without a recipe.
+
+    Weights that are gathered in low precision are cast in shards, others where they are whole.
+    """
+    recipe = problem.recipe
+    if recipe is None:
+        return 0
+    is_sharded = bool(parallelism.zero) and recipe.gathered_bytes < problem.item_bytes
+    own = -(-parameters // (parallelism.shards if is_sharded else 1))
+    return round(own * (problem.item_bytes + 2 * recipe.item_bytes))

@@ -1,0 +1,46 @@
+"""The rates at which chips work under a software stack: its kernel of attention, and what products sustain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.kernels import ProductConstants, ProductModel
+
+
+def _sustained(of: ProductModel, share: float) -> ProductModel:
+    """Return the constants of products whose units run at a share of their clock."""
+    if not isinstance(of, ProductConstants):
+        return of
+    return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
+
+
+def without_casts(cluster: Cluster) -> Cluster:
+    """Return a cluster whose measured products have no cast of their operand in their times."""
+    kernels = cluster.chip.kernels
+    assert kernels is not None
+    products = tuple(
+        (name, replace(of, prepare_s=0.0) if isinstance(of, ProductConstants) else of)
+        for name, of in kernels.products
+    )
+    return replace(cluster, chip=replace(cluster.chip, kernels=replace(kernels, products=products)))
+
+
+def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
+    """Return a cluster whose chips run attention at a share of their FLOP rate; `sustains` is that of a stack."""
+    chip = cluster.chip
+    kernels = chip.kernels
+    if sustains and kernels is not None and kernels.sustained_share != 1:
+        products = tuple((name, _sustained(of, kernels.sustained_share)) for name, of in kernels.products)
+        own = kernels.sustained_share
+        kernels = replace(kernels, products=products, sustained_share=1.0, grouped_share=own)
+        cluster = replace(cluster, chip=replace(chip, kernels=kernels))
+        chip = cluster.chip
+    if share == 1:
+        return cluster
+    rates = dict(chip.call_flops_per_s)
+    rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
+    if kernels is not None:
+        scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
+        kernels = replace(kernels, attention=tuple(scaled))
+    return replace(cluster, chip=replace(chip, call_flops_per_s=tuple(rates.items()), kernels=kernels))

@@ -1,0 +1,74 @@
+"""How many copies of tokens ranks with experts get: evenly, or by a power law of the popularity of experts.
+
+Tokens choose k of E experts with the weights i^-a of a random order of these (a = 0: evenly). Every micro-batch
+of a layer draws anew, and all wait for the rank with the most copies. Its expected share follows from drawn
+micro-batches: popularities are drawn by a seed, and counts of a rank from the normal distribution of a sum of many
+choices. "Evenly" is what benchmarks force: no rank then has more than its part.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.algorithms.block.problem import ExpertRanks
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+
+Shares = NDArray[np.float64]
+_DRAWS = 64
+SEED = 0
+
+
+def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
+    """Return where the experts of a layer are, and how uneven their load is; None without experts."""
+    experts = problem.model.layer.num_experts
+    if experts == 1:
+        return None
+    p = parallelism
+    load = 1.0
+    if problem.imbalance and p.expert > 1:
+        tokens = p.micro_batch * problem.sequence // (p.context * p.tensor_size) * p.expert * p.expert_tensor
+        chosen = max(weight.chosen for weight in problem.model.layer.parameters)
+        load = float(np.mean(drawn_loads(experts, p.expert, chosen, tokens, problem.imbalance)))
+    return ExpertRanks(p.expert, p.expert_tensor, load, problem.dispatcher)
+
+
+def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return the copies of tokens that the most loaded rank gets over the average; 1 without experts."""
+    ranks = expert_ranks(problem, parallelism)
+    return ranks.load if ranks is not None else 1.0
+
+
+@lru_cache(maxsize=1024)
+def drawn_loads(
+    experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
+) -> tuple[float, ...]:
+    """Return for drawn micro-batches of so many tokens the copies of the most loaded rank over the average."""
+    random = np.random.default_rng(seed)
+    popularity = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
+    popularity /= popularity.sum()
+    share = chosen_shares(popularity, chosen)
+    loads = []
+    for _ in range(_DRAWS):
+        own = random.permutation(share)
+        counts = tokens * own + np.sqrt(tokens * own * (1 - own)) * random.standard_normal(experts)
+        of_ranks = np.maximum(counts, 0.0).reshape(ranks, -1).sum(axis=1)
+        loads.append(max(1.0, float(of_ranks.max() * ranks / (tokens * chosen))))
+    return tuple(loads)
+
+
+def chosen_shares(popularity: Shares, chosen: int) -> Shares:
+    """Return the probability that each expert is one of a token's `chosen`, which differ from each other.
+
+    It is 1 - (1 - p)^c with the c of which the sum over experts is `chosen`.
+    """
+    low, high = float(chosen), float(chosen)
+    while (1 - (1 - popularity) ** high).sum() < chosen and high < 1e12:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 - (1 - popularity) ** middle).sum() < chosen else (low, middle)
+    out: Shares = 1 - (1 - popularity) ** high
+    return out

@@ -1,0 +1,60 @@
+"""Refuse what a software stack does not execute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshweave.algorithms.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.algorithms.step.stack_runs import ALL_DEGREES
+from meshweave.base.errors import UnsupportedError, listed
+
+
+def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
+    """Raise UnsupportedError where a stack does not execute a value of a kind, an attribute of `StackRuns`."""
+    values = stack.runs.of(kind)
+    if values is None or value in values:
+        return
+    what = listed(tuple(map(str, values))) if values else "none"
+    raise UnsupportedError(
+        f"stack {stack.name} does not run {_WORDS[kind]} {value}; it runs {what}. Stack ideal prices any"
+    )
+
+
+_WORDS = {
+    "degrees": "the degree",
+    "strategies": "the strategy",
+    "schedules": "the schedule",
+    "zero": "ZeRO level",
+    "recompute": "recomputation",
+    "precisions": "the precision",
+}
+
+
+def check_problem(problem: StepProblem) -> None:
+    """Raise UnsupportedError where the stack of a problem does not run its precision, or its experts."""
+    if problem.model.is_routed and not problem.stack.runs.experts:
+        raise UnsupportedError(
+            f"stack {problem.stack.name} does not run layers with experts, which {problem.model.name} has. Stack "
+            "ideal prices any"
+        )
+    if problem.recipe is not None:
+        check_runs(problem.stack, "precisions", problem.recipe.name)
+
+
+def check_parallelism(stack: SoftwareStack, parallelism: Parallelism) -> None:
+    """Raise UnsupportedError where a stack does not execute a configuration; degrees of one rank do not count."""
+    for kind, value in _used(parallelism):
+        check_runs(stack, kind, value)
+
+
+def _used(p: Parallelism) -> Iterator[tuple[str, object]]:
+    for degree in ALL_DEGREES:
+        if p.size(degree) > 1:  # type: ignore[arg-type]
+            yield "degrees", degree
+    if p.tensor_size > 1:
+        yield "strategies", p.strategy
+    if p.pipeline > 1:
+        yield "schedules", p.schedule
+    if p.replicas > 1:
+        yield "zero", p.zero
+    yield "recompute", p.recompute

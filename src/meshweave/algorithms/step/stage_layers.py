@@ -1,0 +1,75 @@
+"""How many layers each stage of a pipeline has, and of which kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from meshweave.algorithms.step.pipeline import ranks_of_stages
+from meshweave.algorithms.step.problem import StepProblem
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """Return the layers of each stage: equal but for layers left over, which go to the middle.
+
+    So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
+
+    Args:
+        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the layer
+            that takes the sum above its share of all, as in nanotron (`build_model`).
+    """
+    if costs is not None:
+        return _layers_by_cost(num_layers, num_stages, *costs)
+    each, more = divmod(num_layers, num_stages)
+    begin = (num_stages - more) // 2
+    return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
+
+
+def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> tuple[int, ...]:
+    counts, stage, total = [0] * num_stages, 0, num_layers * layer + head
+    for number in range(1, num_layers + 1):
+        counts[stage] += 1
+        stage += number * layer * num_stages > total * (stage + 1)
+    return tuple(counts)
+
+
+def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """Return how many layers of each kind each stage has; () where a model does not say their order."""
+    if len(problem.kinds) == 1 or not problem.model.layers:
+        return ()
+    kinds = [kind.model.layer for _, kind in problem.kinds]
+    order = [kinds.index(graph) for count, graph in problem.model.layers for _ in range(count)]
+    out: list[tuple[float, ...]] = []
+    begin = 0
+    for count in layers:
+        own = order[begin : begin + count]
+        out.append(tuple(float(own.count(number)) for number in range(len(kinds))) if own else ())
+        begin += count
+    return tuple(out)
+
+
+def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
+    """Return the multiplications a token of a layer and of the head, by which layers are divided; None: evenly."""
+    model = problem.model
+    if not problem.stack.layers_by_cost:
+        return None
+    counts = model.layer.counts
+    products = 4 * counts["heads"] + (3 if model.gated_ffn else 2) * counts["ffn"]
+    return products * model.hidden, (model.vocab_size or 0) * model.hidden
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(
+    num_layers: int,
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    costs: tuple[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Return the layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
+    counts = [0] * num_ranks
+    layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
+    for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):
+        counts[rank] += count
+    return tuple(counts)

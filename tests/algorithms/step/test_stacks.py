@@ -1,0 +1,110 @@
+"""What stacks execute: plans search only that, steps outside of it are refused, and defaults are the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import meshweave as mw
+from meshweave.algorithms.block.roles import DATA_ROLES
+from meshweave.algorithms.step import layer_time, load_stack, stack_names
+from meshweave.algorithms.step.space import SpaceOptions, StepSpace
+from meshweave.algorithms.step.stack_checks import check_parallelism
+from meshweave.algorithms.step.stack_runs import ALL_DEGREES, StackRuns
+from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL
+from meshweave.algorithms.table import SCHEDULES, STRATEGIES
+from meshweave.base.errors import UnsupportedError
+from meshweave.cli.app import run_app
+from meshweave.tune.step_search.planner import parallelism_of
+
+ASKED = ("llama-2-7b", "dgx-h100:8")
+SIZES = {"batch": 16, "sequence": 2048}
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_what_a_stack_runs_is_in_the_tables(name: str) -> None:
+    runs = load_stack(name).runs
+    assert set(runs.strategies or ()) <= set(STRATEGIES) and set(runs.schedules or ()) <= set(SCHEDULES)
+    assert set(runs.degrees) <= set(ALL_DEGREES) and set(runs.zero) <= set(range(len(DATA_ROLES)))
+
+
+def test_the_own_runtime_runs_the_tables_but_for_attention_computed_again_low_precision_and_experts() -> None:
+    own, bare = (load_stack(name).runs for name in (DEFAULT_STACK, IDEAL))
+    assert replace(own, recompute=bare.recompute, precisions=None, experts=True) == bare == StackRuns()
+    assert own.recompute == ("none", "full") and own.precisions == () and not own.experts
+    options = SpaceOptions.of_stack(load_stack(DEFAULT_STACK))
+    assert replace(options, recompute=bare.recompute) == SpaceOptions()
+
+
+@pytest.mark.parametrize("name", [*stack_names(), IDEAL])
+def test_a_plan_for_a_stack_searches_what_it_runs(name: str) -> None:
+    plan = mw.plan(*ASKED, **SIZES, stack=name)  # type: ignore[arg-type]
+    assert plan.step.stack == name
+    for record in (*plan.step.ranked, *plan.step.front):
+        check_parallelism(load_stack(name), parallelism_of(record))
+    assert (plan.step.ideal is None) == (name == IDEAL)
+
+
+@pytest.mark.parametrize(
+    ("stack", "fixed", "words"),
+    [
+        ("torchtitan", {"strategy": "atp", "tp": 2}, "the strategy atp; it runs megatron_sp"),
+        ("torchtitan", {"zero": 1}, "ZeRO level 1; it runs 0, 2, 3"),
+        ("llm-foundry", {"tp": 2}, "the degree tensor; it runs data"),
+        ("nanotron", {"pp": 2, "schedule": "zbv", "vp": 2}, "the schedule zbv; it runs gpipe, 1f1b"),
+        ("meshweave", {"recompute": "selective"}, "recomputation selective; it runs none, full"),
+    ],
+)
+def test_what_a_stack_does_not_run_is_refused(stack: str, fixed: dict[str, object], words: str) -> None:
+    for of in (mw.step, mw.plan):
+        with pytest.raises(
+            UnsupportedError, match=f"stack {stack} does not run {words}. Stack ideal prices any"
+        ):
+            of(*ASKED, **SIZES, stack=stack, **fixed)  # type: ignore[operator]
+    assert mw.step(*ASKED, **SIZES, stack=IDEAL, **fixed).time_s > 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "meshweave"])
+def test_what_replicas_add_to_a_layer_does_not_depend_on_what_was_priced_before(name: str) -> None:
+    """FSDP2 copies gathered weights under ZeRO-3; the own runtime copies operands where products communicate."""
+    problem = mw.step(*ASKED, **SIZES, stack=name, zero=3).problem  # type: ignore[arg-type]
+    levels = [mw.Parallelism(data=8, zero=zero) for zero in (0, 2, 3)]
+    forwards = [
+        [layer_time(problem, each).forward.total_s for each in order] for order in (levels, levels[::-1])
+    ]
+    alone = [layer_time(replace(problem), each) for each in levels]
+    assert forwards[0] == forwards[1][::-1] == [each.forward.total_s for each in alone]
+    last = [layer_time(problem, each).backward.total_s for each in levels]
+    assert last == [each.backward.total_s for each in alone]
+    assert (last[2] > last[0]) if name == "torchtitan" else (forwards[0][2] > forwards[0][0])
+
+
+def test_options_of_one_rank_need_no_stack_that_runs_them() -> None:
+    problem = mw.step(*ASKED, **SIZES, stack="llm-foundry", zero=3).problem  # type: ignore[arg-type]
+    options = StepSpace(problem).options
+    assert (options.tensor, options.pipeline, options.context, options.zero) == ((1,), (1,), (1,), (0, 2, 3))
+    assert SpaceOptions.of_stack(problem.stack, tensor=(1,)).tensor == (1,)
+
+
+def test_steps_and_plans_have_the_same_stack_by_default() -> None:
+    best = mw.plan(*ASKED, **SIZES).step.best  # type: ignore[arg-type]
+    degrees = best.degrees.model_dump()
+    step = mw.step(*ASKED, **SIZES, **degrees)  # type: ignore[arg-type]
+    assert step.problem.stack == load_stack(DEFAULT_STACK) and step.time_s == best.step_s
+    bare = mw.step(*ASKED, **SIZES, **degrees, stack=IDEAL)  # type: ignore[arg-type]
+    assert bare.time_s < step.time_s
+
+
+def test_by_default_a_plan_is_as_fast_as_stacks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """PyTorch stacks publish 38 to 45 % of the peak for models of 7B on H100, all pairs of tokens counted."""
+    plan = mw.plan(*ASKED, **SIZES)  # type: ignore[arg-type]
+    assert plan.step.best.mfu_all_pairs is not None and plan.step.ideal is not None
+    assert 0.38 < plan.step.best.mfu_all_pairs < 0.45 < plan.step.ideal.mfu
+    assert run_app(["plan", *ASKED[:1], "--cluster", ASKED[1], "--batch", "16"]) == 0
+    assert "MFU (causal pairs) on meshweave; kernels and links alone " in capsys.readouterr().out
+
+
+def test_the_old_name_of_the_ideal_stack_is_taken() -> None:
+    with pytest.warns(DeprecationWarning, match='stack "none" is "ideal" now'):
+        assert load_stack("none") == load_stack(IDEAL)
