@@ -41,6 +41,7 @@ demo: $(STAMP)
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg
 	$(TRAIN) --parallel auto --seconds 40
+	@echo 'the command: $(BIN)/meshweave --help (or: . $(BIN)/activate)'
 
 # Four processes for a minute: two stages of two ranks that share layers, with checkpoints, which `--resume` goes on from.
 # The processes share a machine, so one thread each.

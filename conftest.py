@@ -26,7 +26,7 @@ def warm_ranks() -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from meshweave.execute.ranks.fork_server import fork_servers
+    from meshweave_lab.fork_server import fork_servers
 
     with fork_servers():
         yield

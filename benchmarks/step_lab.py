@@ -31,11 +31,11 @@ from machine import RESULTS, save
 from step_lab_rank import ADAM, calibrated, parallelism_of
 
 from meshweave.algorithms.step import Step, StepProblem, simulate_step, step_of
-from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import Transformer
-from meshweave.execute.ranks.fork_server import fork_servers
 from meshweave_lab import Lab, RunningLab
+from meshweave_lab.fork_server import fork_servers
+from meshweave_lab.step_reference import random_batches, random_weights, reference_steps
 
 LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-4x4.toml"
 APART = 0.08
@@ -220,7 +220,7 @@ def main() -> None:
     before: dict[str, Any] = {}
     if options.resume:
         before = json.loads((RESULTS / f"{options.save}.json").read_text())["rows"]
-    with lab.up() as running, fork_servers(("meshweave.nn.step_run", "meshweave_lab.pace")):
+    with lab.up() as running, fork_servers(("meshweave_lab.step_run", "meshweave_lab.pace")):
         measured = measure(running, options, cases, before)
     constants = measured["constants"]
     steps = predicted(calibrated(lab.cluster(), constants))

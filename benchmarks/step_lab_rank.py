@@ -30,10 +30,10 @@ from meshweave.execute.torch.measure import start_together, without_garbage_coll
 from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statement, Tensor, View
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Permute, Zero
 from meshweave.lower import lower_rings
-from meshweave.nn.step_run import Adam, StepRun
 from meshweave_lab.description import LabDescription
 from meshweave_lab.description_file import load_lab
 from meshweave_lab.pace import paced
+from meshweave_lab.step_run import Adam, StepRun
 
 ADAM = Adam(lr=0.01, eps=0.1)
 """Gradients that are nearly zero do not decide by their rounding which way a weight moves."""

@@ -27,10 +27,10 @@ from block_lab import TORCH, Constants, calibrate, lab_parser, planned, problem_
 from machine import save
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.execute.ranks.fork_server import fork_servers
 from meshweave.tune.blocks import mesh_of
 from meshweave.tune.ranking import RankedConfig
 from meshweave_lab import Lab, RunningLab
+from meshweave_lab.fork_server import fork_servers
 
 GOAL = 0.08
 """How far a measured step may be from the predicted one."""
@@ -114,7 +114,7 @@ def main() -> None:
     problem = problem_of(options.sizes)
     # Element-wise kernels of torch are not paced, so that none of them has a rate of its own here.
     lab = Lab(replace(Lab.load(options.lab).description, call_flops_per_s=()))
-    preload = ("meshweave.nn.parallel.model", "meshweave_lab.pace", "torch.distributed.tensor.parallel")
+    preload = ("meshweave.nn.parallel.parallelize", "meshweave_lab.pace", "torch.distributed.tensor.parallel")
     with lab.up() as running, fork_servers(preload):
         constants = calibrate(running, lab.cluster(), 2)
         print(constants, file=sys.stderr)

@@ -28,7 +28,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Matmul
 from meshweave.ir.work import Compute, traffic, work_of
 from meshweave.nn.parallel.attention import Heads
-from meshweave.nn.parallel.model import parallelize
+from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.parallel.structure import LayerMap, ModelMap
 from meshweave.simulate import simulate
 from meshweave.trace import Trace

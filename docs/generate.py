@@ -29,6 +29,7 @@ from meshweave.describe.machine.cluster_file import (
     ClusterFile,
     CommFile,
     CommTable,
+    HostFile,
     LevelFile,
 )
 from meshweave.describe.machine.gpu import CacheFile, DramTiming, GpuFile, MemoryFile, TrackerFile
@@ -42,7 +43,7 @@ from meshweave.describe.machine.kernels_file import (
     SystolicFile,
     TableFile,
 )
-from meshweave.describe.model.model_file import ArchitectureFile, ModelFile, NotPricedFile
+from meshweave.describe.model.model_file import ArchitectureFile, ConfigModelFile, ModelFile, NotPricedFile
 from meshweave_studies.matrix.matrix_file import LayerTable, MatrixFile, MeasuredTable
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -83,12 +84,14 @@ and lists at most {MAX_PROBLEMS} problems of a file.
 
 TITLES: dict[type[BaseModel], str] = {
     ClusterFile: "Top level of a cluster file",
+    HostFile: "host",
     ChipFile: "chip",
     AxisFile: "Links",
     CommTable: "constants",
     CommFile: "Constants of one kind",
     LevelFile: "Level of a tree",
     ModelFile: "Top level of a model file",
+    ConfigModelFile: "Top level of a file of a model with experts",
     ArchitectureFile: "architecture",
     NotPricedFile: "not_priced",
     KernelsFile: "Top level of a kernels file",
@@ -116,6 +119,7 @@ def page() -> str:
         INTRODUCTION,
         "## Cluster files\n",
         _section(ClusterFile),
+        _section(HostFile),
         _section(ChipFile, f"Dtypes are {', '.join(f'`{dtype}`' for dtype in DTYPES)}."),
         f"### network\n\nThe key `kind` is one of {', '.join(f'`{kind}`' for kind in NETWORK_FILES)}; "
         "the other keys depend on it.\n",
@@ -150,6 +154,7 @@ def page() -> str:
     sections += [
         "## Model files\n",
         _section(ModelFile, config),
+        _section(ConfigModelFile),
         *map(_section, (ArchitectureFile, NotPricedFile)),
     ]
     matrix = (

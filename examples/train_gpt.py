@@ -17,13 +17,14 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from gpt_training.layout import in_words, parallelism_from, parallelism_of_plan
 from gpt_training.live import Events, LiveLine, Report
 from gpt_training.models import ModelSize
-from gpt_training.predict import measured_problem, planned
+from gpt_training.predict import fastest_tried, measured_problem, planned
 from gpt_training.text import TEXT
 from gpt_training.trainer import Trainer, TrainOptions
 
@@ -103,12 +104,10 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
     if given.plan:
         chosen = parallelism_of_plan(given.plan, num_ranks, accepts_sites=given.accept_sites)
     elif given.parallel == "auto":
-        assert problem is not None
-        chosen = planned(problem)
+        chosen = mw.Parallelism(data=num_ranks)  # until others are tried
     else:
         names = {"strategy": given.strategy, "schedule": given.schedule}
         chosen = parallelism_from(given.parallel, num_ranks, batch=given.batch, **names)
-    step = None if problem is None else mw.algorithms.step_of(problem, chosen)
     options = TrainOptions(
         size=size,
         parallelism=chosen,
@@ -120,6 +119,13 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
         save_every=given.save_every if given.folder else 0,
         deadline_s=given.deadline,
     )
+    if given.parallel == "auto" and not given.plan:
+        assert problem is not None
+        table = fastest_tried(options, planned(problem))
+        options = replace(options, parallelism=table.chosen.plan)
+        if dist.get_rank() == 0:
+            print(table, file=sys.stderr)
+    step = None if problem is None else mw.algorithms.step_of(problem, options.parallelism)
     return options, step
 
 

@@ -3,16 +3,16 @@
 Writes validation/results/architectures.json and .md: per type of model whether loss and all gradients are
 those of the model itself in double precision, or what the refusal says. Run: python validation/architectures.py
 With another version of transformers before the installed one (PYTHONPATH), counts go to architectures_versions.md:
-PYTHONPATH=/tmp/tf python validation/architectures.py --ranks 1
+PYTHONPATH=DIR python validation/architectures.py --ranks 1
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,11 +26,10 @@ import small_models  # noqa: E402
 
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.nn.parallel.known import KNOWN, TRIED  # noqa: E402
-from meshweave.nn.parallel.model import parallelize  # noqa: E402
 
 STRATEGIES = (
-    ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("data_parallel", (4,)),
-    ("ring_attention", (4,)),
+    ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("ring_attention", (4,)),
+    ("all_to_all_heads", (4,)), ("pipeline", (2, 2)),
 )  # fmt: skip
 ALONE = (("megatron", (1,)),)
 """What is tried on one rank: which classes are known and how their configs are read does not depend on ranks."""
@@ -77,11 +76,14 @@ def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, 
 
 
 def options() -> dict[str, dict[str, Any]]:
-    """Return the columns of the table: by class alone, and with the proof where `parallelize` has one."""
-    has_check = "check" in inspect.signature(parallelize).parameters
-    return (
-        {"by class": {"check": False}, "with the proof": {"check": True}} if has_check else {"by class": {}}
-    )
+    """Return the columns of the table: `parallelize` as it is called by default."""
+    return {"tried": {}}
+
+
+def excluded() -> dict[str, str]:
+    """Return the types that are no dense decoders with softmax attention, each with the reason."""
+    listed = tomllib.loads((HERE / "dense_decoders.toml").read_text())["excluded"]
+    return {kind: reason for reason, kinds in listed.items() for kind in kinds.split()}
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -96,31 +98,40 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     """Return the rows in Markdown."""
     import transformers
 
+    (rows,) = columns.values()
+    named = [f"{name}:{'x'.join(map(str, shape))}" for name, shape in STRATEGIES]
     lines = ["# Causal language models of transformers on four ranks", ""]
     lines += [
         f"transformers {transformers.__version__}; small random models in double precision; loss and gradients "
-        f"by {', '.join(name for name, _ in STRATEGIES)} within 1e-9 of the model's own. Made by "
-        "`validation/architectures.py`.",
+        "within 1e-9 of the model's own. Under Megatron each is proved by `parallelize` first, under others where "
+        "it is not exact. A pipeline is two stages, each with Megatron on two ranks. Made by "
+        "`validation/architectures.py`. `validation/dense_decoders.toml` says which types are no dense decoders "
+        "with softmax attention, and why.",
         "",
     ]
-    for column, rows in columns.items():
-        plain, odd = (
-            Counter(outcome(row) for row in rows if bool(row["changes"]) == is_odd)
-            for is_odd in (False, True)
-        )
-        lines.append(f"- {column}: {_counts(plain)}; of odd configs of the recognised: {_counts(odd)}")
+    reasons = excluded()
+    plain = [row for row in rows if not row["changes"] and "error" not in row]
+    dense = [row for row in plain if row["kind"] not in reasons]
+    for words, some in (("dense decoders with softmax attention", dense), ("all types", plain)):
+        counts = ", ".join(f"{_exact(some, name)} {name.partition(':')[0]}" for name in named)
+        lines.append(f"- exact of {len(some)} {words}: {counts}")
+    odd = Counter(outcome(row) for row in rows if row["changes"])
     lines += [
+        f"- odd configs of types with layers of this library: {_counts(odd)}",
         "",
-        f"| type | config | class | {' | '.join(columns)} | what is said |",
-        "|---" * (4 + len(columns)) + "|",
+        f"| type | config | class | {' | '.join(name.partition(':')[0] for name in named)} | what is said |",
+        "|---" * (4 + len(named)) + "|",
     ]
-    for of_case in zip(*columns.values(), strict=True):
-        row = of_case[0]
+    for row in rows:
         changes = ", ".join(f"{name}={value}" for name, value in row["changes"].items())
-        outcomes = " | ".join(map(outcome, of_case))
+        cells = " | ".join(row.get("strategies", {}).get(name, [""])[0] for name in named)
         words = said(row).replace("|", "/").replace(LISTED, "(...)")[:150]
-        lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {outcomes} | {words} |")
+        lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {cells} | {words} |")
     return "\n".join(lines) + "\n"
+
+
+def _exact(rows: Sequence[dict[str, Any]], strategy: str) -> int:
+    return sum(row["strategies"].get(strategy, [""])[0] == "exact" for row in rows)
 
 
 def _counts(found: Counter[str]) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from meshweave.calibrate.cluster_toml import kernels_toml
-from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
+from meshweave.calibrate.kernel_fit import Hardware, fit_products
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.describe.catalog import kernels_names
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
@@ -39,6 +39,7 @@ from meshweave.describe.machine.measured_file import (
     MeasuredKernel,
     shipped_measured,
 )
+from meshweave_studies.kernels.fits import fit_attention, fit_collective
 from meshweave_studies.kernels.score import (
     Score,
     attention_columns,

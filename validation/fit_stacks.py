@@ -14,6 +14,7 @@ ever smaller steps, from several points.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -112,7 +113,7 @@ def priced_row(run: PublishedRun) -> PricedRow | None:
     fit_attention = bool(FITTED_RATES.get(stack.name))
     try:
         case = case_of(run, neutral, 1.0 if fit_attention else None)
-        if case.problem.product_dtype is not None or not is_fitted(case.problem.model):
+        if case.problem.precision is not None or not is_fitted(case.problem.model):
             return None
         case = replace(case, problem=_at_share(case.problem, 1.0))
         prediction = predict(case)
@@ -233,7 +234,20 @@ def stacks_toml(values: dict[str, float]) -> str:
             **NEUTRAL, **FIXED.get(name, {}), **{key: values[_name(name, key)] for key in FREE[name]}
         }  # fmt: skip
         lines += ["", f"[stacks.{name}]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
+    lines += ["", *_other_stacks()]
     return "\n".join(lines) + "\n"
+
+
+def _other_stacks() -> list[str]:
+    """Return the lines of stacks that are fitted elsewhere (`fit_host.py`), as they stand."""
+    text = (CATALOG / "stacks.toml").read_text("utf-8").rstrip()
+    sections = re.split(r"\n(?=\[)", text)
+    return [
+        line
+        for section in sections
+        if (name := re.match(r"\[stacks\.(.+)\]", section)) and name[1] not in FREE
+        for line in section.splitlines()
+    ]
 
 
 def main() -> None:

@@ -224,7 +224,7 @@ def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
 
 def predict(run: TrainingRun) -> dict[str, Any]:
     """Return the predictions of a run: with no constants of software in parts, and with those of torchtitan."""
-    problem, parallelism = problem_of(run, "none")
+    problem, parallelism = problem_of(run, "ideal")
     bare = step_of(problem, parallelism)
     with_stack = step_of(*problem_of(run, "torchtitan"))
     memory, parts = bare.memory.peak, bare.parts

@@ -9,20 +9,22 @@ a step takes in any layout, and `meshweave.plan` which is the fastest.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import meshweave as mw
-from gpt_training.layout import in_words
 from gpt_training.models import ModelSize, build, loss_of
+from gpt_training.trainer import Trainer, TrainOptions
 
 LARGE, SMALL = 1 << 22, 1 << 10
 """Bytes of the messages that are timed."""
+NUM_PLANNED = 3
+"""Layouts that are tried, beside data parallelism alone."""
 STRATEGIES = ("megatron_sp", "megatron")
 """Strategies for the ranks of a layer that a plan chooses among."""
 OPTIMIZER_BYTES = 28
@@ -101,8 +103,8 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
     return mw.algorithms.StepProblem(transformer_of(size), cluster, batch, size.sequence, "float32")
 
 
-def planned(problem: mw.algorithms.StepProblem) -> mw.Parallelism:
-    """Return the layout of the fastest step, among those that this example trains; the first rank plans."""
+def planned(problem: mw.algorithms.StepProblem) -> list[tuple[mw.Parallelism, float]]:
+    """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans."""
     answer: list[object] = [None]
     if dist.get_rank() == 0:
         plan = mw.plan(
@@ -111,23 +113,37 @@ def planned(problem: mw.algorithms.StepProblem) -> mw.Parallelism:
             batch=problem.batch,
             sequence=problem.sequence,
             dtype=problem.dtype,
+            stack="ideal",  # the rate of the chip was measured with the runtime's own overheads
             cp=1,
             zero=0,
             recompute="none",
             strategy=list(STRATEGIES),
             order=("tensor", "context", "data", "pipeline"),
         )
-        rows = [
-            (in_words(mw.Parallelism(**row.degrees.model_dump())), row.step_s) for row in plan.step.ranked[:3]
-        ]
-        print(
-            *(f"planned: {1e3 * seconds:5.0f} ms  {words}" for words, seconds in rows),
-            sep="\n",
-            file=sys.stderr,
-        )
-        answer = [plan.step.best.degrees.model_dump()]
+        answer = [[(row.degrees.model_dump(), row.step_s) for row in plan.step.ranked[:NUM_PLANNED]]]
     dist.broadcast_object_list(answer)
-    return mw.Parallelism(**answer[0])  # type: ignore[arg-type]
+    rows: list[Any] = answer[0]  # type: ignore[assignment]
+    return [(mw.Parallelism(**degrees), seconds) for degrees, seconds in rows]
+
+
+def fastest_tried(options: TrainOptions, rows: list[tuple[mw.Parallelism, float]]) -> mw.nn.TrialTable:
+    """Return the table of steps of the planned layouts, and of data parallelism alone; all ranks call it."""
+    num_ranks = dist.get_world_size()
+    alone = mw.Parallelism(data=num_ranks, micro_batch=max(options.batch // num_ranks, 1))
+    others = [(chosen, seconds) for chosen, seconds in rows if chosen.data != num_ranks]
+    alone_s = next((seconds for chosen, seconds in rows if chosen.data == num_ranks), None)
+    running: list[Trainer] = []
+
+    def start(chosen: mw.Parallelism) -> Callable[[], object]:
+        for trainer in running:
+            trainer.close()
+        running[:] = [Trainer(replace(options, parallelism=chosen, folder=None, save_every=0))]
+        return running[0].step
+
+    trials = [mw.nn.Trial.of(chosen, seconds) for chosen, seconds in ((alone, alone_s), *others)]
+    table = mw.nn.run_trials(trials, start)
+    running[0].close()
+    return table
 
 
 def _cluster(flops_per_s: float, memory_rate: float, link: object, num_chips: int) -> mw.Cluster:

@@ -77,7 +77,7 @@ _GROUPS = {
     "torch": {
         "nn.matmul": "matmul",
         "nn.reshard": "reshard",
-        "nn.parallel.model": "parallelize",
+        "nn.parallel.parallelize": "parallelize",
         "nn.pipelining.pipeline": "pipeline",
         "nn.training.checkpoints": "Checkpoints",
         "nn.weights": "load_weights save_weights",
@@ -148,7 +148,7 @@ if TYPE_CHECKING:
     from meshweave.ir.program import Program as Program
     from meshweave.ir.program import parse as parse
     from meshweave.nn.matmul import matmul as matmul
-    from meshweave.nn.parallel.model import parallelize as parallelize
+    from meshweave.nn.parallel.parallelize import parallelize as parallelize
     from meshweave.nn.pipelining.pipeline import pipeline as pipeline
     from meshweave.nn.prove.proof import prove as prove
     from meshweave.nn.reshard import reshard as reshard

@@ -1,5 +1,14 @@
 """Products for models in JAX: `matmul2d` of sharded arrays. It needs jax (the extra `jax`), and no torch."""
 
-from meshweave.nn.jax.matmul2d import matmul2d
+from __future__ import annotations
 
-__all__ = ["matmul2d"]
+from typing import TYPE_CHECKING
+
+from meshweave.base.lazy import lazy_names
+
+_HOME = {"nn.jax.matmul2d": "matmul2d"}
+
+if TYPE_CHECKING:
+    from meshweave.nn.jax.matmul2d import matmul2d as matmul2d
+
+__all__ = lazy_names(__name__, [_HOME])

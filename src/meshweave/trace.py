@@ -9,7 +9,7 @@ run, from whatever `source` made it:
 - "torch": a run on real ranks, timed by `execute.torch`; `merge` joins the traces that each rank made.
 
 Times are integer picoseconds from the start of the run. All ranks of a simulation, and all of one host
-(CLOCK_MONOTONIC), share a clock; those of several hosts are aligned first (`execute.ranks.clocks`).
+(CLOCK_MONOTONIC), share a clock; those of several hosts are aligned first (the lab does).
 
 Two traces of the same program are compared op by op: (rank, index in the rank's op list) names the same op in
 both, as `a.span_of[rank, index]` and `b.span_of[rank, index]`. As a whole they are compared by `duration_s`, and

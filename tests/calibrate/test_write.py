@@ -9,6 +9,7 @@ from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import cluster_names
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
@@ -155,5 +156,5 @@ network = st.one_of(
 @given(network, words, words, number)
 def test_any_cluster_survives_the_file(tmp_path_factory, network, source, note, rate):
     chip = Chip("chip", (("float32", rate),), rate, 7, rate, 1e-6, source)
-    cluster = Cluster("box", chip, network, source, 0.5, note, 12345)
+    cluster = Cluster("box", chip, network, source, HostRates(0.5), note, 12345)
     reloaded(tmp_path_factory.mktemp("toml"), cluster)

@@ -10,7 +10,9 @@ from typing import Any
 CLUSTER = """
 name = "small"
 source = "made up"
-host_launch_s = 1e-6
+[host]
+kernel_s = 1e-6
+layer_s = 1e-4
 [chip]
 name = "chip"
 peak_flops_per_s = { bfloat16 = 1e12, float32 = 5e11 }

@@ -41,8 +41,8 @@ class Outcome:
 
     @property
     def is_late(self) -> bool:
-        """Return whether it took more processor time than it may."""
-        return self.cpu_s > self.most_s
+        """Return whether it took more processor time than it may; a process of its own may have met the limit."""
+        return self.cpu_s > self.most_s or self.status == -signal.SIGXCPU
 
     def fault(self, allowed: Sequence[int] = (0, 2)) -> str:
         """Return what is wrong with the outcome, or "". `allowed` are the statuses that are right."""

@@ -24,6 +24,8 @@ def test_all_entries_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = called(capsys)
     assert status == 0
     assert all(name in out for name in (*model_names(), *cluster_names()))
+    sources = {load_model(name).source for name in model_names()}
+    assert not any(source[:20] in out for source in sources if source)  # those of one entry stand with it
 
 
 @pytest.mark.parametrize("kind", ["models", "clusters"])

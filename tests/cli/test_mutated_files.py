@@ -69,7 +69,7 @@ def test_good_commands_are_good(tmp_path: Path) -> None:
 
             outcome = run_forked(action, 100)
             refused = re.search(
-                "no processes in this|there is no (row|figure)|no lab|libtpu|figures", outcome.err
+                "no processes in this|there is no (row|figure|paper)|no lab|libtpu|figures", outcome.err
             )
             if outcome.status and not refused and verb != "lab check":
                 bad.append((command, outcome))

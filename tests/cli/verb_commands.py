@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {model} --cluster {cluster} --batch 4 --sequence 64 --products",
         "plan {model} --cluster {cluster} --batch 4 --sequence 64 --fix tp=2",
         "plan {config} --cluster {cluster} --batch 4 --sequence 64 --fix dp=4",
+        "plan {config} --cluster dgx-b200:4 --batch 4 --sequence 64 --stack ideal --precision mxfp8 --fix dp=4",
     ),
     "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
     "simulate": (
@@ -79,6 +80,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "reproduce published": ("reproduce published --cases {runs}",),
     "reproduce zero-bubble": ("reproduce zero-bubble --rows nothing",),
     "reproduce t3": ("reproduce t3 --rows nothing",),
+    "reproduce all": ("reproduce all --papers nothing --out all",),
 }
 _WORDS = (
     *("", "x", "all", "os", "float32", "2x2", "0x4", "1x1000000", "2x2x2", "1:2:1", "1:0", ",", ",,,", "nan"),

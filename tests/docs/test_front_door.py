@@ -30,8 +30,6 @@ LAZY = [module for module in ("meshweave", *NAMESPACES) if "_homes" in vars(impo
 
 
 def names_of(module: str) -> list[str]:
-    if module == "meshweave.jax":
-        return ["matmul2d"]
     return [name for name in importlib.import_module(module).__all__ if name != "__version__"]
 
 
@@ -74,6 +72,32 @@ def test_no_name_stands_behind_two_doors() -> None:
         "MeshweaveError": ["meshweave", "meshweave.errors"],
         "matmul2d": ["meshweave.nn", "meshweave.jax"],  # of tensors, and of jax arrays
     }
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+there = PathFinder.find_spec.__func__
+def find_spec(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] == PACKAGE else there(cls, name, path, target)
+PathFinder.find_spec = classmethod(find_spec)
+import meshweave as mw
+from meshweave.errors import MeshweaveError
+try:
+    NAME
+except MeshweaveError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("parallelize", "torch"), ("nn.prepare", "torch"), ("jax.matmul2d", "jax")]
+)
+def test_a_name_whose_package_is_missing_says_how_to_get_it(name: str, package: str) -> None:
+    code = WITHOUT.replace("PACKAGE", repr(package)).replace("NAME", f"mw.{name}")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = f"meshweave.{name} needs {package}, which is not installed: pip install 'meshweave[{package}]'"
+    assert said.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("old", sorted(meshweave._MOVED_TO))

@@ -30,7 +30,8 @@ from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
-from meshweave.simulate import engine, reference
+from meshweave.simulate import engine
+from plain_simulator import reference
 from sampling import examples
 
 CLUSTER = load_cluster("p3.8xlarge").with_chips(20)

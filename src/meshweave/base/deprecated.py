@@ -12,16 +12,20 @@ Result = TypeVar("Result")
 
 
 def renamed_keyword(
-    old: str, new: str, of: str
+    old: str, new: str, of: str, **others: str
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Return a decorator that lets a function take its keyword `new` as `old` too; the warning names `of`."""
+    """Return a decorator that lets a function take its keyword `new` as `old` too; the warning names `of`.
+
+    `others` are further old names, each with its new one.
+    """
+    names = {old: new, **others}
 
     def decorator(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @wraps(function)
         def called(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-            if old in keywords:
-                warn_renamed(old, new, of)
-                keywords[new] = keywords.pop(old)
+            for before in names.keys() & keywords.keys():
+                warn_renamed(before, names[before], of)
+                keywords[names[before]] = keywords.pop(before)
             return function(*args, **keywords)
 
         return called
@@ -29,20 +33,25 @@ def renamed_keyword(
     return decorator
 
 
-def renamed_field(old: str, new: str) -> Callable[[type[Result]], type[Result]]:
-    """Return a decorator that lets a dataclass take and give its field `new` as `old` too."""
+def renamed_field(old: str, new: str, **others: str) -> Callable[[type[Result]], type[Result]]:
+    """Return a decorator that lets a dataclass take and give its field `new` as `old` too; `others` likewise."""
 
     def decorator(cls: type[Result]) -> type[Result]:
-        def field(self: object) -> object:
-            warn_renamed(old, new, cls.__name__)
-            return getattr(self, new)
-
         named: Any = cls
-        named.__init__ = renamed_keyword(old, new, cls.__name__)(named.__init__)
-        setattr(cls, old, property(field, doc=f"Return `{new}`, whose name this was."))
+        named.__init__ = renamed_keyword(old, new, cls.__name__, **others)(named.__init__)
+        for before, after in {old: new, **others}.items():
+            setattr(cls, before, _field(cls.__name__, before, after))
         return cls
 
     return decorator
+
+
+def _field(of: str, old: str, new: str) -> property:
+    def field(self: object) -> object:
+        warn_renamed(old, new, of)
+        return getattr(self, new)
+
+    return property(field, doc=f"Return `{new}`, whose name this was.")
 
 
 def warn_renamed(old: str, new: str, of: str) -> None:

@@ -12,8 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from meshweave.base.errors import UnsupportedError
 
 
 class LazyModule(ModuleType):
@@ -33,12 +36,34 @@ class LazyModule(ModuleType):
         home = vars(self).get("_homes", {}).get(name)
         if home is None:
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
-        value = getattr(import_module(home), name)
+        try:
+            value = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            raise _without(error, f"{self.__name__}.{name}") from error
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> list[str]:
         return sorted({*vars(self), *self._homes})
+
+
+def _without(error: ModuleNotFoundError, name: str) -> Exception:
+    """Return what to say of a public name whose module needs a package that is not installed."""
+    package = (error.name or "").partition(".")[0]
+    if not package or find_spec(package) is not None:
+        return error
+    from importlib.metadata import PackageNotFoundError, requires
+    from re import findall, match
+
+    try:
+        needed = requires("meshweave") or ()
+    except PackageNotFoundError:
+        needed = ()
+    extras = [
+        extra for of in needed if match(rf"{package}\b", of) for extra in findall(r"extra == .(\w+)", of)
+    ]
+    how = f"pip install 'meshweave[{extras[0]}]'" if extras else f"pip install {package}"
+    return UnsupportedError(f"{name} needs {package}, which is not installed: {how}")
 
 
 def lazy_names(

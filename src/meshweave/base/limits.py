@@ -35,14 +35,14 @@ class Limit:
 
 FILE_BYTES = Limit(1 << 22, "bytes", "a JSON file")
 TOML_BYTES = Limit(1 << 20, "bytes", "a TOML file")
-MANIFEST_BYTES = Limit(1 << 27, "bytes", "the manifest of a checkpoint")
-MANIFEST_BRACKETS = Limit(1_000_000, "lists and tables", "the manifest of a checkpoint")
-MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 PROGRAM_BYTES = Limit(32_000_000, "bytes", "the text of a program")
 SCHEDULE_BYTES = Limit(32_000_000, "bytes", "a CSV of a pipeline's actions")
 NESTING = Limit(64, "levels of nested tables and lists", "a TOML or JSON file")
 VALUES = Limit(200_000, "values", "a TOML or JSON file")
 KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
+MANIFEST_BYTES = Limit(1 << 27, "bytes", "the manifest of a checkpoint")
+MANIFEST_BRACKETS = Limit(1_000_000, "lists and tables", "the manifest of a checkpoint")
+MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 
 # --- descriptions ---------------------------------------------------------------------------------------
 
@@ -103,20 +103,5 @@ SCHEDULED_PRODUCTS = Limit(
     2048, "local products on all ranks", "a product whose issue order `tune schedule` searches"
 )
 
-LIMITS = (
-    *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, SCHEDULE_BYTES, NESTING, VALUES, KEY_PARTS),
-    *(MANIFEST_BYTES, MANIFEST_BRACKETS, MANIFEST_COMMAS),
-    *(CHIPS, MODEL_TENSORS, RUNS, MEASUREMENTS),
-    *(EXPRESSION_DEPTH, DIMS, MESH_RANKS, PIECES, SLOTS, RANK_STEPS, CHECKED_STEPS, LISTED_STEPS),
-    *(PROOF_ELEMENTS, PROOF_WORK, RING_NUMBERS),
-    *(
-        SIMULATED_DIMS,
-        SIMULATED_RANKS,
-        SIMULATED_OPS,
-        SIMULATED_RANK_OPS,
-        SIMULATED_MESSAGES,
-        SIMULATED_ROUTES,
-    ),
-    *(SCHEDULE_STAGES, SCHEDULE_FORWARDS, SEARCHED_FORWARDS, SCHEDULE_CELLS, SCHEDULED_PRODUCTS),
-)
+LIMITS = tuple(value for value in vars().values() if isinstance(value, Limit))
 """All limits, in the order in which the reference lists them."""

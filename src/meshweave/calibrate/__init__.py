@@ -5,20 +5,11 @@ constants, `constants` makes a cluster of them and `cluster_toml` its file. `run
 knows what a lab is.
 """
 
-from meshweave.calibrate.cluster_toml import to_toml
-from meshweave.calibrate.constants import Calibration, fit_calibration
-from meshweave.calibrate.fit import Fit, FitLimits, Sample, fit_samples
-from meshweave.calibrate.sweep import Sweep, SweepCase, plan_sweep
-
-__all__ = [
-    "Calibration",
-    "Fit",
-    "FitLimits",
-    "Sample",
-    "Sweep",
-    "SweepCase",
-    "fit_calibration",
-    "fit_samples",
-    "plan_sweep",
-    "to_toml",
-]
+from meshweave.calibrate.cluster_toml import to_toml as to_toml
+from meshweave.calibrate.constants import Calibration as Calibration
+from meshweave.calibrate.constants import fit_calibration as fit_calibration
+from meshweave.calibrate.fit import FitLimits as FitLimits
+from meshweave.calibrate.fit import Sample as Sample
+from meshweave.calibrate.fit import fit_samples as fit_samples
+from meshweave.calibrate.sweep import Sweep as Sweep
+from meshweave.calibrate.sweep import plan_sweep as plan_sweep

@@ -27,73 +27,64 @@ from meshweave.cli.options import JSON_HELP, print_json, read_mesh
 CALIBRATION = "meshweave.calibration"
 """The group of entry points by which the lab gives its ranks."""
 
-Out = Annotated[Path, typer.Option(help="Write the cluster description to this file, CLUSTER.toml.")]
-LabFile = Annotated[
-    Path | None, typer.Option(help="Build the lab of this LAB.toml and calibrate it, see `meshweave lab`.")
-]
-NumRanks = Annotated[int, typer.Option(help="Calibrate this many local processes, without a lab.")]
-MeshShape = Annotated[
-    str,
-    typer.Option(
-        help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab, else the shape nearest to a square."
-    ),
-]
-Pace = Annotated[
-    float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
-]
-Sizes = Annotated[
-    str, typer.Option(help="Bytes per part, separated by commas. Default: five sizes that suit the links.")
-]
-Repeat = Annotated[int, typer.Option(help="Number of measured repetitions, after one to warm up.")]
-Seed = Annotated[int, typer.Option(help="Seed of the order in which cases are measured.")]
-Timeout = Annotated[float, typer.Option(help="Seconds after which everything is stopped.")]
-MedianError = Annotated[
-    float, typer.Option(help="Refuse constants whose median relative error is above this.")
-]
-WorstError = Annotated[
-    float, typer.Option(help="Refuse constants whose relative error at any point is above this.")
-]
-AcceptMisfit = Annotated[
-    bool, typer.Option("--accept-misfit", help="Write the constants even if they do not fit the data.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU expects "
-        "them (tpu-v4, tpu-v4-core, tpu-v5e; needs no TPU), and write a kernels file, which a cluster file names "
-        "by chip.kernels."
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, else bfloat16.")]
-Products = Annotated[int, typer.Option(help="With --device: the number of products, of at least 20.")]
-Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
-
 
 @dataclass(frozen=True)
 class CalibrateOptions:
     """What is calibrated, how long it is measured, and how well constants must fit."""
 
-    lab: LabFile = None
-    ranks: NumRanks = 0
-    device: Device = ""
-    dtype: Dtype = ""
-    products: Products = 150
-    mesh: MeshShape = ""
-    flops_per_s: Pace = 0.0
-    sizes: Sizes = ""
-    repeat: Repeat = 3
-    seed: Seed = 0
-    timeout: Timeout = 600.0
-    median_error: MedianError = 0.10
-    worst_error: WorstError = 0.30
-    accept_misfit: AcceptMisfit = False
-    force: Force = False
-    json: Json = False
+    lab: Annotated[
+        Path | None,
+        typer.Option(help="Build the lab of this LAB.toml and calibrate it, see `meshweave lab`."),
+    ] = None
+    ranks: Annotated[int, typer.Option(help="Calibrate this many local processes, without a lab.")] = 0
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU "
+            "expects them (tpu-v4, tpu-v4-core, tpu-v5e; needs no TPU), and write a kernels file, which a cluster "
+            "file names by chip.kernels."
+        ),
+    ] = ""
+    dtype: Annotated[
+        str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, else bfloat16.")
+    ] = ""
+    products: Annotated[int, typer.Option(help="With --device: the number of products, of at least 20.")] = (
+        150
+    )
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab, else the shape nearest to a square."
+        ),
+    ] = ""
+    flops_per_s: Annotated[
+        float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
+    ] = 0.0
+    sizes: Annotated[
+        str,
+        typer.Option(help="Bytes per part, separated by commas. Default: five sizes that suit the links."),
+    ] = ""
+    repeat: Annotated[int, typer.Option(help="Number of measured repetitions, after one to warm up.")] = 3
+    seed: Annotated[int, typer.Option(help="Seed of the order in which cases are measured.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0
+    median_error: Annotated[
+        float, typer.Option(help="Refuse constants whose median relative error is above this.")
+    ] = 0.10
+    worst_error: Annotated[
+        float, typer.Option(help="Refuse constants whose relative error at any point is above this.")
+    ] = 0.30
+    accept_misfit: Annotated[
+        bool, typer.Option("--accept-misfit", help="Write the constants even if they do not fit the data.")
+    ] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")] = False
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
 
 
 @with_options
-def calibrate(out: Out, options: CalibrateOptions) -> None:
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Write the cluster description to this file, CLUSTER.toml.")],
+    options: CalibrateOptions,
+) -> None:
     """Measure the constants of the cost model and write a cluster description.
 
     All-gathers, reduce-scatters, ring steps, and broadcasts and reduces in packets run along each axis of a

@@ -42,7 +42,9 @@ def catalog(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """List the models, clusters, constants of kernels and GPUs in detail, with their key figures and sources.
+    """List the models, clusters, constants of kernels and GPUs in detail, with their key figures.
+
+    One entry by its NAME: all of its numbers and their sources.
 
     Memory and FLOPs of a model follow from its sizes: mixed-precision training with Adam, one sequence of
     2048 tokens.
@@ -78,6 +80,7 @@ def catalog(
     printers = dict(zip(KINDS, (_print_models, _print_clusters, _print_kernels, _print_gpus), strict=True))
     for k in kinds:
         printers[k](console)
+    console.print("one entry with its sources: meshweave catalog NAME", highlight=False)
 
 
 def _names(kind: str) -> tuple[str, ...]:
@@ -205,11 +208,10 @@ def _print_models(console: Console) -> None:
             heads,
             f"{model.layer.counts['ffn']}{' gated' if model.gated_ffn else ''}",
             str(model.vocab_size or "not stated"),
-            model.source,
         )
         rows.append(row)
-    head = ("name", "parameters", "layers", "hidden", "heads", "FFN", "vocabulary", "source")
-    console.print(text_table(head, rows, ("name", "source"), title="models"))
+    head = ("name", "parameters", "layers", "hidden", "heads", "FFN", "vocabulary")
+    console.print(text_table(head, rows, ("name",), title="models"))
 
 
 def _print_kernels(console: Console) -> None:
@@ -217,8 +219,8 @@ def _print_kernels(console: Console) -> None:
     for name in kernels_names():
         kernels = load_kernels(name)
         lists = (", ".join(key for key, _ in of) for of in (kernels.products, kernels.attention))
-        rows.append((name, *lists, ", ".join(kind for kind, _ in kernels.collectives), kernels.source))
-    head = ("name", "products", "attention", "collectives", "source")
+        rows.append((name, *lists, ", ".join(kind for kind, _ in kernels.collectives)))
+    head = ("name", "products", "attention", "collectives")
     console.print(text_table(head, rows, head, title="kernels"))
 
 
@@ -228,9 +230,9 @@ def _print_gpus(console: Console) -> None:
         gpu = load_gpu(name)
         memory = f"{format_bytes(gpu.memory.bytes_per_s)}/s"
         peak, cache = f"{gpu.flops_per_s / 1e12:g} TFLOP/s", format_bytes(gpu.cache.num_bytes)
-        rows.append((name, str(gpu.compute_units), peak, cache, memory, gpu.source))
-    head = ("name", "compute units", "peak", "cache", "memory", "source")
-    console.print(text_table(head, rows, ("name", "source"), title="GPUs in detail"))
+        rows.append((name, str(gpu.compute_units), peak, cache, memory))
+    head = ("name", "compute units", "peak", "cache", "memory")
+    console.print(text_table(head, rows, ("name",), title="GPUs in detail"))
 
 
 def _print_clusters(console: Console) -> None:
@@ -246,10 +248,9 @@ def _print_clusters(console: Console) -> None:
             chip.name,
             f"{peak / 1e12:g} TFLOP/s {dtype}",
             format_bytes(chip.memory_bytes),
-            "\n".join(f"{a.name}: {format_bytes(a.link_bytes_per_s)}/s" for a in axes.values()),
-            cluster.source,
+            ", ".join(f"{a.name} {format_bytes(a.link_bytes_per_s)}/s" for a in axes.values()),
         )
         rows.append(row)
-    head = ("name", "chips", "chip", "peak", "memory", "links", "source")
-    left = ("name", "chip", "links", "source")
+    head = ("name", "chips", "chip", "peak", "memory", "links")
+    left = ("name", "chip", "links")
     console.print(text_table(head, rows, left, title="clusters", whole=("name",)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -28,25 +27,7 @@ from meshweave.base.outputs import write_file
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json
 from meshweave.cli.pipeline_options import (
-    Activation,
-    Beside,
-    ChipsPerRank,
-    ClusterName,
-    Delay,
-    ForwardTime,
-    InputGradTime,
-    ListTransfers,
-    NumMicroBatches,
-    NumStages,
-    OutPath,
-    PagePath,
-    PerRank,
-    PicturePath,
-    PrintJson,
-    RuntimeName,
-    StashRest,
-    TransferTime,
-    WeightGradTime,
+    ScheduleTextOptions,
     What,
     read_compute_times,
     read_runtime,
@@ -63,31 +44,6 @@ from meshweave.cli.pipeline_tables import (
 from meshweave.describe.files import read_stdin, read_text
 
 _SEARCHED = tuple(entry.name for entry in ENTRIES if isinstance(entry, ZeroBubbleAuto))
-
-
-@dataclass(frozen=True)
-class ScheduleTextOptions:
-    """A schedule given by name, the times of its actions, and what is written."""
-
-    stages: NumStages = 4
-    micro_batches: NumMicroBatches = 8
-    per_rank: PerRank = 0
-    delay: Delay = 1
-    stash_rest: StashRest = 1.0
-    forward: ForwardTime = "1ms"
-    input_grad: InputGradTime = ""
-    weight_grad: WeightGradTime = ""
-    transfer: TransferTime = "0"
-    cluster: ClusterName = None
-    activation: Activation = "16MiB"
-    chips_per_rank: ChipsPerRank = 1
-    runtime: RuntimeName = "strict"
-    beside: Beside = None
-    out: OutPath = None
-    with_transfers: ListTransfers = False
-    svg: PicturePath = None
-    report: PagePath = None
-    json: PrintJson = False
 
 
 @with_options

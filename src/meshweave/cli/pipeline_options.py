@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -32,72 +33,90 @@ What = Annotated[
         "interleaved-1f1b, eager-1f1b, eager-1f1b-delayed, zb-h1, zb-1p, zb-2p, zbv, dualpipev."
     ),
 ]
-NumStages = Annotated[int, typer.Option("--stages", help="Stages of the model, of a schedule given by name.")]
-NumMicroBatches = Annotated[
-    int, typer.Option("--micro-batches", help="Micro-batches of a step, of a schedule given by name.")
-]
-PerRank = Annotated[
-    int,
-    typer.Option(help="Stages a rank. Default: as many as the schedule needs; interleaved-1f1b takes any."),
-]
-Delay = Annotated[
-    int, typer.Option(help="eager-1f1b-delayed: micro-batches by which weight gradients are put off.")
-]
-StashRest = Annotated[
-    float,
-    typer.Option(
-        help="zb-1p, zb-2p: share of a stash that stays until the weight gradient, once the input gradient "
-        "has run; at most 1."
-    ),
-]
-ForwardTime = Annotated[
-    str, typer.Option("--forward", help="Time of a stage's forward: 1.5ms, or one for each stage: 1ms,2ms.")
-]
-InputGradTime = Annotated[
-    str, typer.Option("--input-grad", help="Time of an input gradient. Default: as the forward.")
-]
-WeightGradTime = Annotated[
-    str, typer.Option("--weight-grad", help="Time of a weight gradient. Default: as the forward.")
-]
-TransferTime = Annotated[
-    str,
-    typer.Option("--transfer", help="Time of a transfer between neighbouring stages; one, or one for each."),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(
-        help="Take the time of transfers from a catalog cluster or a TOML file, and --activation; ':N' sets the "
-        "number of chips. Default of N: as many as the ranks have."
-    ),
-]
-Activation = Annotated[
-    str, typer.Option(help="Bytes that a stage sends to the next for a micro-batch: 16MiB.")
-]
-ChipsPerRank = Annotated[
-    int,
-    typer.Option(help="Chips of a pipeline rank; each sends its share of the activation to one of the next."),
-]
-RuntimeName = Annotated[
-    str,
-    typer.Option(
-        "--runtime",
-        help="How transfers proceed: strict (one queue for each pair of ranks, as NCCL under torch), batched "
-        "(neighbouring ones together), buffered (sends end by themselves, as in our Programs and gloo).",
-    ),
-]
-Beside = Annotated[str | None, typer.Option(help="A second schedule to time and draw: a name or a CSV file.")]
-OutPath = Annotated[
-    Path | None, OutputOption("--out", "-o", help="Write the CSV of a named schedule here, not on stdout.")
-]
-ListTransfers = Annotated[
-    bool,
-    typer.Option(
-        "--with-transfers", help="Write sends and receives too. torchtitan and torch's default take none."
-    ),
-]
-PicturePath = Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")]
-PagePath = Annotated[Path | None, OutputOption(help="Write a page with table and timeline.")]
-PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+
+@dataclass(frozen=True)
+class ScheduleTextOptions:
+    """A schedule given by name, the times of its actions, and what is written."""
+
+    stages: Annotated[
+        int, typer.Option("--stages", help="Stages of the model, of a schedule given by name.")
+    ] = 4
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", help="Micro-batches of a step, of a schedule given by name.")
+    ] = 8
+    per_rank: Annotated[
+        int,
+        typer.Option(
+            help="Stages a rank. Default: as many as the schedule needs; interleaved-1f1b takes any."
+        ),
+    ] = 0
+    delay: Annotated[
+        int, typer.Option(help="eager-1f1b-delayed: micro-batches by which weight gradients are put off.")
+    ] = 1
+    stash_rest: Annotated[
+        float,
+        typer.Option(
+            help="zb-1p, zb-2p: share of a stash that stays until the weight gradient, once the input gradient "
+            "has run; at most 1."
+        ),
+    ] = 1.0
+    forward: Annotated[
+        str,
+        typer.Option("--forward", help="Time of a stage's forward: 1.5ms, or one for each stage: 1ms,2ms."),
+    ] = "1ms"
+    input_grad: Annotated[
+        str, typer.Option("--input-grad", help="Time of an input gradient. Default: as the forward.")
+    ] = ""
+    weight_grad: Annotated[
+        str, typer.Option("--weight-grad", help="Time of a weight gradient. Default: as the forward.")
+    ] = ""
+    transfer: Annotated[
+        str,
+        typer.Option(
+            "--transfer", help="Time of a transfer between neighbouring stages; one, or one for each."
+        ),
+    ] = "0"
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Take the time of transfers from a catalog cluster or a TOML file, and --activation; ':N' sets "
+            "the number of chips. Default of N: as many as the ranks have."
+        ),
+    ] = None
+    activation: Annotated[
+        str, typer.Option(help="Bytes that a stage sends to the next for a micro-batch: 16MiB.")
+    ] = "16MiB"
+    chips_per_rank: Annotated[
+        int,
+        typer.Option(
+            help="Chips of a pipeline rank; each sends its share of the activation to one of the next."
+        ),
+    ] = 1
+    runtime: Annotated[
+        str,
+        typer.Option(
+            "--runtime",
+            help="How transfers proceed: strict (one queue for each pair of ranks, as NCCL under torch), batched "
+            "(neighbouring ones together), buffered (sends end by themselves, as in our Programs and gloo).",
+        ),
+    ] = "strict"
+    beside: Annotated[
+        str | None, typer.Option(help="A second schedule to time and draw: a name or a CSV file.")
+    ] = None
+    out: Annotated[
+        Path | None,
+        OutputOption("--out", "-o", help="Write the CSV of a named schedule here, not on stdout."),
+    ] = None
+    with_transfers: Annotated[
+        bool,
+        typer.Option(
+            "--with-transfers", help="Write sends and receives too. torchtitan and torch's default take none."
+        ),
+    ] = False
+    svg: Annotated[Path | None, OutputOption(help="Write the timeline as a picture.")] = None
+    report: Annotated[Path | None, OutputOption(help="Write a page with table and timeline.")] = None
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False
 
 
 def read_runtime(text: str) -> TransferRuntime:

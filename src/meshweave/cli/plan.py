@@ -46,7 +46,7 @@ BatchOption = Annotated[
 FixOption = Annotated[
     str,
     typer.Option(
-        help="Fix what the search would choose: dp, pp, cp, tp (8 or 2x4), vp, strategy, zero, schedule, "
+        help="Fix what the search would choose: dp, pp, cp, tp (8 or 2x4), vp, ep, etp, strategy, zero, schedule, "
         "micro_batch, recompute, order; 'tp=8,pp=16', alternatives with colons, 'zero=0:1'."
     ),
 ]
@@ -59,8 +59,9 @@ ReserveOption = Annotated[
 StackOption = Annotated[
     str,
     typer.Option(
-        help="Software whose overheads are added: torchtitan, nanotron, llm-foundry or megatron-2021, fitted "
-        "on published runs; none adds nothing."
+        help="Software that executes the step: its overheads are added, and only what it executes is searched. "
+        "meshweave, this library's runtime with compiled blocks, or meshweave-eager; torchtitan, nanotron, "
+        "llm-foundry, megatron-2021; ideal adds nothing and executes all."
     ),
 ]
 OverlapOption = Annotated[
@@ -68,6 +69,14 @@ OverlapOption = Annotated[
     typer.Option(
         help="What communication of a layer runs beside: sites, for its own product alone, as in a model of "
         "mw.parallelize; layers, for all that a program of the whole layer could have beside it."
+    ),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Recipe by which products of layers run below 16 bits: fp8-delayed, fp8-current, fp8-token, "
+        "fp8-block, mxfp8, nvfp4 or mxfp4. One that was not measured on the chip is refused, or priced as another "
+        "one, which is said."
     ),
 ]
 _RESERVE = "5%"
@@ -98,8 +107,9 @@ class PlanVerbOptions:
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False
-    stack: StackOption = "none"
+    stack: StackOption = "meshweave"
     overlap: OverlapOption = "sites"
+    precision: PrecisionOption = None
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None
@@ -141,15 +151,21 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     if options.batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
     from meshweave.algorithms.step import StepProblem, load_stack
+    from meshweave.algorithms.step.stacks import DEFAULT_STACK, default_stack
 
-    problem = StepProblem(
-        architecture, target, batch, sequence, options.dtype, stack=load_stack(options.stack)
-    )
+    stack = default_stack(architecture) if options.stack == DEFAULT_STACK else options.stack
+    problem = StepProblem(architecture, target, batch, sequence, options.dtype, stack=load_stack(stack))
     reserve = read_reserve(options.reserve)
-    _plan_step(replace(problem, overlap=options.overlap, reserve=reserve), options)  # type: ignore[arg-type]
+    problem = replace(
+        problem,
+        overlap=options.overlap,  # type: ignore[arg-type]
+        reserve=reserve,
+        precision=options.precision,
+    )
+    _plan_step(problem, options)
 
 
-_OF_A_STEP = ("fix", "memory", "table", "sensitivity", "price", "stack", "overlap", "reserve")
+_OF_A_STEP = ("fix", "memory", "table", "sensitivity", "price", "stack", "overlap", "reserve", "precision")
 """The options that a plan of products does not have."""
 
 
@@ -164,7 +180,7 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
     from meshweave.describe.machine.left_out import costs_left_out
     from meshweave.tune.step_search.planner import plan_step, space_options
 
-    options = space_options(read_fixed(given.fix))
+    options = space_options(read_fixed(given.fix), problem.stack)
     memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory)
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(

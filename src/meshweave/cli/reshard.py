@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import typer
 
@@ -16,48 +15,15 @@ from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_options import (
     ClusterName,
-    DestinationFirst,
     DestinationMesh,
-    ElementType,
-    ModelName,
-    OrderNames,
-    PicturePath,
-    PrintJson,
-    ProgramPath,
-    RowPerHost,
-    ShownRanks,
-    SimulateAll,
-    SourceFirst,
+    ReshardOptions,
     SourceMesh,
-    StrategyNames,
-    TensorShape,
-    TracePath,
 )
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
 from meshweave.ir.program.text import to_text
 from meshweave.report.timeline import write_chrome
 from meshweave.tune.reshard import ReshardCandidate, ReshardComparison, compare_reshards
-
-
-@dataclass(frozen=True)
-class ReshardOptions:
-    """What is moved, where its meshes lie, which plans are compared, and what is written."""
-
-    model: ModelName = None
-    shape: TensorShape = None
-    dtype: ElementType = "bfloat16"
-    at: SourceFirst = 0
-    to_at: DestinationFirst = None
-    row_per_host: RowPerHost = False
-    strategies: StrategyNames = "all"
-    orders: OrderNames = "best,naive"
-    simulate: SimulateAll = False
-    ranks: ShownRanks = ""
-    svg: PicturePath = None
-    trace: TracePath = None
-    out: ProgramPath = None
-    json: PrintJson = False
 
 
 @with_options

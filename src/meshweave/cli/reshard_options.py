@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,73 +37,65 @@ ClusterName = Annotated[
     ),
 ]
 
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        help="A Llama-like model whose state dict is moved: a catalog name (llama-2-7b), a TOML file, or a "
-        "Hugging Face config.json or its folder. Left out: one tensor, given by --shape."
-    ),
-]
 
-TensorShape = Annotated[
-    str | None, typer.Option(help="Sizes of the tensor, separated by commas: 1024,1024,512.")
-]
+@dataclass(frozen=True)
+class ReshardOptions:
+    """What is moved, where its meshes lie, which plans are compared, and what is written."""
 
-ElementType = Annotated[str, typer.Option(help="Element type.")]
-
-SourceFirst = Annotated[int, typer.Option(help="First rank of the mesh that has it; rank r is chip r.")]
-
-DestinationFirst = Annotated[
-    int | None,
-    typer.Option(
-        help="First rank of the mesh that gets it; meshes may overlap. Default: behind the other one."
-    ),
-]
-
-RowPerHost = Annotated[
-    bool,
-    typer.Option("--row-per-host", help="Start each row of a mesh (its last axis) in a host of its own."),
-]
-
-StrategyNames = Annotated[
-    str,
-    typer.Option(
-        "--strategy", help=f"How copies spread: {', '.join(STRATEGIES)}, with commas between, or 'all'."
-    ),
-]
-
-OrderNames = Annotated[
-    str,
-    typer.Option(
-        "--order",
-        help=f"Who sends and in which order: {', '.join(ORDERS)}, with commas between. exact needs "
-        "meshweave[exact] and up to 10 s.",
-    ),
-]
-
-SimulateAll = Annotated[
-    bool, typer.Option("--simulate", help="Run every plan in the simulator, message by message.")
-]
-
-ShownRanks = Annotated[
-    str,
-    typer.Option(
-        help="Ranks in picture and trace, with commas between. Default: of each host the one that moves most "
-        "bytes between hosts, of up to 8 hosts."
-    ),
-]
-
-PicturePath = Annotated[
-    Path | None, OutputOption(help="Write the simulated timeline of the chosen plan as a picture.")
-]
-
-TracePath = Annotated[
-    Path | None, OutputOption(help="Write a Chrome / Perfetto trace of the same simulation.")
-]
-
-ProgramPath = Annotated[
-    Path | None,
-    OutputOption(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
-]
-
-PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A Llama-like model whose state dict is moved: a catalog name (llama-2-7b), a TOML file, or a "
+            "Hugging Face config.json or its folder. Left out: one tensor, given by --shape."
+        ),
+    ] = None
+    shape: Annotated[
+        str | None, typer.Option(help="Sizes of the tensor, separated by commas: 1024,1024,512.")
+    ] = None
+    dtype: Annotated[str, typer.Option(help="Element type.")] = "bfloat16"
+    at: Annotated[int, typer.Option(help="First rank of the mesh that has it; rank r is chip r.")] = 0
+    to_at: Annotated[
+        int | None,
+        typer.Option(
+            help="First rank of the mesh that gets it; meshes may overlap. Default: behind the other one."
+        ),
+    ] = None
+    row_per_host: Annotated[
+        bool,
+        typer.Option("--row-per-host", help="Start each row of a mesh (its last axis) in a host of its own."),
+    ] = False
+    strategies: Annotated[
+        str,
+        typer.Option(
+            "--strategy", help=f"How copies spread: {', '.join(STRATEGIES)}, with commas between, or 'all'."
+        ),
+    ] = "all"
+    orders: Annotated[
+        str,
+        typer.Option(
+            "--order",
+            help=f"Who sends and in which order: {', '.join(ORDERS)}, with commas between. exact needs "
+            "meshweave[exact] and up to 10 s.",
+        ),
+    ] = "best,naive"
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run every plan in the simulator, message by message.")
+    ] = False
+    ranks: Annotated[
+        str,
+        typer.Option(
+            help="Ranks in picture and trace, with commas between. Default: of each host the one that moves most "
+            "bytes between hosts, of up to 8 hosts."
+        ),
+    ] = ""
+    svg: Annotated[
+        Path | None, OutputOption(help="Write the simulated timeline of the chosen plan as a picture.")
+    ] = None
+    trace: Annotated[
+        Path | None, OutputOption(help="Write a Chrome / Perfetto trace of the same simulation.")
+    ] = None
+    out: Annotated[
+        Path | None,
+        OutputOption(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False

@@ -21,41 +21,37 @@ if TYPE_CHECKING:
     from meshweave.check import MeasuredProduct, RunReport
 
 
-PassesOption = Annotated[str, typer.Option("--pass", help="forward, backward_data, backward_weight or all.")]
-AlgorithmsOption = Annotated[
-    str,
-    typer.Option("--algorithm", help="Algorithms of the plan, separated by commas; 'best'; or 'all'."),
-]
-MaxDimOption = Annotated[int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")]
-RingsOption = Annotated[
-    int, typer.Option(help="Run collectives as rings in 1 or 2 directions, or 0: as gloo's own.")
-]
-MachineOption = Annotated[
-    str,
-    typer.Option(
-        help="Cluster description that the prediction beside the measurement is made with. Default: constants of "
-        "these processes, measured in turns with the runs."
-    ),
-]
-TraceOption = Annotated[
-    Path | None, OutputOption(help="Write a Chrome / Perfetto trace, predicted beside measured.")
-]
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """Which products of a plan run, at which size, and what is written."""
 
     layer: Annotated[str, typer.Option(help="Layer of the plan (qkv, out, ff1, ff2).")] = "ff1"
-    passes: PassesOption = "all"
-    algorithms: AlgorithmsOption = "best"
+    passes: Annotated[str, typer.Option("--pass", help="forward, backward_data, backward_weight or all.")] = (
+        "all"
+    )
+    algorithms: Annotated[
+        str,
+        typer.Option("--algorithm", help="Algorithms of the plan, separated by commas; 'best'; or 'all'."),
+    ] = "best"
     ranks: Annotated[int, typer.Option(help="Local processes.")] = 4
-    max_dim: MaxDimOption = 2048
+    max_dim: Annotated[int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")] = (
+        2048
+    )
     repeat: Annotated[int, typer.Option(help="Measured runs of each program, after one to warm up.")] = 25
-    rings: RingsOption = 1
+    rings: Annotated[
+        int, typer.Option(help="Run collectives as rings in 1 or 2 directions, or 0: as gloo's own.")
+    ] = 1
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0
-    machine: MachineOption = ""
-    trace: TraceOption = None
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="Cluster description that the prediction beside the measurement is made with. Default: constants "
+            "of these processes, measured in turns with the runs."
+        ),
+    ] = ""
+    trace: Annotated[
+        Path | None, OutputOption(help="Write a Chrome / Perfetto trace, predicted beside measured.")
+    ] = None
     svg: Annotated[Path | None, OutputOption(help="Write the timeline of rank 0 as a picture.")] = None
     timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 120.0
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False

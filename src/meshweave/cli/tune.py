@@ -60,28 +60,6 @@ ClusterOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="Element type.")]
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
-KindsOption = Annotated[
-    str,
-    typer.Option("--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."),
-]
-StatesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="States that the exhaustive search may weigh per rank before it settles. "
-        "Default: up to 20,000, fewer where ranks have much work that differs.",
-    ),
-]
-StationaryOption = Annotated[
-    str, typer.Option(help="The matrix that stays put: a, b or c. Default: what is estimated fastest.")
-]
-ProductsOption = Annotated[
-    int, typer.Option(min=1, max=MAX_AT_ONCE, help="Products of one stage, and at once on a rank.")
-]
-FetchesOption = Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Fetches of one stage.")]
-AccumulatesOption = Annotated[
-    int, typer.Option(min=1, max=MAX_AT_ONCE, help="Accumulates of one stage, and at once on a rank.")
-]
 
 
 @dataclass(frozen=True)
@@ -167,12 +145,30 @@ class ScheduleOptions:
     b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None
     c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None
     dtype: DtypeOption = "float32"
-    kinds: KindsOption = "all"
-    max_states: StatesOption = None
-    stationary: StationaryOption = ""
-    products: ProductsOption = 1
-    fetches: FetchesOption = 2
-    accumulates: AccumulatesOption = 1
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."
+        ),
+    ] = "all"
+    max_states: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="States that the exhaustive search may weigh per rank before it settles. "
+            "Default: up to 20,000, fewer where ranks have much work that differs.",
+        ),
+    ] = None
+    stationary: Annotated[
+        str, typer.Option(help="The matrix that stays put: a, b or c. Default: what is estimated fastest.")
+    ] = ""
+    products: Annotated[
+        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Products of one stage, and at once on a rank.")
+    ] = 1
+    fetches: Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Fetches of one stage.")] = 2
+    accumulates: Annotated[
+        int, typer.Option(min=1, max=MAX_AT_ONCE, help="Accumulates of one stage, and at once on a rank.")
+    ] = 1
     json: JsonOption = False
 
 

@@ -30,10 +30,6 @@ from meshweave.report.tables import print_table
 if TYPE_CHECKING:
     from meshweave.tune.blocks import BlockRanking, MeshShape
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
-]
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences of all chips together.")]
 SequenceOption = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type of activations and weights.")]
@@ -75,7 +71,12 @@ class BlockOptions:
 
 @with_options
 def block(
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."
+        ),
+    ],
     cluster: Annotated[
         str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
     ],

@@ -20,6 +20,7 @@ _KINDS = {
     "input gradient": ("input gradient", "#c9771f"),
     "weight gradient": ("weight gradient", "#4f8f57"),
     "optimizer": ("optimizer", "#7a5cc0"),
+    "issuing": ("issued by the host", "#a0522d"),
     "software": ("software", "#6b7b8c"),
     "products": ("product or attention", "#3b6fb6"),
     "element-wise": ("element-wise", "#7fa3d1"),

@@ -31,6 +31,7 @@ _PARTS = {
     "data": ("data", "#b8860b"),
     "bubble": ("bubble", "#9aa5b1"),
     "optimizer": ("optimizer", "#4f9d69"),
+    "host": ("host", "#a0522d"),
     "software": ("software", "#6b7b8c"),
 }
 _PART_COLOURS = dict(_PARTS.values())
@@ -117,8 +118,9 @@ def _lead(
     steps: StepsRecord, choice_text: Callable[[DegreesRecord], str], difference: str, advice: str
 ) -> str:
     best, other = steps.best, steps.runner_up
+    alone = "" if steps.ideal is None else f"; kernels and links alone {format_s(steps.ideal.step_s)}"
     tiles = (
-        (format_s(best.step_s), "a step"),
+        (format_s(best.step_s), f"a step on {escape(steps.stack)}{alone}"),
         (f"{100 * best.mfu:.1f} %", f"model FLOPs utilization, {_PAIRS[steps.pairs]}"),
         (f"{best.tokens_per_s_per_chip:.0f}", "tokens/s per chip"),
         (format_bytes(best.memory_bytes), f"of {steps.limit_text}, on the fullest chip"),
