@@ -22,7 +22,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes, simulate
 
-CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "3000"))
+CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "1000"))
 
 HEAD = """
 program("absurd")
