@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {config} --cluster {cluster} --batch 4 --sequence 64 --fix dp=4",
         "plan {config} --cluster dgx-b200:4 --batch 4 --sequence 64 --stack ideal --precision mxfp8 --fix dp=4",
     ),
+    "support": ("support {model} {cluster}:4", "support {config} dgx-b200:4 --sequence 4096 --json"),
     "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
     "simulate": (
         *("simulate {program} --cluster {cluster}", "simulate {program} --cluster dgx-h100 --lower rings"),

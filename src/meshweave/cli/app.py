@@ -22,6 +22,7 @@ from meshweave.cli.reshard import reshard
 from meshweave.cli.run import run
 from meshweave.cli.show import show
 from meshweave.cli.simulate import simulate
+from meshweave.cli.support import support
 from meshweave.cli.tune import tune
 from meshweave.cli.verify import verify
 
@@ -39,6 +40,7 @@ app = typer.Typer(
     "--json. For completion of verbs and options by Tab: meshweave --install-completion, then start the shell "
     "again.",
 )
+app.command()(support)
 app.command()(plan)
 app.command()(export)
 app.command()(simulate)

@@ -34,8 +34,8 @@ def check_problem(problem: StepProblem) -> None:
     """Raise UnsupportedError where the stack of a problem does not run its precision, or its experts."""
     if problem.model.is_routed and not problem.stack.runs.experts:
         raise UnsupportedError(
-            f"stack {problem.stack.name} does not run layers with experts, which {problem.model.name} has. Stack "
-            "ideal prices any"
+            f"{problem.model.name} has experts, which stack {problem.stack.name} does not run, or on which it was "
+            "not fitted; stack ideal prices them"
         )
     if problem.recipe is not None:
         check_runs(problem.stack, "precisions", problem.recipe.name)

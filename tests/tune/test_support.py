@@ -1,0 +1,62 @@
+"""What `support` says beside what the parts say themselves: over the catalog, and by what a plan then does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import meshweave as mw
+from meshweave.algorithms.step.precision import PRECISIONS
+from meshweave.algorithms.step.stacks import IDEAL, stack_names
+from meshweave.base.errors import MeshweaveError
+from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.tune.support import Support, support_of
+
+RNG = random.Random(20261123)
+PAIRS = [(model, RNG.choice(cluster_names())) for model in model_names()]
+
+
+def known(model: str, cluster: str) -> Support:
+    return support_of(mw.load_model(model), mw.load_cluster(cluster))
+
+
+@pytest.mark.parametrize(("model", "cluster"), PAIRS)
+def test_what_is_executed_can_be_priced_and_what_is_refused_cannot(model: str, cluster: str) -> None:
+    """For a strategy and for each stack: `mw.step` gives a step, or the error whose text stands there."""
+    said = known(model, cluster)
+    chips = said.num_chips
+    options = {"batch": chips, "sequence": said.sequence}
+    line = RNG.choice(said.strategies)
+    if line.verdict == "executed":
+        degree = int(line.why.removeprefix("tensor ").split(";")[0].split(", ")[-1])
+        tensor = degree if line.subject.startswith("megatron") else (1, degree)
+        mw.step(model, cluster, tp=tensor, strategy=line.subject, **options)
+    else:
+        assert line.verdict == "refused" and line.why
+    for line in said.stacks:
+        if line.verdict != "refused":
+            mw.step(model, cluster, stack=line.subject, **options)
+            continue
+        with pytest.raises(MeshweaveError) as refused:
+            mw.step(model, cluster, stack=line.subject, **options)
+        assert str(refused.value) == line.why
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-b200", "tpu-v4-pod"])
+def test_precisions_are_those_that_a_step_takes(cluster: str) -> None:
+    verdicts = {line.subject: line for line in known("llama-3-8b", cluster).prediction}
+    for name in PRECISIONS:
+        try:
+            mw.step("llama-3-8b", cluster, batch=4096, sequence=2048, precision=name, stack=IDEAL)
+        except MeshweaveError as error:
+            assert verdicts[name].verdict == "refused" and verdicts[name].why == str(error)
+        else:
+            assert verdicts[name].verdict in ("measured", "modelled")
+
+
+def test_every_stack_and_what_has_no_price_is_named() -> None:
+    said = known("gpt3", "dgx-h100")
+    assert {line.subject for line in said.stacks} == {*stack_names(), IDEAL}
+    assert any(line.verdict == "not priced" and "sparse attention" in line.why for line in said.prediction)
+    assert "published runs on H100" in said.runs
