@@ -45,7 +45,7 @@ class Drift:
     @property
     def is_worse(self) -> bool:
         """Return whether it is off by more than a point more than before."""
-        return abs(self.now) > abs(self.before) + MOST_DRIFT
+        return round(abs(self.now) - abs(self.before) - MOST_DRIFT, 6) > 0
 
 
 def scored() -> Scores:
