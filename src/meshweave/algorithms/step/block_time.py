@@ -162,7 +162,8 @@ def issued_parts(
 def ring_time(problem: StepProblem, parallelism: Parallelism) -> PartTime | None:
     """Return the time of ring attention in the forward part of a layer, for recomputation that repeats it alone.
 
-    It begins with the last element-wise call before attention and ends with the first one after it. None without context parallelism, and where a layer is estimated as a whole and has no tasks.
+    It begins with the last element-wise call before attention and ends with the first one after it. None without
+    context parallelism, and where a layer is estimated as a whole and has no tasks.
     """
     if parallelism.context == 1 or _is_estimated(problem, parallelism):
         return None

@@ -95,7 +95,7 @@ def _check_files(folder: int, manifest: Manifest) -> None:
 def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
     """Return the checkpoint of a step, whole or not; None where the folder has none of this step.
 
-    A step that was saved again may have two. It is the later one, unless that is harmed and the earlier one is not.
+    A step that was saved again may have two: it is the later one, unless that is harmed and the earlier is not.
     What is harmed says why in `wrong`, by its manifest and the sizes of its files; nothing is raised.
     """
     checkpoint = None
