@@ -69,11 +69,11 @@ def _without(error: ModuleNotFoundError, name: str) -> Exception:
 def lazy_names(
     module: str, homes: Iterable[Mapping[str, str]], kind: type[LazyModule] = LazyModule
 ) -> list[str]:
-    """Let a module import public names at their first use; return them in order, for its `__all__`.
+    """Let a module import public names at their first use; return them sorted, for its `__all__`.
 
     Args:
         module: its `__name__`.
-        homes: tables of the names in each module below `meshweave`.
+        homes: tables of the names in each module below `meshweave`, as {"ir.program": "Program parse"}.
         kind: the class that the module gets.
     """
     itself = sys.modules[module]

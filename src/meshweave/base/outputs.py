@@ -106,7 +106,10 @@ def taken_notes() -> list[str]:
 
 
 def refuse_input(descriptor: int, path: str | Path) -> None:
-    """Raise DescriptionError where an opened input is an output of this command, by any name."""
+    """Record an opened input, or raise DescriptionError where this command has claimed that file as an output.
+
+    Files are compared, not names. Of pipes and devices, and outside of a command, nothing is recorded.
+    """
     opened = _regular_identity(descriptor)
     if not outputs.is_command or opened is None:
         return

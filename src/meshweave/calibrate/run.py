@@ -102,5 +102,8 @@ def summary_lines(calibration: Calibration, remark: str = "") -> list[str]:
 
 
 def rate_format(key: tuple[str, str]) -> Callable[[float], str]:
-    """Return the function that formats the rate of a fit: FLOPs for products, else bytes."""
+    """Return the function that formats the rate of a fit, a number a second: FLOPs for products, else bytes.
+
+    `key` is that of the fit: (axis, kind of operation), `COMPUTE` for products.
+    """
     return (lambda rate: f"{rate:.4g} FLOP") if key == COMPUTE else format_bytes

@@ -37,7 +37,10 @@ ModelArgument = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips (dgx-h100:512)."),
+    typer.Option(
+        help="A catalog cluster or a TOML file; ':N' sets the number of chips (dgx-h100:512). Or words, such as "
+        "'16 x H100, 8 a host'."
+    ),
 ]
 BatchOption = Annotated[
     int | None,

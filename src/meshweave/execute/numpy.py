@@ -116,28 +116,35 @@ class _Numbers:
     tables: dict[int, CallTable] = field(default_factory=dict)
 
     def matmul(self, a: Array, b: Array) -> Array:
+        """Return the product of two matrices; of float16 it is float32."""
         if a.dtype == np.float16:  # as devices do: products of halves are summed in single precision
             return np.asarray(np.matmul(a, b, dtype=np.float32))
         return np.asarray(np.matmul(a, b))
 
     def add(self, x: Array, y: Array) -> Array:
+        """Return a sum in the dtype of `x`."""
         return np.asarray(np.add(x, y, dtype=x.dtype, casting="same_kind"))
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
+        """Return the reduction of terms, the first one first. Raises ProgramError for an unknown `op`."""
         if op not in _REDUCTIONS:
             raise ProgramError(f"there is no reduction '{op}'{did_you_mean(op, _REDUCTIONS)}")
         return np.asarray(fold(_REDUCTIONS[op], terms))
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Return an array of zeros; `dtype` is the program's name of it."""
         return np.zeros(shape, numpy_dtype(dtype))
 
     def read(self, block: Array) -> Array:
+        """Return what is in memory, as it is."""
         return block
 
     def write(self, block: Array) -> Array:
+        """Return what goes into memory, as it is."""
         return block
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]:
+        """Return the outputs of a function of the program on a rank, given copies of its inputs."""
         table = self.tables.setdefault(rank, CallTable(self.calls, rank=rank))
         return [np.asarray(out) for out in table.bind(op)(*(block.copy() for block in ins))]
 

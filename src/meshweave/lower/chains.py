@@ -48,7 +48,7 @@ def lower_chains(
         should_lower: selects the collectives to lower; the others stay.
 
     Raises:
-        ProgramError: a reduction is not a sum, or a view is a box along no dim.
+        ProgramError: a reduction is not a sum, or a view has strided blocks in every dim, so that none can be cut.
     """
     program = program.with_parts(lambda part: lower_chains(part, should_lower))
     return _ChainLowering(program, should_lower).run()

@@ -127,6 +127,7 @@ class _OutgoingProducts:
     """The view of the rank's own result that a product is written to directly, by index of the product."""
 
     def product(self, view: View) -> int:
+        """Return the number of the product that makes a view of this rank. Raises ProgramError where none does."""
         assert isinstance(view.slot, int)
         product = self.slot_of.get((view.buffer, view.slot))
         if product is None:

@@ -172,8 +172,11 @@ class ExpertExchange:
         out[: tokens.shape[0]] = tokens.detach()
         return out
 
-    def rows_of_cells(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return rows of experts in the shape of a program's buffer, padded to the most rows of a rank."""
+    def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), then zeros.
+
+        `most` is the greatest number of rows that any rank has for its experts.
+        """
         most = int(handle.counts.reshape(len(self.mesh.ranks), -1).sum(axis=1).max())
         out = rows.new_zeros((1, most, rows.shape[1]))
         out[0, : rows.shape[0]] = rows.detach()
@@ -183,15 +186,17 @@ class ExpertExchange:
 class _DispatchRows(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: ExpertExchange, handle: DispatchHandle) -> Tensor:
+        """Return the rows of this rank's experts (rows, features), of its tokens (tokens, features)."""
         ctx.exchange, ctx.handle = exchange, handle
         bound = exchange.run("dispatch", handle, x.shape[1], {"x": exchange.padded(x, handle)})
         return bound.outputs["q0"][0, : sum(handle.rows_per_expert)]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the tokens: the sum of those of their copies."""
         exchange, handle = ctx.exchange, ctx.handle
         gates = dq.new_ones(handle.choices.shape)
-        rows = exchange.rows_of_cells(dq, handle)
+        rows = exchange.padded_rows(dq, handle)
         bound = exchange.run("combine", handle, dq.shape[1], {"z0": rows, "gates": gates})
         return bound.outputs["y"][: handle.num_tokens], None, None
 
@@ -201,8 +206,9 @@ class _CombineRows(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, z: Tensor, gates: Tensor, exchange: ExpertExchange, handle: DispatchHandle
     ) -> Tensor:
+        """Return the sums of experts' results times gates (tokens, features), of rows (rows, features)."""
         weights = exchange.padded(gates, handle)
-        rows = exchange.rows_of_cells(z, handle)
+        rows = exchange.padded_rows(z, handle)
         bound = exchange.run("combine", handle, z.shape[1], {"z0": rows, "gates": weights})
         ctx.exchange, ctx.handle = exchange, handle
         ctx.save_for_backward(weights, bound.scratch["b0"])
@@ -210,6 +216,7 @@ class _CombineRows(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradients of the rows and of the gates."""
         exchange, handle = ctx.exchange, ctx.handle
         gates, b = ctx.saved_tensors
         arriving = exchange.padded(dy, handle)

@@ -112,7 +112,14 @@ class ReshardSession:
 
 @dataclass(frozen=True)
 class DTensorMove:
-    """A tensor of global `shape` that moves from one layout to another, all sums made."""
+    """A tensor that moves from one layout to another.
+
+    Attributes:
+        name: for errors, such as its key in a state dict; "" for none.
+        shape: the global shape.
+        src: where it lies once its sums are made (`summed_spec`), so partial along no axis.
+        dst: where it goes; partial along no axis.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -107,11 +107,13 @@ class _EstimatedVariant:
 
     @classmethod
     def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
+        """Return a config of a problem with what it moves and how long it takes at these rates."""
         slicing = Slicing(problem, config)
         moved = volume(slicing)
         return cls(slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing))
 
     def key(self, objective: Objective) -> tuple[float, float]:
+        """Return what to sort by: bytes, then seconds, or the reverse; infinite where replicas may differ."""
         if not self.is_certain:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)

@@ -25,7 +25,10 @@ class Atp(BlockAlgorithm):
     roles = (INNER, HIDDEN)
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield 1, 2 and 4 chunks, scattering before attention by a reduce-scatter, then as the paper does."""
+        """Yield chunks as other strategies do, their sums scattered by a reduce-scatter, then by an all-reduce.
+
+        The paper's is the all-reduce, after which each rank takes its part. On one column both are the same.
+        """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:
             for config in super().candidates(problem, cluster):

@@ -106,5 +106,9 @@ class IntegerEnds(EndFunctions):
 
 
 def end_functions(problem: BlockProblem) -> dict[str, Callable[..., Any]]:
-    """Return the functions of both ends by name: real ones, or those of integers."""
+    """Return the functions of embedding and loss by name.
+
+    Of an exact problem they compute on small integers, of others on real numbers, those of 16 bits in single
+    precision.
+    """
     return IntegerEnds().table() if problem.exact else widened(RealEnds().table())

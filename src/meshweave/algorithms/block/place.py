@@ -201,7 +201,11 @@ def side_of(features: Features) -> Side:
 
 @lru_cache(maxsize=64)
 def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
-    """Return all layers of a problem."""
+    """Return the places of all layers of a problem, the first one's input X and the last one's output Z.
+
+    Args:
+        is_flat: whether tokens are one dim, batch times sequence, and not two.
+    """
     names = ["X", *(f"X{number}" for number in range(1, problem.layers)), "Z"]
     graph = problem.layer
     return tuple(

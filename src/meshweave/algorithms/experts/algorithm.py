@@ -105,6 +105,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return list(range(problem.num_ranks))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions that its programs call, by name: packing, sums by gates, the activation."""
         return layer_functions(problem.activation)
 
     def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:

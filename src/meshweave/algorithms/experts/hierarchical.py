@@ -241,4 +241,5 @@ class HierarchicalExperts(ExpertsAlgorithm[NoChoice]):
         return sorted(places, key=lambda place: (place % problem.local_ranks, place))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions of all entries, and those of exchanges host by host."""
         return {**super().functions(problem), **host_functions()}

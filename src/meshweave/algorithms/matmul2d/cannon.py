@@ -123,6 +123,7 @@ class _CannonProgramBuilder:
         )
 
     def body(self) -> Iterator[Statement]:
+        """Yield the skews of operands that move, then a product at each step, with shifts between."""
         steps = self.steps
         if steps.side == 1:
             yield self._product("c", "a", "b")

@@ -99,6 +99,7 @@ class _NicResources:
     _classes: dict[object, int] = field(default_factory=dict)
 
     def number(self, direction: str, nic: Nic) -> int:
+        """Return the number of a resource, one direction ("in", "out") of a NIC; it is given at its first use."""
         key = direction, nic
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)

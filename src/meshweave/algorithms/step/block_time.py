@@ -160,9 +160,10 @@ def issued_parts(
 
 
 def ring_time(problem: StepProblem, parallelism: Parallelism) -> PartTime | None:
-    """Return the time of a ring of attention, forward: of what computes it again, from its heads to its result.
+    """Return the time of ring attention in the forward part of a layer, for recomputation that repeats it alone.
 
-    None where tasks are not told apart, or there is no ring.
+    It begins with the last element-wise call before attention and ends with the first one after it. None without
+    context parallelism, and where a layer is estimated as a whole and has no tasks.
     """
     if parallelism.context == 1 or _is_estimated(problem, parallelism):
         return None

@@ -83,7 +83,7 @@ class LayerBounds:
 
         Raises as `kernels_s` does.
         """
-        layout = self.place(layout)
+        layout = self.representative(layout)
         key = layout, micro_batch
         if key not in self._layers:
             self._layers[key] = bare_layer_s(self._problem, layout.choice(micro_batch, _ANY, 1, 0, "none"))
@@ -92,17 +92,21 @@ class LayerBounds:
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
         """Return the seconds of last norm, logits and loss in a layout. Raises as `kernels_s` does."""
-        _, head = ends_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, "none"))
+        _, head = ends_time(
+            self._problem, self.representative(layout).choice(micro_batch, _ANY, 1, 0, "none")
+        )
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
         """Return the seconds of a layer with all that is computed again. Raises as `kernels_s` does."""
         if recompute == "none":
             return self.layer_s(layout, micro_batch)
-        layer = layer_time(self._problem, self.place(layout).choice(micro_batch, _ANY, 1, 0, recompute))
+        layer = layer_time(
+            self._problem, self.representative(layout).choice(micro_batch, _ANY, 1, 0, recompute)
+        )
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
-    def place(self, layout: StepLayout) -> StepLayout:
+    def representative(self, layout: StepLayout) -> StepLayout:
         """Return a layout whose layers take as long as those of `layout`: the first one that was asked for.
 
         Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of the

@@ -306,7 +306,10 @@ class StageBuckets:
             yield self._reduced(self._own(unit, "dw", layer, waited))
 
     def reductions_beside(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield the reductions of a layer's gradients of a micro-batch that run beside what comes next."""
+        """Yield the reductions of a layer's gradients that run beside what follows, as nothing waits for them.
+
+        There are none but where each micro-batch reduces its gradients (`reduces_each`).
+        """
         if self.settings.reduces_each:
             yield from self._reductions(unit, layer, False)
 

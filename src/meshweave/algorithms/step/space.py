@@ -114,7 +114,7 @@ class SpaceOptions:
             if kind in given:
                 for value in values:
                     check_runs(stack, kind, value)
-            elif (runs := stack.runs.of(kind)) is not None:
+            elif (runs := stack.runs.values_of(kind)) is not None:
                 narrowed[kind] = tuple(value for value in values if value in runs) or values
         for degree in DEGREES:
             values = getattr(options, degree)

@@ -11,7 +11,7 @@ from meshweave.base.errors import UnsupportedError, listed
 
 def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
     """Raise UnsupportedError where a stack does not execute a value of a kind, an attribute of `StackRuns`."""
-    values = stack.runs.of(kind)
+    values = stack.runs.values_of(kind)
     if values is None or value in values:
         return
     what = listed(tuple(map(str, values))) if values else "none"

@@ -34,7 +34,7 @@ class StackRuns:
     precisions: tuple[str, ...] | None = None
     experts: bool = True
 
-    def of(self, kind: str) -> tuple[object, ...] | None:
-        """Return what it executes of a kind, an attribute's name; None for all there is."""
+    def values_of(self, kind: str) -> tuple[object, ...] | None:
+        """Return what an attribute lists, such as "schedules"; None where all values are executed."""
         values: tuple[object, ...] | None = getattr(self, kind)
         return values

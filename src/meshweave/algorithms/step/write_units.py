@@ -38,9 +38,10 @@ def layer_names(problem: StepProblem) -> tuple[str, ...]:
 
 
 def block_of_piece(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockProblem:
-    """Return the block of a piece on the whole mesh of a pipeline rank, with `data` of the replicas.
+    """Return the block of one piece ("layers", "embedding" or "head") for `data` replicas together.
 
-    A vocabulary is padded to a multiple of the tensor-parallel ranks.
+    Its mesh is (data, context, *tensor), its batch the micro-batches of these replicas. Embedding and head have
+    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none.
     """
     p = parallelism
     work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)

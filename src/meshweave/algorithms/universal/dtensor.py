@@ -110,6 +110,7 @@ class _ReshardedProgramBuilder:
         self.shapes = {"a": problem.shape("a"), "b": problem.shape("b"), "c": problem.shape("c")}
 
     def write(self) -> Program:
+        """Return the program: operands resharded, one product, its result resharded."""
         problem, mesh = self.problem, self.mesh
         buffers = [
             self._buffer("a", "input", self.placed[0]),

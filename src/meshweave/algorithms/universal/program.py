@@ -60,6 +60,7 @@ class _UniversalProgramBuilder:
     scratch_slots: dict[str, int] = field(default_factory=dict)
 
     def build(self) -> Program:
+        """Return the program of all ranks."""
         problem, meshes = self.problem, ProgramMeshes()
         for operand in OPERANDS:
             meshes.add(problem.layout(operand).mesh)

@@ -67,11 +67,12 @@ class Number:
 
 
 class NumberTexts:
-    """Writes numbers for devices of a mesh.
+    """Write integers that may differ between devices and turns as Python text of the emitted function.
 
     Attributes:
         coordinates: the names of coordinates that texts use, with the mesh axes that each is the index along.
-        tables_only: whether ops have no expressions in common, so that numbers are tables.
+        tables_only: whether numbers are written as tables of their values, because the ops that share a text have
+            no expression in common.
         rolled: the loop whose index is a traced scalar, if one is written as `lax.fori_loop`.
     """
 

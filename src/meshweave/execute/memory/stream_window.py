@@ -31,7 +31,10 @@ _LOOK_S = 0.05  # between two looks at what is still waited for
 
 
 def with_words(exposure: Exposure) -> Exposure:
-    """Return what a program asks for, and the words of each rank beside it."""
+    """Return an exposure that asks for `WORDS` besides: the int32 words that streams write and wait for.
+
+    There is one for each rank of each fence group, then one for each flag.
+    """
     num_words = sum(len(group) for group in exposure.groups) + exposure.num_flags
     return replace(exposure, wanted={**exposure.wanted, WORDS: Slot.of_counters(num_words)})
 

@@ -54,7 +54,7 @@ def exchange(
         raise BindError(f"ranks {ranks} have no way to talk ({what}): initialise torch.distributed")
     order = call_order(context)
     sequence = order.sequence(ranks)
-    with sequence.talk(what) as number:
+    with sequence.agreement(what) as number:
         spoken = {"topic": topic, "title": order.title or what, "token": order.token, "words": words}
         said = _said_by_all(context, sequence, number, json.dumps(spoken), what)
         parties: dict[tuple[str, str], list[int]] = {}

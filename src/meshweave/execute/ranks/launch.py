@@ -167,11 +167,20 @@ class _Process(Protocol):
     """A started rank: a new interpreter (`subprocess.Popen`), or what a `RankStarter` started."""
 
     @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
+    def pid(self) -> int:
+        """Return the number of the process."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, that of a signal negative; None while the process runs."""
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status once the process has ended. Raises where it runs after `timeout` seconds."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
 
 
 class RankStarter(Protocol):
@@ -204,6 +213,7 @@ class _LaunchedRanks:
     suspended: list[int] = field(default_factory=list)  # of these, the ranks that a signal had stopped
 
     def start_all(self, places: Sequence[RankPlace], port: int, env: Mapping[str, str]) -> None:
+        """Start a process for each place; `port` is the store's, `env` what all have in their environment."""
         for rank, place in enumerate(places):
             environment = {**_environment(rank, self.num_ranks, port, env), **place.env}
             self._start(rank, environment, place)
@@ -229,6 +239,7 @@ class _LaunchedRanks:
 
     @property
     def failed(self) -> bool:
+        """Return whether a rank has not ended, ended with another status than 0, or left no result."""
         return len(self.ended) < self.num_ranks or any(self._is_bad(rank) for rank in self.ended)
 
     def _is_bad(self, rank: int) -> bool:
@@ -266,6 +277,7 @@ class _LaunchedRanks:
             time.sleep(_POLL_S)
 
     def kill_rest(self) -> None:
+        """Kill the ranks that still run, and wait for the end of each, 10 s at most."""
         for process in self.running.values():
             process.kill()
         for rank, process in self.running.items():

@@ -28,6 +28,7 @@ class _Helper:
         threading.Thread(target=self._serve, name="meshweave-call", daemon=True).start()
 
     def run(self, call: Callable[[], None]) -> None:
+        """Queue a call for the thread, and return at once."""
         self._calls.put(call)
 
     def _serve(self) -> None:

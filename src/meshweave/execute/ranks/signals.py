@@ -47,7 +47,10 @@ class SignalReport:
         os.register_at_fork(after_in_child=self._forget)
 
     def uninstall(self) -> None:
-        """Restore the previous handler."""
+        """Restore the previous handler, and end the thread where nobody else has its descriptor since.
+
+        Off the main thread it does nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may: stay, and keep the descriptors that are still written to
         if signal.getsignal(self._signum) == self._on_signal:

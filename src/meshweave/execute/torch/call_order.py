@@ -83,8 +83,11 @@ class CallSequence(SharedCalls):
             _mark_as_shared(error)
 
     @contextlib.contextmanager
-    def talk(self, what: str) -> Iterator[int]:
-        """Count an agreement as a call: yields its number."""
+    def agreement(self, what: str) -> Iterator[int]:
+        """Begin a call in which ranks exchange words, yield its number, and end it with the block.
+
+        `what` names it where the context's order has no title. Raises as `begin` does.
+        """
         number = self.begin(CallKind(TALK, self.order.title or what))
         try:
             yield number

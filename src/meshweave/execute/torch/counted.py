@@ -22,9 +22,10 @@ from meshweave.ir.program.counts import CountValues
 
 
 class CountedProgram:
-    """A program with counts, bound anew at each run.
+    """Run a program whose buffers have as many rows as tables of counts say, bound anew at each run.
 
     Args:
+        program: with tables of counts, such as the rows that each rank sends to each expert.
         rank: the global rank, that of this process.
         calls: the functions that `call` ops name.
         lowered: what is made of the plain program before it is bound, such as `lower.lower_one_sided`.
@@ -48,6 +49,7 @@ class CountedProgram:
         """Run this rank's part at these counts, which all ranks give alike, and return it with what it made.
 
         Args:
+            counts: the entries of each table, by name; within the capacities of the program.
             tensors: by buffer name, all inputs, and memory for outputs if wanted; they are aliased.
 
         Raises:

@@ -60,6 +60,7 @@ class _RankPairs:
         self.is_open = False
 
     def add_group(self, over: str | tuple[int, ...]) -> None:
+        """Add the pairs of a collective over a mesh axis; over listed ranks, all pairs."""
         if isinstance(over, str):
             self.axes[over] = None
         else:

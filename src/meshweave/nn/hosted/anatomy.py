@@ -108,7 +108,17 @@ def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
 
 
 class AnatomyReader:
-    """Reads a trace, call by call."""
+    """Tell what each module of a model does, from a trace of one forward pass.
+
+    Attributes:
+        norms: the norms outside of layers, by path.
+        tables: the embeddings beside that of tokens, such as learned positions.
+        scale: what the embedding of tokens is multiplied by.
+        residual: the paths of modules whose results have the features of the residual.
+        norms_before: norms before the first layer.
+        norms_twice: norms that are called more than once.
+        ends: other modules outside of layers, and whether each comes before the first layer.
+    """
 
     def __init__(self, model: nn.Module, names: ModelNames, trace: FlowTrace, count: int) -> None:
         self.model, self.names, self.trace = model, names, trace
@@ -124,7 +134,11 @@ class AnatomyReader:
         self.ends: dict[str, bool] = {}
 
     def read(self) -> None:
-        """Sort every call, then every layer's linear layers."""
+        """Fill the attributes and `layers`, in the order of calls, then which linear layers lead to which.
+
+        Raises UnsupportedError, which names the module: one that is called twice, a layer that is not called, a
+        result that no linear layer adds to the residual, parameters of no linear layer, norm or attention.
+        """
         for call in self.trace.calls:
             if call.path in self.calls and call.path in self.norms and call.sources <= self.residual:
                 self.norms_twice.add(call.path)

@@ -202,7 +202,12 @@ class ParallelModel(AroundModule):
         return self._head_group(normal, batch, sequence)[0]
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss over all tokens, of this rank's part of the residual after the last layer."""
+        """Return the mean cross entropy over the tokens of all ranks, equal on all of them.
+
+        Args:
+            x: this rank's part of the residual after the last layer, before the last norm.
+            targets: (batch, sequence), all of them on every rank.
+        """
         return self.vocabulary(self.local_logits(x, *targets.shape), targets)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

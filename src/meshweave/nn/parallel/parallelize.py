@@ -59,7 +59,8 @@ def parallelize(
             `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file;
             or "auto", with `trials`, for the fastest of some that are tried.
         device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
-            and "summa_block", three for "25d_block". None makes one of all ranks for a plan with sizes.
+            and "summa_block", three for "25d_block". None makes one of all ranks, on
+            CPUs, for a plan with sizes.
         mapping: which modules of the model are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that

@@ -71,10 +71,9 @@ class ProductPrograms:
 
     @property
     def parts(self) -> BlockParts:
-        """Return both programs; weights have their columns outermost in memory, as those of torch.
+        """Return the forward and the backward program; weights lie as torch's do, columns outermost in memory.
 
-        They are written anew where they were not among the last that were: what is bound is kept, and counted, by
-        the context.
+        A few are cached, so a use may write them anew. Programs bound to tensors are kept by the context.
         """
         return _product_parts(self)
 

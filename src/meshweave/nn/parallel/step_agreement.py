@@ -168,7 +168,7 @@ class StepAgreement:
         context, sequence = self.context(both.device), order.sequence(ranks)
         group = context.group_of(ranks)
         others = [rank for rank in ranks if rank != self.strategy.rank]
-        with sequence.talk(_WHAT), _explained(order):
+        with sequence.agreement(_WHAT), _explained(order):
             work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
         def answer() -> bool:

@@ -207,7 +207,11 @@ def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> 
 
 
 def dropout_after(module: nn.Module, path: str) -> float:
-    """Return the probability of the dropout beside the linear layer at `path`, after which it comes; 0 without."""
+    """Return the probability of the dropout that follows the linear layer at `path`; 0.0 where there is none.
+
+    It is read off the module that holds the linear layer: its `resid_dropout`, `residual_dropout` or `dropout`, a
+    module or a number.
+    """
     beside = module.get_submodule(path.rpartition(".")[0])
     return _probability(beside, "resid_dropout", "residual_dropout", "dropout")
 

@@ -93,9 +93,10 @@ def _check_files(folder: int, manifest: Manifest) -> None:
 
 
 def found_checkpoint(folder: Path, step: int) -> FoundCheckpoint | None:
-    """Return the checkpoint of a step, the later one where there are two; None where there is none.
+    """Return the checkpoint of a step, whole or not; None where the folder has none of this step.
 
-    Where the later one is harmed, and the earlier one is not, it is the earlier one.
+    A step that was saved again may have two: it is the later one, unless that is harmed and the earlier is not.
+    What is harmed says why in `wrong`, by its manifest and the sizes of its files; nothing is raised.
     """
     checkpoint = None
     for name in (folder_name(step), f"{folder_name(step)}.new"):

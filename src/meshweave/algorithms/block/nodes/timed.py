@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -24,11 +25,11 @@ REFUSAL = "programs of layers with experts or latent attention are not written y
 class TimedRecord(NodeRecord[AnyNode]):
     """A node whose work follows from the tokens of a rank alone."""
 
+    @abstractmethod
     def works(
         self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the lanes and the work of a part, one after the other."""
-        raise NotImplementedError
+        """Yield (lane, work) of a pass in order; `tokens` are those of one rank."""
 
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
         """Raise UnsupportedError."""

@@ -187,6 +187,7 @@ class _RingProgramBuilder:
         """The buffer from which products read an operand, or into which they write the result."""
 
     def body(self) -> Iterator[Op]:
+        """Yield the collective of the operand that is not hidden, if any, and the ring with its products."""
         ring, exposed = self.ring, self.ring.exposed
         if exposed is not None and ring.problem.axis_size(exposed.axis) > 1:
             whole = self._whole_buffer(exposed)

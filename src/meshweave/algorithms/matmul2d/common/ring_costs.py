@@ -132,6 +132,7 @@ class _RingTasks:
         self.add = move_work(part_bytes // dtype_bytes(dtype), dtype, "add")
 
     def matmul(self, num_parts: int, direction: RingDirection = HOME, after: Waits = ()) -> Task:
+        """Return the product of `num_parts` parts of the moving matrix that arrive in a direction."""
         size = min(num_parts * self.ring.part_size, self.ring.cut_size)
         work = matmul_work(**{**self.sizes, self.ring.cut_letter: size}, dtype=self.ring.problem.dtype)
         return Task(f"matmul{direction.suffix}", "compute", work, after)

@@ -19,7 +19,13 @@ from meshweave.algorithms.reshard.order.jobs import (
 
 
 def improve(jobs: JobSet, schedule: JobSchedule, rounds: int, seed: int = 0, goal: int = 0) -> JobSchedule:
-    """Return a schedule no worse than `schedule` after up to `rounds` rounds; it ends early at `goal`."""
+    """Return a schedule whose last job ends no later than that of `schedule`.
+
+    Args:
+        rounds: the most rounds of taking a few jobs out and putting them back.
+        seed: of the random choices.
+        goal: a makespan at which to stop, in the unit of durations.
+    """
     rng = random.Random(seed)
     line = _JobSequence(jobs, schedule)
     best, best_routes, best_order = line.makespan, line.routes[:], line.order[:]
@@ -57,10 +63,12 @@ class _JobSequence:
         self.reset(list(schedule.routes), list(schedule.order))
 
     def reset(self, routes: list[int], order: list[int]) -> None:
+        """Take other routes, by job, and another order of jobs."""
         self.routes, self.order = routes[:], order[:]
         self.measure()
 
     def measure(self) -> None:
+        """Compute the makespan, and for each job the longest paths up to its end and from its start."""
         occupied = [self.routes_of[j][self.routes[j]] for j in self.order]
         self.makespan = 0
         for order, result in (
@@ -92,6 +100,7 @@ class _JobSequence:
         self.order = [j for j in self.order if j not in self.out]
 
     def put_back(self, rng: random.Random) -> None:
+        """Insert the jobs that were taken out, one after the other, each where it costs least."""
         for j in self.out:
             self.measure()
             self.insert(j, rng)
