@@ -201,7 +201,7 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
         print_json(chosen.model_dump(mode="json"))
     else:
         left_out = costs_left_out(problem.cluster)
-        print_plan(chosen, problem.cluster.chip.name, left_out, table=given.table, price=given.price)
+        print_plan(chosen, left_out, table=given.table, price=given.price)
         for path in (given.out, given.report):
             if path is not None:
                 typer.echo(f"written to {path}")

@@ -6,45 +6,19 @@ from collections.abc import Sequence
 
 import typer
 
-from meshweave.algorithms.step.stacks import IDEAL, fitted_as
 from meshweave.base.units import format_bytes, format_s
-from meshweave.describe.scores import error_of_runs_like
 from meshweave.report.tables import print_table
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord, StepsRecord
-from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
+from meshweave.tune.step_search.reasons import choice_text
 
 _EXPOSED = ("tensor", "context", "transfers", "data")
 
 
-def print_plan(plan: Plan, chip: str, left_out: str, *, table: bool, price: float | None) -> None:
-    """Print the plan of a step on a chip of this name; with `table` its ranking and its time against memory."""
+def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -> None:
+    """Print the plan of a step; with `table` its ranking and its time against memory."""
     steps = plan.step
-    typer.echo(
-        f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
-        f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
-        f"{f', products of layers in {steps.precision}' if steps.precision else ''}"
-    )
-    if steps.priced_as:
-        typer.echo(f"note: {steps.priced_as}")
-    if plan.unmeasured:
-        typer.echo(plan.unmeasured)
-    for text in plan.not_priced:
-        typer.echo(f"note: {text}")
-    typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
-    typer.echo(f"           {_speed(steps)}")
-    typer.echo(f"           {_numbers(steps.best, steps, price)}")
-    if reason := steps.reason_above(steps.best.mfu):
-        typer.echo(f"           {reason}")
-    if steps.runner_up is None:
-        typer.echo("runner-up  there is no other that fits")
-    else:
-        typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
-        typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
-    if text := defaults_text(steps):
-        typer.echo(f"defaults   {text}")
-    typer.echo(f"error      {error_of_runs_like(chip, fitted_as(steps.stack), is_low=bool(steps.precision))}")
-    typer.echo(f"next       {advice(steps)}")
+    typer.echo(plan.summary(price))
     typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:
         typer.echo("\nThe search was stopped: these are the best so far.")
@@ -57,25 +31,6 @@ def print_plan(plan: Plan, chip: str, left_out: str, *, table: bool, price: floa
         _print_front(steps)
     if left_out:
         typer.echo(f"\n{left_out}")
-
-
-def _speed(steps: StepsRecord) -> str:
-    """Return the time of the best with the stack, and that of kernels and communication alone."""
-    best, ideal = steps.best, steps.ideal
-    text = f"{format_s(best.step_s)} a step, {100 * best.mfu:.1f} % MFU ({steps.pairs} pairs)"
-    if ideal is None:
-        return f"{text}, kernels and links alone" if steps.stack == IDEAL else text
-    return (
-        f"{text} on {steps.stack}; kernels and links alone {format_s(ideal.step_s)}, {100 * ideal.mfu:.1f} %"
-    )
-
-
-def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
-    text = (
-        f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
-        f"{format_bytes(record.memory_bytes)} of {steps.limit_text}"
-    )
-    return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
 
 
 def _more(table: bool, sensitivity: bool) -> str:

@@ -153,6 +153,26 @@ class Plan(Record):
         known = ", ".join(candidate.algorithm for candidate in self.candidates)
         raise DescriptionError(f"the plan has no algorithm '{algorithm}'; it has {known}")
 
+    def summary(self, price: float | None = None) -> str:
+        """Return what the plan comes to, in some lines: the best, what is next to it and why, and what to do next.
+
+        Args:
+            price: of a chip-hour, in dollars, which adds the price of tokens.
+        """
+        from meshweave.tune.plan_summary import product_lines, step_lines
+
+        return "\n".join(product_lines(self) if self.steps is None else step_lines(self, price))
+
+    def __str__(self) -> str:
+        """Return the summary."""
+        return self.summary()
+
+    def __repr__(self) -> str:
+        """Return a line: what is planned, and what was chosen."""
+        from meshweave.tune.plan_summary import headline, outcome
+
+        return f"Plan({headline(self)}: {outcome(self)})"
+
     def save(self, path: Path) -> None:
         """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
         write_file(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")

@@ -1,0 +1,94 @@
+"""What a plan comes to, in some lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from meshweave.algorithms.step.stacks import IDEAL, fitted_as
+from meshweave.base.units import format_bytes, format_s
+from meshweave.describe.scores import error_of_runs_like
+from meshweave.tune.plan_records import StepRecord, StepsRecord
+from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
+
+if TYPE_CHECKING:
+    from meshweave.tune.plan import Plan
+
+
+def headline(plan: Plan) -> str:
+    """Return what is planned: model, chips, and tokens of a step."""
+    return (
+        f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
+        f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
+    )
+
+
+def outcome(plan: Plan) -> str:
+    """Return what was chosen, and how long it takes."""
+    if plan.steps is None and not plan.candidates:
+        return "nothing that fits"
+    if plan.steps is None:
+        best = plan.best
+        return f"{best.algorithm} on {'x'.join(map(str, best.mesh_shape))}, {format_s(best.block_s)} a block"
+    best_step = plan.steps.best
+    return f"{choice_text(best_step.degrees)}, {format_s(best_step.step_s)} a step"
+
+
+def product_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines of a plan of products: each algorithm at its best."""
+    yield headline(plan)
+    for candidate in plan.candidates:
+        mesh = "x".join(map(str, candidate.mesh_shape))
+        utilisation = f"{100 * candidate.utilisation:.1f} % of the peak"
+        yield f"{candidate.algorithm}: {format_s(candidate.block_s)} a block on {mesh}, {utilisation}"
+
+
+def step_lines(plan: Plan, price: float | None) -> Iterator[str]:
+    """Yield the lines of a plan of a step: the best and the runner-up with reasons, the error, what to do next.
+
+    Args:
+        price: of a chip-hour, in dollars, which adds the price of tokens; None leaves it out.
+    """
+    steps = plan.step
+    yield headline(plan) + (f", products of layers in {steps.precision}" if steps.precision else "")
+    if steps.priced_as:
+        yield f"note: {steps.priced_as}"
+    if plan.unmeasured:
+        yield plan.unmeasured
+    for text in plan.not_priced:
+        yield f"note: {text}"
+    yield f"\nbest       {choice_text(steps.best.degrees)}"
+    yield f"           {_speed(steps)}"
+    yield f"           {_numbers(steps.best, steps, price)}"
+    if reason := steps.reason_above(steps.best.mfu):
+        yield f"           {reason}"
+    if steps.runner_up is None:
+        yield "runner-up  there is no other that fits"
+    else:
+        yield f"runner-up  {choice_text(steps.runner_up.degrees)}"
+        yield f"           {difference_text(steps.best, steps.runner_up)}"
+    if text := defaults_text(steps):
+        yield f"defaults   {text}"
+    if plan.description is not None:
+        chip = plan.description.cluster["chip"]["name"]
+        yield f"error      {error_of_runs_like(chip, fitted_as(steps.stack), is_low=bool(steps.precision))}"
+    yield f"next       {advice(steps)}"
+
+
+def _speed(steps: StepsRecord) -> str:
+    """Return the time of the best with the stack, and that of kernels and communication alone."""
+    best, ideal = steps.best, steps.ideal
+    text = f"{format_s(best.step_s)} a step, {100 * best.mfu:.1f} % MFU ({steps.pairs} pairs)"
+    if ideal is None:
+        return f"{text}, kernels and links alone" if steps.stack == IDEAL else text
+    return (
+        f"{text} on {steps.stack}; kernels and links alone {format_s(ideal.step_s)}, {100 * ideal.mfu:.1f} %"
+    )
+
+
+def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
+    text = (
+        f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
+        f"{format_bytes(record.memory_bytes)} of {steps.limit_text}"
+    )
+    return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
