@@ -95,7 +95,7 @@ TITLES: dict[type[BaseModel], str] = {
     ConfigModelFile: "Top level of a file of a model with experts",
     ArchitectureFile: "architecture",
     NotPricedFile: "not_priced",
-    LayersFile: "layers",
+    LayersFile: "runs",
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
     SystolicFile: "systolic",

@@ -128,15 +128,15 @@ def test_a_table_of_a_model_is_read_as_that_model() -> None:
         table = json.loads(json.dumps(model_table(alone)))
         assert transformer_from(table, "plan") == alone
         for key, value, said in (
-            ("type", "Nrm", r"layers.0.nodes.0: there is no type 'Nrm' \(did you mean 'Norm'\?\)"),
-            ("gian", "G", r"layers.0.nodes.0: unknown key 'gian' \(did you mean 'gain'\?\)"),
-            ("ins", "X", r"layers.0.nodes.0: ins: "),
+            ("type", "Nrm", r"runs.0.nodes.0: there is no type 'Nrm' \(did you mean 'Norm'\?\)"),
+            ("gian", "G", r"runs.0.nodes.0: unknown key 'gian' \(did you mean 'gain'\?\)"),
+            ("ins", "X", r"runs.0.nodes.0: ins: "),
         ):
             wrong = json.loads(json.dumps(table))
-            wrong["layers"][0]["nodes"][0][key] = value
+            wrong["runs"][0]["nodes"][0][key] = value
             with pytest.raises(DescriptionError, match=said):
                 transformer_from(wrong, "plan")
-        with pytest.raises(DescriptionError, match="layers: there are"):
+        with pytest.raises(DescriptionError, match=f"runs: they have {alone.num_layers} layers"):
             transformer_from({**table, "num_layers": 1}, "plan")
 
 

@@ -60,7 +60,7 @@ def _nodes(number: int, run: LayersFile, known: NodeTypes) -> Iterator[LayerNode
         try:
             yield _node(dict(table), known)
         except DescriptionError as error:
-            raise DescriptionError(f"layers.{number}.nodes.{at}: {error}") from None
+            raise DescriptionError(f"runs.{number}.nodes.{at}: {error}") from None
 
 
 def _node(table: dict[str, Any], known: NodeTypes) -> LayerNode:
@@ -102,7 +102,7 @@ def node_types() -> NodeTypes:
     """Return the types of nodes by name: those of this folder, and those of installed packages."""
     _import_all()
     found: dict[str, type[LayerNode]] = {}
-    todo: list[type[LayerNode]] = [LayerNode]
+    todo = LayerNode.__subclasses__()
     while todo:
         own = todo.pop()
         todo += own.__subclasses__()

@@ -129,9 +129,9 @@ class ModelFile(FileModel):
     not_priced: list[NotPricedFile] = Field(
         default_factory=list, description="a list of tables of what its price does not know"
     )
-    layers: list[LayersFile] = Field(
+    runs: list[LayersFile] = Field(
         default_factory=list,
-        description="a list of tables of its layers, where the other keys do not say them",
+        description="a list of tables of its layers, node by node, where the other keys do not say them",
     )
 
 
@@ -177,11 +177,13 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
 
 def _layers(table: ModelFile, file: str | Path) -> Runs:
     """Return the layers of a table that has some one by one. Raises DescriptionError."""
-    count = sum(run.count for run in table.layers)
-    if table.layers and count != table.num_layers:
-        fail_with_all(file, [Problem("layers", f"there are {count}, and num_layers is {table.num_layers}")])
+    count = sum(run.count for run in table.runs)
+    if table.runs and count != table.num_layers:
+        fail_with_all(
+            file, [Problem("runs", f"they have {count} layers, and num_layers is {table.num_layers}")]
+        )
     try:
-        return layers_from(table.layers)
+        return layers_from(table.runs)
     except DescriptionError as error:
         raise DescriptionError(f"{printable(file)}: {error}") from None
 
@@ -223,7 +225,7 @@ def model_table(model: Transformer) -> dict[str, Any]:
         **sizes,
         **({"architecture": architecture} if architecture else {}),
         **({"not_priced": [vars(item) for item in model.not_priced]} if model.not_priced else {}),
-        **({"layers": layers_table(model.layers)} if model.layers else {}),
+        **({"runs": layers_table(model.layers)} if model.layers else {}),
     }
 
 
