@@ -51,16 +51,17 @@ class _ModelSearch:
 
     def missing_text(self, entries: Mapping[str, Matmul2d]) -> str:
         """Return why algorithms without mesh shapes have none, by name: no such mesh, or no such dataflow."""
-        cluster = self.space.cluster
-        reasons: dict[str, list[str]] = {}
+        cluster, no_mesh, reasons = self.space.cluster, [], []
         for name, entry in entries.items():
-            shapes = self.space.shapes(entry)
-            reason = f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for"
-            if shapes:
-                lacking = ", ".join(self._lacks(entry, shapes[0]))
-                reason = f"the layers need the dataflow {lacking}, and there is none in"
-            reasons.setdefault(reason, []).append(name)
-        return "; ".join(f"{reason} {', '.join(names)}" for reason, names in reasons.items())
+            if shapes := self.space.shapes(entry):
+                lacking = " and ".join(self._lacks(entry, shapes[0]))
+                reasons.append(f"the layers need the dataflows {lacking}, which {name} lacks")
+            else:
+                no_mesh.append(name)
+        if no_mesh:
+            start = f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for"
+            reasons.insert(0, f"{start} {', '.join(no_mesh)}")
+        return "; ".join(reasons)
 
     def _lacks(self, entry: Matmul2d, shape: Shape) -> list[str]:
         """Return the dataflows that the layers need and an algorithm has no programs for."""
