@@ -43,6 +43,7 @@ from meshweave.describe.machine.kernels_file import (
     SystolicFile,
     TableFile,
 )
+from meshweave.describe.model.layer_file import LayersFile
 from meshweave.describe.model.model_file import ArchitectureFile, ConfigModelFile, ModelFile, NotPricedFile
 from meshweave_studies.matrix.matrix_file import LayerTable, MatrixFile, MeasuredTable
 
@@ -94,6 +95,7 @@ TITLES: dict[type[BaseModel], str] = {
     ConfigModelFile: "Top level of a file of a model with experts",
     ArchitectureFile: "architecture",
     NotPricedFile: "not_priced",
+    LayersFile: "runs",
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
     SystolicFile: "systolic",
@@ -155,7 +157,7 @@ def page() -> str:
         "## Model files\n",
         _section(ModelFile, config),
         _section(ConfigModelFile),
-        *map(_section, (ArchitectureFile, NotPricedFile)),
+        *map(_section, (ArchitectureFile, NotPricedFile, LayersFile)),
     ]
     matrix = (
         "`meshweave tune mesh` reads it. Where it names a cluster, or is itself a cluster's file, the layers are "

@@ -20,7 +20,7 @@ POINTS = {
     "twin_fused": "trial_families:FUSED",
     "twin_strategy": "trial_families:STRATEGY",
 }
-NODES = "group_norm = group_norm:RECORD"
+NODES = "group_norm = group_norm:RECORD\nfeature_scale = feature_scale:RECORD"
 SCHEDULE, STRATEGY, PRODUCT = "one_in_flight", "twin_strategy", "twin_product"
 
 
@@ -80,8 +80,8 @@ def test_a_node_of_the_package_is_written_by_every_kind_of_strategy(site: Path) 
         "zero3": (2, 1),
         "summa_block": (2, 2),
     }
-    code = f"from group_norm import run\nfor case in {meshes}.items(): run(*case)"
-    python(site, "-c", code)
+    for module in ("group_norm", "feature_scale"):
+        python(site, "-c", f"from {module} import run\nfor case in {meshes}.items(): run(*case)")
 
 
 def test_the_module_of_a_family_can_be_imported_first(site: Path) -> None:

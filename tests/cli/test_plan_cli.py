@@ -130,6 +130,12 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "pp=64"], "pp 64 is more than its 8 chips"),
         ([*SMALL, "--fix", "tp=2,pp=2,cp=1,dp=1"], "is 4 ranks, fewer than its 8 chips"),
         ([*SMALL, "--fix", "vp=40"], "leave out vp"),
+        (
+            [*SMALL, "--fix", "vp=2,schedule=zb-h1"],
+            "vp 2 is no number of stages a rank of zb-h1; leave out vp",
+        ),
+        ([*SMALL, "--fix", "strategy=zero3"], "zero3 shares the batch; give data= and zero="),
+        ([*SMALL, "--fix", "strategy=25d_block"], "25d_block has 3 mesh axes"),
         ([*SMALL, "--fix", "micro_batch=3"], "in micro-batches of 3"),
         ([*SMALL, "--sequence", "256", "--fix", "cp=8"], "parts of 128 tokens of a sequence of 256"),
         (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "6", "--fix", "dp=8"], "the batch of 6"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.memory import step_flops
 from meshweave.describe.model.model_file import model_table, transformer_from
@@ -121,6 +123,21 @@ def test_a_step_counts_the_weights_that_a_token_meets() -> None:
 def test_a_table_of_a_model_is_read_as_that_model() -> None:
     model = read(DEEPSEEK)
     assert transformer_from(model_table(model), "plan").layers == model.layers
+    for config in (DEEPSEEK, GPT_OSS, MIXTRAL):
+        alone = replace(read(config), config="", architecture=Architecture(), not_priced=())
+        table = json.loads(json.dumps(model_table(alone)))
+        assert transformer_from(table, "plan") == alone
+        for key, value, said in (
+            ("type", "Nrm", r"runs.0.nodes.0: there is no type 'Nrm' \(did you mean 'Norm'\?\)"),
+            ("gian", "G", r"runs.0.nodes.0: unknown key 'gian' \(did you mean 'gain'\?\)"),
+            ("ins", "X", r"runs.0.nodes.0: ins: "),
+        ):
+            wrong = json.loads(json.dumps(table))
+            wrong["runs"][0]["nodes"][0][key] = value
+            with pytest.raises(DescriptionError, match=said):
+                transformer_from(wrong, "plan")
+        with pytest.raises(DescriptionError, match=f"runs: they have {alone.num_layers} layers"):
+            transformer_from({**table, "num_layers": 1}, "plan")
 
 
 @pytest.mark.parametrize(

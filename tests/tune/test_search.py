@@ -222,6 +222,17 @@ class OutputStationaryOnly(MeshSlice):
     dataflows = ("os",)
 
 
+def test_a_product_without_a_dataflow_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = OutputStationaryOnly()
+    assert not any(lacking.gradients(problem) for problem in lacking.examples())
+    monkeypatch.setitem(PRODUCTS_2D.entries, "os_only", lacking)
+    asked = load_model("gpt3"), load_cluster("tpu-v4-pod:16"), Workload(8, 2048)
+    said = "the layers need the dataflows ls and rs, which os_only lacks"
+    assert f"Left out: {said}." in plan_model(*asked, ["collective", "os_only"]).note
+    with pytest.raises(UnsupportedError, match=said):
+        plan_model(*asked, ["os_only"])
+
+
 def test_one_product_can_be_tuned_by_itself() -> None:
     cluster = load_cluster("tpu-v4-pod:16")
     entry = PRODUCTS_2D["meshslice"]

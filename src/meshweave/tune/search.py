@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,11 +47,26 @@ class _ModelSearch:
     def shapes(self, entry: Matmul2d) -> list[Shape]:
         """Return the mesh shapes of an algorithm; none where it lacks a dataflow that a layer needs."""
         shapes = self.space.shapes(entry)
-        if shapes and any(
-            problem.dataflow not in entry.dataflows for problem in self.problems(entry, shapes[0])
-        ):
-            return []
-        return shapes
+        return [] if shapes and self._lacks(entry, shapes[0]) else shapes
+
+    def missing_text(self, entries: Mapping[str, Matmul2d]) -> str:
+        """Return why algorithms without mesh shapes have none, by name: no such mesh, or no such dataflow."""
+        cluster, no_mesh, reasons = self.space.cluster, [], []
+        for name, entry in entries.items():
+            if shapes := self.space.shapes(entry):
+                lacking = " and ".join(self._lacks(entry, shapes[0]))
+                reasons.append(f"the layers need the dataflows {lacking}, which {name} lacks")
+            else:
+                no_mesh.append(name)
+        if no_mesh:
+            start = f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for"
+            reasons.insert(0, f"{start} {', '.join(no_mesh)}")
+        return "; ".join(reasons)
+
+    def _lacks(self, entry: Matmul2d, shape: Shape) -> list[str]:
+        """Return the dataflows that the layers need and an algorithm has no programs for."""
+        needed = {problem.dataflow for problem in self.problems(entry, shape)}
+        return sorted(needed.difference(entry.dataflows))
 
     def dataflows(self, entry: Matmul2d) -> list[LayerDataflow]:
         """Return the dataflow of each layer under an algorithm."""
@@ -82,17 +97,16 @@ def plan_model(
         counts: is filled with what the search looks at.
 
     Raises:
-        UnsupportedError: a name is unknown, or no algorithm has a mesh shape.
+        UnsupportedError: a name is unknown, or no algorithm has a mesh shape and the dataflows.
     """
     names = planned_names(tuple(PRODUCTS_2D) if algorithms is None else algorithms)
     space = MeshSearchSpace(cluster)
     search = _ModelSearch(model.fc_layers(), workload, space, counts or SearchCounts())
     shapes = {name: search.shapes(PRODUCTS_2D[UNROLLED.get(name, name)]) for name in names}
-    missing = [name for name in names if not shapes[name]]
+    missing = {name: PRODUCTS_2D[UNROLLED.get(name, name)] for name in names if not shapes[name]}
+    missing_text = search.missing_text(missing)
     if len(missing) == len(names):
-        raise UnsupportedError(
-            f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {', '.join(names)}"
-        )
+        raise UnsupportedError(missing_text)
     if REFERENCE_ALGORITHM not in names and any(name in UNROLLED for name in names):
         shapes[REFERENCE_ALGORITHM] = search.shapes(PRODUCTS_2D[REFERENCE_ALGORITHM])
     return Plan(
@@ -103,19 +117,19 @@ def plan_model(
         sequence=workload.sequence,
         dtype=workload.dtype,
         candidates=tuple(_candidates(search, names, shapes, progress)),
-        note=_note(missing, cluster.num_chips),
+        note=_note(missing_text),
         not_priced=model.not_priced_at(workload.sequence),
         description=describe(model, cluster),
         unmeasured=unmeasured_kernels(cluster.chip, workload.dtype),
     )
 
 
-def _note(missing: Sequence[str], num_chips: int) -> str:
+def _note(missing: str) -> str:
     note = (
         "Estimated times of the fully connected layers of one block; attention, element-wise "
         "layers and memory contention are left out."
     )
-    return note + (f" No mesh shape of {num_chips} chips for {', '.join(missing)}." if missing else "")
+    return note + (f" Left out: {missing}." if missing else "")
 
 
 def _candidates(

@@ -33,7 +33,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """A strategy for the layers of a transformer.
 
     Attributes:
-        roles: what each mesh axis does, in the order of the mesh.
+        roles: what each mesh axis does, in the order of the mesh; IDLE for the second axis of a strategy with one.
         is_searched: whether a plan tries the strategy where none is named.
         max_equal_slices: into how many equal slices a product may be cut, at most; 1 for products that are whole,
             None where parts of any size are multiplied.

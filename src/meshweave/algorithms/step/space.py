@@ -80,6 +80,8 @@ class SpaceOptions:
             ("recompute", RECOMPUTES),
         ):
             for word in getattr(self, name):
+                if name == "strategies" and (reason := _refusal_by_name(word)):
+                    raise UnsupportedError(f"strategies: {word} {reason}")
                 if word not in known:
                     raise UnsupportedError(
                         f"{name}: there is no '{word}'{did_you_mean(word, known)}; there are {listed(known)}"
@@ -130,6 +132,12 @@ class SpaceOptions:
 def tensor_strategies() -> dict[str, BlockAlgorithm]:
     """Return the strategies for the tensor ranks of a layer; others are the data and context degrees of a step."""
     return {name: entry for name, entry in STRATEGIES.items() if refusal_in_step(entry) is None}
+
+
+def _refusal_by_name(name: str) -> str | None:
+    """Return why a strategy of the table is none for tensor ranks; None for another name."""
+    entry = STRATEGIES.get(name)
+    return None if entry is None else refusal_in_step(entry)
 
 
 def searched(entries: Mapping[str, BlockAlgorithm] | Mapping[str, PipelineAlgorithm]) -> tuple[str, ...]:

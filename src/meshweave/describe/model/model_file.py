@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from meshweave.base.errors import DescriptionError, printable
 from meshweave.describe.catalog import catalog_text, model_names
 from meshweave.describe.files import (
     FileModel,
     Name,
+    Problem,
     fail_with_all,
     is_path,
     load_table,
@@ -33,6 +35,7 @@ from meshweave.describe.model.architecture import (
     positions_not_priced,
 )
 from meshweave.describe.model.hugging_face import MAX_SIZE, head_problems, transformer_from_config
+from meshweave.describe.model.layer_file import LayersFile, Runs, layers_from, layers_table
 from meshweave.describe.model.transformer import Transformer
 
 ModelSize = Annotated[int, BeforeValidator(whole_float_to_int), Field(ge=1, le=MAX_SIZE)]
@@ -126,6 +129,10 @@ class ModelFile(FileModel):
     not_priced: list[NotPricedFile] = Field(
         default_factory=list, description="a list of tables of what its price does not know"
     )
+    runs: list[LayersFile] = Field(
+        default_factory=list,
+        description="a list of tables of its layers, node by node, where the other keys do not say them",
+    )
 
 
 class ConfigModelFile(FileModel):
@@ -164,7 +171,21 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
         table.tied_embeddings,
         table.architecture.architecture(),
         _all_not_priced(table),
+        _layers(table, file),
     )
+
+
+def _layers(table: ModelFile, file: str | Path) -> Runs:
+    """Return the layers of a table that has some one by one. Raises DescriptionError."""
+    count = sum(run.count for run in table.runs)
+    if table.runs and count != table.num_layers:
+        fail_with_all(
+            file, [Problem("runs", f"they have {count} layers, and num_layers is {table.num_layers}")]
+        )
+    try:
+        return layers_from(table.runs)
+    except DescriptionError as error:
+        raise DescriptionError(f"{printable(file)}: {error}") from None
 
 
 def _from_config(data: dict[str, Any], file: str | Path) -> Transformer:
@@ -204,6 +225,7 @@ def model_table(model: Transformer) -> dict[str, Any]:
         **sizes,
         **({"architecture": architecture} if architecture else {}),
         **({"not_priced": [vars(item) for item in model.not_priced]} if model.not_priced else {}),
+        **({"runs": layers_table(model.layers)} if model.layers else {}),
     }
 
 

@@ -20,6 +20,9 @@ def defining(model: Transformer) -> dict[str, Any]:
     """Return all that defines a model, by the name of the field: sizes and architecture."""
     sizes = {item.name: getattr(model, item.name) for item in fields(model)}
     own = {item.name: getattr(model.architecture, item.name) for item in fields(model.architecture)}
+    sizes["layers"] = ", ".join(
+        f"{count} of {' '.join(type(node).__name__ for node in graph.nodes)}" for count, graph in model.layers
+    )
     return {name: value for name, value in (sizes | own).items() if name not in _NAMES_AND_PRICES}
 
 

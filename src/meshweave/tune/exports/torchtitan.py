@@ -86,7 +86,7 @@ def _pipeline(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
     if theirs is None:
         raise UnsupportedError(
             f"torch.distributed.pipelining has no schedule {name}; write it as a file with `meshweave pipeline "
-            f"{name} --csv`, and give that as parallelism.pipeline_parallel_schedule_csv"
+            f"{name} --out FILE.csv`, and give that as parallelism.pipeline_parallel_schedule_csv"
         )
     settings: dict[str, Any] = {
         "pipeline_parallel_schedule": theirs,

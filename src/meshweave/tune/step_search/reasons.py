@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from meshweave.algorithms.step.space import MIN_CONTEXT_TOKENS, StepSpace, ranks_of
-from meshweave.algorithms.table import STRATEGIES
+from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.remedies import remedies_text
@@ -94,8 +94,13 @@ def _division_text(ranking: StepRanking) -> str:
     if len(given) == len(fixed) and all(chips != math.prod(each) for each in product(*given.values())):
         return f"{sizes} is {least} ranks, fewer than its {counted(chips, 'chip')}; leave out dp"
     if options.virtual_stages is not None and 1 not in options.virtual_stages:
+        wanted = " or ".join(map(str, options.virtual_stages))
+        if not any(SCHEDULES[s].takes_stages(n) for s in options.schedules for n in options.virtual_stages):
+            return (
+                f"vp {wanted} is no number of stages a rank of {' or '.join(options.schedules)}; leave out vp"
+            )
         return (
-            f"vp {' or '.join(map(str, options.virtual_stages))} needs pp of at least 2 with at most "
+            f"vp {wanted} needs pp of at least 2 with at most "
             f"{problem.model.num_layers} stages, and micro-batches in whole groups of pp; leave out vp"
         )
     micro_batches = options.micro_batches or ()

@@ -22,7 +22,10 @@ from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart
 
 
 class CallRecord(NodeRecord[AnyNode]):
-    """A node with one function of its input, and perhaps of parameters that every rank has whole.
+    """A node with one function of its input, and perhaps of parameters.
+
+    Every rank has a parameter whole, such as the gain that all heads share. Of a side of features of the edge, as
+    that of a gain for each feature, a rank has those that it has of the edge, and functions are given those.
 
     Attributes:
         fn: the name of the function; that of its gradient ends in "_grad", that by parameters in "_weight_grad".
@@ -51,6 +54,13 @@ class CallRecord(NodeRecord[AnyNode]):
     def _parameters(self, at: NodePlace[AnyNode]) -> list[str]:
         return [at.own(weight.name) for weight in at.node.parameters]
 
+    def _parameter_parts(self, at: NodePlace[AnyNode]) -> list[TensorPart]:
+        """Return what of the parameters the function of a unit reads: of sides with features those of the unit."""
+        return [
+            TensorPart(at.own(weight.name), tuple("j" if side.dim else None for side in weight.sides))
+            for weight in at.node.parameters
+        ]
+
     def _units(self, name: str) -> str:
         return f"{name}_{self.view}"
 
@@ -74,9 +84,8 @@ class CallRecord(NodeRecord[AnyNode]):
 
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
         """Yield the function of every unit."""
-        parameters = (TensorPart(name, (None, None)) for name in self._parameters(at))
         yield Same(self._units(at.operand), at.operand)
-        ins = (TensorPart(self._units(at.operand), at.unit), *parameters)
+        ins = (TensorPart(self._units(at.operand), at.unit), *self._parameter_parts(at))
         yield Function(self._result(at, at.out), at.fn(self.fn), ins)
         if at.node.makes.unit > 1:
             yield Same(at.out, self._units(at.out))
@@ -88,7 +97,7 @@ class CallRecord(NodeRecord[AnyNode]):
             arriving = f"D{at.out}"
             yield Same(self._units(arriving), at.arriving)
         ins = self._result(at, arriving), TensorPart(self._units(at.operand), at.unit)
-        parameters = [TensorPart(name, (None, None)) for name in self._parameters(at)]
+        parameters = self._parameter_parts(at)
         out = self._units(f"D{at.operand}")
         yield Function(TensorPart(out, at.unit), at.fn(f"{self.fn}_grad"), (*ins, *parameters))
         yield Same(at.contribution(at.node.ins[0]), out)
@@ -112,6 +121,8 @@ class CallRecord(NodeRecord[AnyNode]):
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield the function, which reads its input and writes its result, and its gradient."""
         node, core = at.node, roles.core(at.node.group == "attention")
+        if node.makes.dim == "hidden":
+            core = roles.residual
         tokens, made = sizes.tokens(core), sizes.features(node.makes, core)
         columns = node.takes[0].size // node.makes.size
         shape = (tokens * made,) if self.work == "elementwise" else (tokens, made)

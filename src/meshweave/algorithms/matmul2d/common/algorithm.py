@@ -40,7 +40,8 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     A skeleton gives its time, so a tuner prices configs without writing programs.
 
     Attributes:
-        dataflows: the dataflows for which the algorithm has programs.
+        dataflows: the dataflows for which the algorithm has programs. A plan needs those of its layers,
+            forward and backward, and so in general all three; an algorithm that lacks one is left out of it.
         own_stationary: the matrix that stays put in successive layers of a block, over and over, for an algorithm
             with a layout of its own; empty where phase 1 of the tuner chooses it by size.
     """
@@ -110,8 +111,8 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     def gradients(self, problem: Matmul2dProblem) -> tuple[Gradient[Matmul2dProblem], ...]:
         """Return the gradients with respect to A and B, each a product in another dataflow.
 
-        A gradient is left out where its product needs other placements than the operands have. On a 2D mesh both
-        are there.
+        A gradient is left out where its product needs other placements than the operands have, or is refused, as
+        in a dataflow that the algorithm lacks. On a 2D mesh both are there for one that has all dataflows.
         """
         sizes = {
             "A": problem.stored_shape("a"),
@@ -123,6 +124,8 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
             m, n = sizes[wrt]
             k = sizes[a][0 if dataflow == "rs" else 1]
             backward = replace(problem, m=m, n=n, k=k, dataflow=dataflow)
+            if self.refusal(backward) is not None:
+                continue
             actual, needed = self.placements(problem), self.placements(backward)
             if (actual[a], actual[b], actual[wrt]) == (needed["A"], needed["B"], needed["C"]):
                 gradients.append(Gradient(wrt, backward, {"A": a, "B": b}, "C"))
