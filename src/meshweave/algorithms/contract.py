@@ -192,6 +192,10 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         own: Hashable = part
         return own
 
+    def admits(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> bool:
+        """Return whether a priced config may be taken; asked only of one that would be in a ranking."""
+        return True
+
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
         """Return what decides between configs that take as long: the lesser one comes first."""
         return 0

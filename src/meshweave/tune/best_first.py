@@ -157,11 +157,20 @@ class BestFirst:
         priced = self.priced[config] = RankedConfig(self._entry, self._problem, config, estimate)
         self.num_priced += 1
         key = self._entry.row(self._problem, config)
-        if key not in self.rows or self._key(priced) < self._key(self.rows[key]):
+        row = self.rows.get(key)
+        if row is not None and priced.seconds > row.seconds:
+            return
+        if not self._admits(priced):
+            del self.priced[config]
+        elif row is None or self._key(priced) < self._key(row):
             self.rows[key] = priced
             if len(self.rows) >= self.num_exact:
                 times = (row.seconds for row in self.rows.values())
                 self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+
+    def _admits(self, ranked: RankedConfig) -> bool:
+        """Return whether a config may be in the ranking."""
+        return self._entry.admits(self._problem, ranked.config, ranked.estimate)
 
     def _key(self, ranked: RankedConfig) -> tuple[float, Any]:
         return ranked.seconds, self._entry.preference(self._problem, ranked.config, ranked.estimate)

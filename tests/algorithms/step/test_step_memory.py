@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import meshweave as mw
 from meshweave.algorithms.step import memory_of, peak_memory
-from meshweave.algorithms.step.memory import ActivationRule, layer_activations
+from meshweave.algorithms.step.framework_memory import ActivationRule, layer_activations
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import layer_costs, stage_layers
 from meshweave.base.errors import DescriptionError

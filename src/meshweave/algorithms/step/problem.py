@@ -224,7 +224,7 @@ class SoftwareStack:
         launch_s: seconds that pass on the chip between two kernels of a layer, where they are issued one by one.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
-            that the loss leaves (`memory.LOGIT_BYTES`).
+            that the loss leaves (`framework_memory.LOGIT_BYTES`).
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
@@ -261,6 +261,8 @@ class SoftwareStack:
             nanotron, and not evenly.
         keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
             kept for them; where there are as many key/value heads as heads.
+        runs_programs: whether it runs the program of a step, as the library's own runtime does: a chip holds what
+            that does. Of others closed forms say what they hold (`framework_memory`), by what is said above.
         runs: what the stack can execute.
     """
 
@@ -290,6 +292,7 @@ class SoftwareStack:
     copies_norm_inputs: bool = False
     layers_by_cost: bool = False
     keeps_joint_qkv: bool = False
+    runs_programs: bool = True
     runs: StackRuns = field(default_factory=StackRuns)
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "meshweave": {"recomputes_gate": True, **_MESHWEAVE},
     "meshweave-eager": {**_MESHWEAVE, **_EAGER},
     "megatron-2021": {
+        "runs_programs": False,
         "blocks_transfers": True,
         "runs": StackRuns(
             ("tensor", "data", "pipeline"),
@@ -99,6 +100,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_MEGATRON,
     },
     "megatron-deepspeed": {
+        "runs_programs": False,
         "blocks_transfers": True,
         "waits_for_tensor": True,
         "gradient_passes": (1.0, 2.0),
@@ -113,6 +115,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_MEGATRON,
     },
     "llm-foundry": {
+        "runs_programs": False,
         "regathers": True,
         "sharding": "fsdp",
         "gradient_passes": (3.0, 3.0),
@@ -120,6 +123,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_LLM_FOUNDRY,
     },
     "torchtitan": {
+        "runs_programs": False,
         "runs": StackRuns(
             strategies=("megatron_sp",),
             schedules=("gpipe", "1f1b", "interleaved-1f1b", "zbv"),
@@ -134,6 +138,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_TORCHTITAN,
     },
     "nanotron": {
+        "runs_programs": False,
         "gradient_passes": (1.0, 2.0),
         "waits_for_gathers": True,
         "adds_gradients_late": True,

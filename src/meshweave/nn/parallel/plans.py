@@ -172,8 +172,8 @@ def _check_order(p: Parallelism, device_mesh: DeviceMesh, axes: list[tuple[Degre
         raise LayoutError(
             f"the plan's order is {'-'.join(p.order)}, the innermost first; in the device mesh of ranks "
             f"{mesh.tolist()} it is {'-'.join(dict.fromkeys(given))}: give a mesh whose dims "
-            f"{', '.join(name for name, _, _ in axes)} step by {', '.join(str(each[2]) for each in axes)} ranks, or "
-            "none"
+            f"{', '.join(name for name, _, _ in axes)} step by {', '.join(str(each[2]) for each in axes)} ranks, "
+            "or none"
         )
 
 

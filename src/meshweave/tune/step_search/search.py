@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshweave.algorithms.step import Parallelism, Step
+from meshweave.algorithms.step import Parallelism, Step, memory_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP, StepEstimate
 from meshweave.algorithms.step.parts import StepTree, row_key
 from meshweave.algorithms.step.space import StepSpace
@@ -111,6 +111,10 @@ class StepSearch(BestFirst):
         super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress)
         self._tree = StepTree(space, memory_bytes)
 
+    def _admits(self, ranked: RankedConfig) -> bool:
+        priced = _priced(ranked)
+        return self._tree.takes(priced.parallelism, priced.memory_bytes)
+
     def ranking(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
         tree = self._tree
@@ -120,7 +124,7 @@ class StepSearch(BestFirst):
             tree.space,
             tree.memory_bytes,
             rows,
-            pareto_front(map(_priced, self.priced.values())),
+            pareto_front(self._fitting()),
             SearchCount(
                 self.num_first,
                 self.num_priced,
@@ -130,8 +134,20 @@ class StepSearch(BestFirst):
             ),
             self.is_complete,
             min(self.num_exact, len(rows)),
-            tree.smallest,
+            self._smallest(),
         )
+
+    def _fitting(self) -> list[PricedStep]:
+        """Return all that was priced and fits."""
+        every = map(_priced, self.priced.values())
+        return [priced for priced in every if priced.memory_bytes <= self._tree.memory_bytes]
+
+    def _smallest(self) -> tuple[Parallelism, int] | None:
+        """Return what came closest to fitting, with its bytes and not a bound of them."""
+        if self._tree.smallest is None:
+            return None
+        choice = self._tree.smallest[0]
+        return choice, memory_of(self._tree.space.problem, choice).total
 
 
 def _priced(ranked: RankedConfig) -> PricedStep:
