@@ -18,13 +18,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.step.block_program import StepPieces, step_pieces
 from meshweave.algorithms.step.block_stage import PART_OF_ACTION
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.placement import sharding_groups
+from meshweave.algorithms.step.stage_settings import runs_of
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, PartKind, Unit
 from meshweave.base.units import dtype_bytes
@@ -186,9 +189,17 @@ class _Walk:
             if not settings.reduces_each:
                 total += g * count * unit.elements
             groups = sharding_groups(self.step.parallelism)[0]
+            if self._is_in_runs(unit, count):
+                ranks = accumulate((size for size, _ in groups), mul)
+                total += sum(g * unit.elements // each for each in ranks)
             if len(groups) > 1:
                 total += -(-(e + g) * self._ring(unit, count) // groups[0][0])
         return total
+
+    def _is_in_runs(self, unit: Unit, count: int) -> bool:
+        """Return whether reduced gradients of a unit are written in two runs: their buffer never begins anew."""
+        settings = self.settings
+        return settings.reduces_each and not self._ring(unit, count) and None not in runs_of(unit, settings)
 
     @staticmethod
     def _ring(unit: Unit, count: int) -> int:
@@ -299,7 +310,7 @@ class _Walk:
         ring = self._ring(unit, count)
         shards = unit.shards if settings.is_sharded else 0
         bucket = g * (ring or unit.elements)
-        shard = bucket // shards if shards else 0
+        shard = bucket // shards if shards and not self._is_in_runs(unit, count) else 0
         most = max(bucket, bucket + shard - gradients)
         if not ring:
             return most, -gradients

@@ -53,17 +53,34 @@ def memory_of_stages(stages: Stages) -> Memory:
         held = held_bytes(stages)
     except UnsupportedError:
         return by_forms
+    fused = framework_memory(_as_written(problem), p, *_on_ranks(problem, p)).ranks
     fragmentation = problem.stack.fragmentation
-    return Memory(
-        tuple(_holding(form, of, fragmentation) for form, of in zip(by_forms.ranks, held, strict=True))
-    )
+    rows = zip(by_forms.ranks, fused, held, strict=True)
+    return Memory(tuple(_holding(form, fuses, of, fragmentation) for form, fuses, of in rows))
 
 
-def _holding(form: RankMemory, held: HeldBytes, fragmentation: float) -> RankMemory:
-    """Return the memory of a rank with states and what is outside of the program by closed forms."""
+def _as_written(problem: StepProblem) -> StepProblem:
+    """Return the problem with what programs have: a kernel of attention that keeps no scores, and a fused loss."""
+    known = problem.cache("as written")
+    if not known:
+        fused = replace(problem, attention="flash", dropout=False, loss="fused")
+        known["problem"] = problem if fused == replace(problem, dropout=problem.has_dropout) else fused
+    written: StepProblem = known["problem"]
+    return written
+
+
+def _holding(form: RankMemory, fused: RankMemory, held: HeldBytes, fragmentation: float) -> RankMemory:
+    """Return the memory of a rank with states and what is outside of the program by closed forms.
+
+    Scores, masks and losses in steps that were asked for, and that no program has, are added by these forms.
+    """
     moving = max(held.total - form.weights - form.gradients, 0)
     kept = min(max(held.between, 0), moving)
-    return replace(form, activations=kept, buffers=moving - kept, fragmentation=round(fragmentation * moving))
+    more = max(form.activations + form.buffers - fused.activations - fused.buffers, 0)
+    kept += more
+    moving += more
+    holes = round(fragmentation * moving)
+    return replace(form, activations=kept, buffers=moving - kept, fragmentation=holes)
 
 
 def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
