@@ -14,9 +14,10 @@ from meshweave.algorithms.step.compose import (
 )
 from meshweave.algorithms.step.layers import LayerTime, layer_time
 from meshweave.algorithms.step.memory import Memory, RankMemory
-from meshweave.algorithms.step.problem import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.program import StepSimulation, simulate_step, step_program
 from meshweave.algorithms.step.result import Step, StepParts
+from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKernels
 from meshweave.algorithms.step.stacks import load_stack, stack_names
 from meshweave.algorithms.step.step_memory import least_memory, memory_of
 from meshweave.algorithms.step.timeline import StepTimeline, layer_timeline, step_timeline

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from meshweave.algorithms.step.precision import PRECISIONS
-from meshweave.algorithms.step.problem import SoftwareStack, UnfusedKernels
+from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKernels
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, did_you_mean

@@ -2,10 +2,10 @@
 throughout.
 
 An op that writes all of a slot and does not read it begins a new life, and so do ops that write the runs of a
-vector one after the other, with no read between them; other writes of a part do not. A call of part "free" ends the
-life of what it reads; another begins with the next access. What a call of part "in_place" writes has no bytes of its
-own: it lies in what the call reads, and keeps that alive. A stash grows with each part of a stage that keeps
-something, and shrinks with those that free some.
+vector one after the other, with no read between them; other writes of a part do not. A call of part "free" ends
+the life of what it reads; another begins with the next access. What a call of part "in_place" writes has no bytes
+of its own: it lies in what the call reads, and keeps that alive. A stash grows with each part of a stage that
+keeps something, and shrinks with those that free some.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Lives:
     _runs: list[tuple[int, int]] = field(default_factory=list)
 
     def completes(self, run: tuple[int, int], size: int) -> bool:
-        """Return whether the runs of a vector that were written since its last read are, with this one, all of it."""
+        """Return whether the runs written since the last read of a vector are, with this one, all of it."""
         if self.unread < 0:
             self._runs = []
         self._runs.append(run)
