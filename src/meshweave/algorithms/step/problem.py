@@ -184,6 +184,7 @@ class Parallelism:
         return math.prod(self.size(each) for each in inside)
 
 
+@renamed_field("seq", "sequence", product_dtype="precision")
 @dataclass(frozen=True)
 class StepProblem:
     """What a training step computes, and on which cluster.

@@ -135,6 +135,3 @@ class SoftwareStack:
     def gap_s(self) -> float:
         """Return the seconds between two kernels of a layer; none in a graph."""
         return 0.0 if self.graphs else self.launch_s
-
-
-@renamed_field("seq", "sequence", product_dtype="precision")
