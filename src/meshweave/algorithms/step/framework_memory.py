@@ -180,9 +180,9 @@ def framework_memory(
     )
 
 
-_SURELY_KEPT = 0.98
+_SURELY_KEPT = 0.95
 """The share of what closed forms keep of a layer that every program keeps: where a ring of attention takes turns,
-the last ones keep 0.5 % less."""
+the last ones keep some per cent less."""
 
 
 def least_held(

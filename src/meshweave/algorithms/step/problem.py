@@ -14,6 +14,7 @@ from meshweave.algorithms.step.precision import Precision, ProductDtypes, precis
 from meshweave.algorithms.step.rates import with_rates, without_casts
 from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.table import SCHEDULES
+from meshweave.base.deprecated import renamed_field
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes, format_bytes
 from meshweave.cost.exchange import library_of
