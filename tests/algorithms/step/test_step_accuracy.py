@@ -105,6 +105,14 @@ def test_the_time_of_a_step_is_within_its_accuracy(step: Step) -> None:
     assert is_accurate(TRAINING_STEP.estimate_accuracy, step.time_s, simulated), (step.time_s, simulated)
 
 
+def test_buckets_of_layers_are_gone_when_a_large_table_is_reduced() -> None:
+    """With one micro-batch nothing takes turns in them again."""
+    model = mw.Transformer("wide", 6, 64, 4, 4, 16, 256, 16384, False, "made up", tied_embeddings=False)
+    step = mw.step(model, "dgx-a100:4", 4, 64, stack=SoftwareStack(), zero=3, dp=2, pp=2, micro_batch=2)
+    program = TRAINING_STEP.program(step.problem, step.parallelism)
+    assert 0.95 <= program_memory(step.stages)[0] / peak_bytes(program, 0) <= 1.05
+
+
 def require_views_hold(program: Program, seed: int | None) -> int:
     """Raise unless what calls write in place is read only while it is there; return how often it is.
 

@@ -261,6 +261,8 @@ class _Walk:
             early = self._gathered(units[top][0], part, units[top][1])
         yield early, early
         for name in order if is_forward else reversed(order):
+            if name == "embedding" and part in ("backward", "weight_grad") and self.step.micro_batches == 1:
+                yield 0, -self._rings(stage)
             is_early = early > 0 and name == top
             yield from self._unit(pieces[name], part, *units[name], is_gathered=is_early)
             if is_early:
@@ -268,6 +270,16 @@ class _Walk:
                 early = 0
         if (is_backward and stage) or (is_forward and stage < len(self.pieces) - 1):
             yield 0, -residual  # it is sent
+
+    def _rings(self, stage: int) -> int:
+        """Return the bytes of buckets in which layers take turns, which nothing needs after the first layer."""
+        settings, total = self.settings, 0
+        for unit, count in self.of.units[stage]:
+            ring = self._ring(unit, count) if unit.is_layer else 0
+            shard = ring // unit.shards if settings.is_sharded else 0
+            total += self.weight * ring * settings.shards_weights
+            total += self.gradient * (ring + shard) * settings.reduces_each
+        return total
 
     def _residual(self, stage: int) -> int:
         for pieces in self.pieces[stage].values():
