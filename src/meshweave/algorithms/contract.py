@@ -192,8 +192,8 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         own: Hashable = part
         return own
 
-    def admits(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> bool:
-        """Return whether a priced config may be taken; asked only of one that would be in a ranking."""
+    def admits(self, problem: ProblemT, config: ConfigT) -> bool:
+        """Return whether a config may be taken; asked only of one that no bound rules out, before it is priced."""
         return True
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:

@@ -27,7 +27,7 @@ from meshweave.algorithms.step.program import outside_s
 from meshweave.algorithms.step.program_memory import program_memory
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.space import StepSpace
-from meshweave.algorithms.step.step_memory import least_memory
+from meshweave.algorithms.step.step_memory import least_memory, memory_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
@@ -160,10 +160,9 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
                 return row_key(part.choice)
         return part
 
-    def admits(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> bool:
+    def admits(self, problem: StepProblem, config: Parallelism) -> bool:
         """Return whether the step fits, by what its program holds."""
-        assert isinstance(estimate, StepEstimate)
-        return estimate.step.fits()
+        return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
         """Return the bytes of the fullest chip, then the configuration in words."""

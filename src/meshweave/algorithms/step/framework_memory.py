@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from meshweave.algorithms.step.memory import (
     GATHERED_LAYERS,
@@ -180,7 +180,7 @@ def framework_memory(
     )
 
 
-_SURELY_KEPT = 0.95
+_SURELY_KEPT = 0.97
 """The share of what closed forms keep of a layer that every program keeps: where a ring of attention takes turns,
 the last ones keep some per cent less."""
 
@@ -199,7 +199,11 @@ def least_held(
     """
     known = problem.cache("bare")
     if not known:
-        does = {"recomputes_gate": True, "keeps_joint_qkv": False, "copies_norm_inputs": False}
+        does: dict[str, Any] = {
+            "recomputes_gate": True,
+            "keeps_joint_qkv": False,
+            "copies_norm_inputs": False,
+        }
         stack = replace(problem.stack, **does)
         known["bare"] = replace(problem, stack=stack, attention="flash", dropout=False)
     bare, p = known["bare"], parallelism
@@ -209,7 +213,8 @@ def least_held(
     rows = []
     for rank in ranks:
         layer = (_bytes_of_kinds(bare, p, p.recompute, kinds[rank]) if kinds else sizes).layer
-        kept = math.floor(_SURELY_KEPT * stashes[rank] * layers[rank] * layer / p.virtual_stages)
+        share = _SURELY_KEPT if p.context > 1 else 1.0
+        kept = math.floor(share * stashes[rank] * layers[rank] * layer / p.virtual_stages)
         fragments = round(problem.stack.fragmentation * kept)
         rows.append(RankMemory(*state_bytes(problem, p, counts[rank]), kept, 0, fragments, *outside))
     return Memory(tuple(rows))

@@ -60,6 +60,9 @@ class ChoicePart:
     bound_s: float
 
 
+_NUM_CLOSEST = 8
+"""How many of the configurations that do not fit are kept: their bounds do not say which of them is the least."""
+
 StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
 
 
@@ -76,7 +79,7 @@ class StepTree:
         memory_bytes: the most bytes that a chip may hold.
         over_memory: layouts and configurations that do not fit.
         refused: layouts that the model of a step refuses, with the reason of the first.
-        smallest: of what does not fit, the configuration with the least memory, and its bytes, or a bound of them.
+        closest: of what does not fit, those with the least bytes, or bounds of them: these, words, and the choice.
     """
 
     space: StepSpace
@@ -84,7 +87,7 @@ class StepTree:
     over_memory: int = 0
     refused: int = 0
     reason: str = ""
-    smallest: tuple[Parallelism, int] | None = None
+    closest: list[tuple[int, str, Parallelism]] = field(default_factory=list)
     _bounds: LayerBounds = field(init=False)
     _known_steps: dict[tuple[int, int, int], float] = field(init=False, default_factory=dict)
     _bytes: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
@@ -233,8 +236,8 @@ class StepTree:
         if size <= self.memory_bytes:
             return True
         self.over_memory += 1
-        if self.smallest is None or size < self.smallest[1]:
-            self.smallest = choice, size
+        if len(self.closest) < _NUM_CLOSEST or size < self.closest[-1][0]:
+            self.closest = sorted([*self.closest, (size, str(choice), choice)])[:_NUM_CLOSEST]
         return False
 
 

@@ -173,7 +173,9 @@ def _stack_runs() -> dict[str, StackRuns]:
     """Return what stacks execute. Raises DescriptionError where a name is none of the table of algorithms."""
     runs = {}
     for stack, given in _catalog_table(_RUNS_FILE).items():
-        lists = {kind: tuple(value) if isinstance(value, list) else value for kind, value in given.items()}
+        lists: dict[str, Any] = {
+            kind: tuple(value) if isinstance(value, list) else value for kind, value in given.items()
+        }
         for kind, known in (("strategies", STRATEGIES), ("schedules", SCHEDULES), ("precisions", PRECISIONS)):
             for name in lists.get(kind, ()):
                 if name not in known:

@@ -44,43 +44,52 @@ def memory_of(
 
 
 def memory_of_stages(stages: Stages) -> Memory:
-    """Return the memory of a step that has been checked, by its stages."""
+    """Return the memory of a step that has been checked, by its stages; it is counted once."""
+    problem, p = stages.problem, stages.parallelism
+    known = problem.cache("memory")
+    if p not in known:
+        known[p] = _memory_of(stages)
+    memory: Memory = known[p]
+    return memory
+
+
+def _memory_of(stages: Stages) -> Memory:
     problem, p = stages.problem, stages.parallelism
     by_forms = framework_memory(problem, p, *_on_ranks(problem, p))
     if not problem.stack.runs_programs:
         return by_forms
+    written = _as_written(problem)
     try:
-        held = held_bytes(stages)
+        held = held_bytes(stages if problem.recipe is None else stages_of(written, p))
     except UnsupportedError:
         return by_forms
-    fused = framework_memory(_as_written(problem), p, *_on_ranks(problem, p)).ranks
-    fragmentation = problem.stack.fragmentation
-    rows = zip(by_forms.ranks, fused, held, strict=True)
-    return Memory(tuple(_holding(form, fuses, of, fragmentation) for form, fuses, of in rows))
+    of_written = framework_memory(written, p, *_on_ranks(written, p)).ranks
+    rows = zip(by_forms.ranks, of_written, held, strict=True)
+    return Memory(tuple(_holding(form, plain, of, problem.stack.fragmentation) for form, plain, of in rows))
 
 
 def _as_written(problem: StepProblem) -> StepProblem:
-    """Return the problem with what programs have: a kernel of attention that keeps no scores, and a fused loss."""
+    """Return the problem with what programs have: products in its dtype, flash attention, and a fused loss."""
     known = problem.cache("as written")
     if not known:
-        fused = replace(problem, attention="flash", dropout=False, loss="fused")
-        known["problem"] = problem if fused == replace(problem, dropout=problem.has_dropout) else fused
+        plain = replace(problem, attention="flash", dropout=False, loss="fused", precision=None)
+        known["problem"] = problem if plain == replace(problem, dropout=problem.has_dropout) else plain
     written: StepProblem = known["problem"]
     return written
 
 
-def _holding(form: RankMemory, fused: RankMemory, held: HeldBytes, fragmentation: float) -> RankMemory:
+def _holding(form: RankMemory, plain: RankMemory, held: HeldBytes, fragmentation: float) -> RankMemory:
     """Return the memory of a rank with states and what is outside of the program by closed forms.
 
-    Scores, masks and losses in steps that were asked for, and that no program has, are added by these forms.
+    What was asked for and no program has (scores, masks, losses in steps, low precision) is what two forms differ
+    by: `form`, and `plain` without it.
     """
-    moving = max(held.total - form.weights - form.gradients, 0)
-    kept = min(max(held.between, 0), moving)
-    more = max(form.activations + form.buffers - fused.activations - fused.buffers, 0)
-    kept += more
-    moving += more
-    holes = round(fragmentation * moving)
-    return replace(form, activations=kept, buffers=moving - kept, fragmentation=holes)
+    moving = max(held.total - plain.weights - plain.gradients, 0)
+    between = min(max(held.between, 0), moving)
+    kept = max(between + form.activations - plain.activations, 0)
+    buffers = max(moving - between + form.buffers - plain.buffers, 0)
+    holes = round(fragmentation * (kept + buffers))
+    return replace(form, activations=kept, buffers=buffers, fragmentation=holes)
 
 
 def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:

@@ -111,9 +111,8 @@ class StepSearch(BestFirst):
         super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress)
         self._tree = StepTree(space, memory_bytes)
 
-    def _admits(self, ranked: RankedConfig) -> bool:
-        priced = _priced(ranked)
-        return self._tree.takes(priced.parallelism, priced.memory_bytes)
+    def _admits(self, config: Parallelism) -> bool:
+        return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
 
     def ranking(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
@@ -124,7 +123,7 @@ class StepSearch(BestFirst):
             tree.space,
             tree.memory_bytes,
             rows,
-            pareto_front(self._fitting()),
+            pareto_front(map(_priced, self.priced.values())),
             SearchCount(
                 self.num_first,
                 self.num_priced,
@@ -137,17 +136,11 @@ class StepSearch(BestFirst):
             self._smallest(),
         )
 
-    def _fitting(self) -> list[PricedStep]:
-        """Return all that was priced and fits."""
-        every = map(_priced, self.priced.values())
-        return [priced for priced in every if priced.memory_bytes <= self._tree.memory_bytes]
-
     def _smallest(self) -> tuple[Parallelism, int] | None:
         """Return what came closest to fitting, with its bytes and not a bound of them."""
-        if self._tree.smallest is None:
-            return None
-        choice = self._tree.smallest[0]
-        return choice, memory_of(self._tree.space.problem, choice).total
+        problem = self._tree.space.problem
+        closest = ((choice, memory_of(problem, choice).total) for _, _, choice in self._tree.closest)
+        return min(closest, key=lambda each: each[1], default=None)
 
 
 def _priced(ranked: RankedConfig) -> PricedStep:
