@@ -218,7 +218,7 @@ def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
         loss="eager",
         overlap="layers",
         dropout=run.dropout > 0,
-        stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0)),
+        stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0), runs_programs=False),
     )
     return problem, Parallelism(micro_batch=run.micro_batch, recompute=run.recompute)
 
