@@ -77,7 +77,7 @@ class StepRanking:
         front: priced configurations on the Pareto front of time and memory, the fastest first.
         is_complete: whether the search ran to its end; otherwise these are the best so far.
         num_exact: the number of exact rows, if the search ran to its end.
-        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+        smallest: where nothing fits, the configuration with the least memory, and its bytes.
     """
 
     space: StepSpace
@@ -133,7 +133,7 @@ class StepSearch(BestFirst):
             ),
             self.is_complete,
             min(self.num_exact, len(rows)),
-            self._smallest(),
+            None if rows else self._smallest(),
         )
 
     def _smallest(self) -> tuple[Parallelism, int] | None:
