@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshweave.algorithms.step.memory import LOGIT_BYTES
+from meshweave.algorithms.step.framework_memory import LOGIT_BYTES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guide" / "gpu.md"

@@ -27,11 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_models import MixedAdam, PlainTransformer, TrainingRun
 
 from meshweave.algorithms.step import layers
-from meshweave.algorithms.step.block_time import layer_skeleton
+from meshweave.algorithms.step.block_time import block_of, whole_time
 from meshweave.algorithms.step.compose import step_of
 from meshweave.algorithms.step.placement import block_axes, machine_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.stacks import load_stack, stack_table
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model.transformer import Transformer
@@ -217,7 +218,7 @@ def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
         loss="eager",
         overlap="layers",
         dropout=run.dropout > 0,
-        stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0)),
+        stack=replace(load_stack(stack), gradient_passes=(1.0, 2.0), runs_programs=False),
     )
     return problem, Parallelism(micro_batch=run.micro_batch, recompute=run.recompute)
 
@@ -253,7 +254,10 @@ def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, f
     }
     times["attention"] = 0.0
     for training in (True, False) if parallelism.recompute == "full" else (True,):
-        skeleton = layer_skeleton(problem, parallelism, training=training)
+        _, config = whole_time(problem, parallelism, 0, problem.products)
+        skeleton = strategy_of(problem, parallelism).skeleton(
+            block_of(problem, parallelism, training), config
+        )
         for turns, task in skeleton.counted_tasks():
             if isinstance(task.work, Compute):
                 kind = "product" if task.work.kind == "matmul" else task.work.call

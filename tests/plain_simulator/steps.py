@@ -18,7 +18,7 @@ from meshweave.base.units import to_ps
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.packing import message_price
-from meshweave.cost.price import comm_kind_of, price
+from meshweave.cost.price import CONSTANTS_OF, price
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.matching import Joint
 from meshweave.ir.analysis.shapes import part_sizes
@@ -202,7 +202,7 @@ class _CollectiveCosts:
     def of(cls, flow: Dataflow, joint: Joint, machine: Machine) -> _CollectiveCosts:
         work = work_of(flow.program, flow.op(joint.members[0]))
         assert isinstance(work, Transfer)
-        kind = comm_kind_of(work.kind)
+        kind = CONSTANTS_OF.get(work.kind, work.kind)
         sized = sized_price(machine, work.axis, kind, work.num_ranks, work.part_bytes)
         if sized is not None:
             return cls(flow, work, 1, sized.rate, sized.launch_ps, sized.sync_ps, sized.route)

@@ -83,7 +83,7 @@ class StepRun:
         self._context = TorchContext(liveness=liveness, deadline_s=deadline_s)
         assert self._context.rank is not None
         self.rank = rank = self._context.rank
-        written: WrittenStep = write_step(step)
+        written: WrittenStep = write_step(step.stages)
         self._written, self.program = written, lower_rings(written.program)
         self._own = {name: self._kept(weights, name) for name in self._buckets()}
         self._moments = {

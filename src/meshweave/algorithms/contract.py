@@ -192,6 +192,10 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         own: Hashable = part
         return own
 
+    def admits(self, problem: ProblemT, config: ConfigT) -> bool:
+        """Return whether a config may be taken; asked only of one that no bound rules out, before it is priced."""
+        return True
+
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
         """Return what decides between configs that take as long: the lesser one comes first."""
         return 0

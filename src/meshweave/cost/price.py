@@ -108,7 +108,7 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
             return Price(to_ps(seconds), 0, 0, 1)
         work = as_all_to_all(work)
     count, part = work.num_ranks, work.part_bytes
-    kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
+    kind = work.step.collective if work.step else CONSTANTS_OF.get(work.kind, work.kind)
     moves_bytes = work.kind != "fence" and work.num_ranks > 1
     shared = moves_bytes and not shares_links
     sized = None if work.step else sized_price(machine, work.axis, work.kind, count, part, shared)
@@ -185,12 +185,7 @@ def _one_direction_rate(rate: int, axis: NetworkAxis) -> int:
     return min(rate, max(int(axis.link_bytes_per_s), 1))
 
 
-def comm_kind_of(kind: str) -> str:
-    """Return the kind of communication (of `COMM_KINDS`) whose constants an op of `kind` uses."""
-    return _CONSTANTS.get(kind, kind)
-
-
-_CONSTANTS = {
+CONSTANTS_OF = {
     "permute": "send_recv",
     "send": "send_recv",
     "recv": "send_recv",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.direct import DirectAllToAll
 from meshweave.algorithms.experts.functions import gate_gradient
 from meshweave.algorithms.experts.problem import ExpertsProblem, Part
 from meshweave.algorithms.experts.routing import cell_counts
@@ -67,7 +68,7 @@ class ExpertExchange:
         ranks: Sequence[int],
         num_experts: int,
         *,
-        entry: str = "experts_direct",
+        entry: str = DirectAllToAll.name,
         capacity: int | None = None,
         context: TorchContext | None = None,
         device: torch.device | str = "cpu",

@@ -153,6 +153,8 @@ class BestFirst:
         return self._limit_s if row is None else min(self._limit_s, row.seconds)
 
     def _price(self, config: Any) -> None:
+        if not self._admits(config):
+            return
         estimate = self._entry.estimate(self._problem, config, self._machine)
         priced = self.priced[config] = RankedConfig(self._entry, self._problem, config, estimate)
         self.num_priced += 1
@@ -162,6 +164,10 @@ class BestFirst:
             if len(self.rows) >= self.num_exact:
                 times = (row.seconds for row in self.rows.values())
                 self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+
+    def _admits(self, config: Any) -> bool:
+        """Return whether a config may be in the ranking."""
+        return self._entry.admits(self._problem, config)
 
     def _key(self, ranked: RankedConfig) -> tuple[float, Any]:
         return ranked.seconds, self._entry.preference(self._problem, ranked.config, ranked.estimate)

@@ -6,7 +6,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from meshweave.algorithms.step.problem import SoftwareStack, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.problem import StepProblem
+from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKernels
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import load_stack, stack_names
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable

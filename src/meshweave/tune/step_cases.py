@@ -41,7 +41,7 @@ def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> Simulat
         UnsupportedError: no program is written for steps of this kind.
     """
     step = planned_step(plan, cluster, place)
-    laid = lay_step(step)
+    laid = lay_step(step.stages)
     p = step.parallelism
     degrees = ", ".join(f"{name} {p.size(name)}" for name in reversed(p.order))
     title = f"{plan.model}, a step: {degrees}"

@@ -21,13 +21,14 @@ from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, Blo
 from meshweave.algorithms.block.nodes import kernels_of
 from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.roles import BATCH, RING
-from meshweave.algorithms.block.sites import product_parts, product_sites, ring_parts
+from meshweave.algorithms.block.sites import product_parts, ring_parts
 from meshweave.algorithms.block.sized import FlatTask
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
+from product_sites import product_sites
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "block_digests.json"
 EVERY = 7

@@ -112,7 +112,7 @@ def test_buckets_are_moved_as_often_as_zero_says(
     step = mw.step(
         replace(GPT, num_layers=4), "dgx-a100:8", batch=16, sequence=64, tp=2, zero=zero, stack=stack
     )
-    units = write_step(step).units
+    units = write_step(step.stages).units
     tables = units["embedding"].elements + units["head"].elements
     layers = 4 * units["layer"].elements
     moved = moved_elements(step)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.algorithms.step import memory_of, peak_memory
-from meshweave.algorithms.step.memory import ActivationRule, layer_activations
+from meshweave.algorithms.step import least_memory, memory_of
+from meshweave.algorithms.step.framework_memory import ActivationRule, layer_activations
 from meshweave.algorithms.step.stacks import load_stack
 from meshweave.algorithms.step.stages import layer_costs, stage_layers
 from meshweave.base.errors import DescriptionError
@@ -20,6 +20,16 @@ from sampling import examples
 
 CLUSTER = mw.load_cluster("dgx-a100:64")
 SIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def framework(**does: Any) -> mw.SoftwareStack:
+    """Return a stack that runs no programs, whose memory is that of the closed forms."""
+    return mw.SoftwareStack(runs_programs=False, **does)
+
+
+def framework_problem(*sizes: Any, **options: Any) -> mw.algorithms.StepProblem:
+    """Return a problem of such a stack."""
+    return mw.algorithms.StepProblem(*sizes, **{"stack": framework(), **options})
 
 
 def gpt(heads: int, width: int, layers: int = 8) -> mw.Transformer:
@@ -35,7 +45,7 @@ def test_activations_are_those_of_korthikanti(size: int, heads: int, width: int,
     """Equations 1, 2 and 4 and table 2 of Reducing Activation Recomputation, with s = 1024."""
     model, s, b, t = gpt(heads, width), 1024, micro_batch, size
     h, a = model.hidden, heads
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, s, attention="plain", dropout=True)
+    problem = framework_problem(model, CLUSTER, 64, s, attention="plain", dropout=True)
 
     def bytes_of(strategy: str, recompute: ActivationRule) -> int:
         p = mw.Parallelism(tensor=t, strategy=strategy, micro_batch=b)
@@ -56,7 +66,7 @@ def test_activations_are_those_of_korthikanti(size: int, heads: int, width: int,
 @given(st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["none", "selective", "full"]))
 def test_one_chip_keeps_what_the_model_does(gated: bool, groups: int, recompute: Recompute) -> None:
     model = replace(gpt(8, 64), num_kv_heads=groups, gated_ffn=gated)
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, 512, attention="plain", dropout=True)
+    problem = framework_problem(model, CLUSTER, 64, 512, attention="plain", dropout=True)
     whole = activation_bytes(model, mw.Workload(2, 512), recompute)
     assert layer_activations(problem, mw.Parallelism(micro_batch=2), recompute) == whole
 
@@ -68,7 +78,7 @@ def test_states_are_those_of_zero(zero: int, tensor: int, pipeline: int, group: 
     model = gpt(16, 64)
     data = 64 // (tensor * pipeline)
     group = group if data % 2 == 0 else None
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, 512)
+    problem = framework_problem(model, CLUSTER, 64, 512)
     p = mw.Parallelism(data, pipeline, tensor=tensor, zero=zero, zero_group=group)
     memory = memory_of(problem, p)
     layers = sum(x.in_features * x.out_features for x in model.fc_layers()) * model.num_layers
@@ -91,9 +101,7 @@ def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int
     """Of a rank that is no end: stashes times the layers of a stage times what a layer keeps."""
     model = gpt(16, 64, layers=16)
     virtual = virtual if pipeline > 1 else 1
-    problem = mw.algorithms.StepProblem(
-        model, CLUSTER, 64 // pipeline * pipeline * rounds, 512, dropout=False
-    )
+    problem = framework_problem(model, CLUSTER, 64 // pipeline * pipeline * rounds, 512, dropout=False)
     p = mw.Parallelism(64 // pipeline, pipeline, virtual_stages=virtual)
     memory, micro_batches = memory_of(problem, p), problem.batch // p.data
     layer = layer_activations(problem, p, "none")
@@ -116,7 +124,7 @@ def test_parts_add_up_and_the_peak_is_the_fullest_rank(data: st.DataObject) -> N
         "buckets_gradients",
         "recomputes_gate",
     )
-    stack = mw.SoftwareStack(
+    stack = framework(
         fragmentation=draw(st.sampled_from([0.0, 0.2])),
         sharding=draw(st.sampled_from(["zero", "fsdp", "fsdp2"])),
         **{name: draw(st.booleans()) for name in flags},
@@ -124,7 +132,7 @@ def test_parts_add_up_and_the_peak_is_the_fullest_rank(data: st.DataObject) -> N
     gated, tied = draw(st.booleans()), draw(st.booleans())
     model = replace(gpt(16, 64), gated_ffn=gated, tied_embeddings=tied)
     loss = draw(st.sampled_from(["fused", "eager", "sharded"]))
-    problem = mw.algorithms.StepProblem(
+    problem = framework_problem(
         model, CLUSTER, 512, draw(st.sampled_from([64, 1024])), loss=loss, stack=stack
     )
     p = mw.Parallelism(64 // (pipeline * tensor), pipeline, tensor=tensor, zero=zero)
@@ -132,7 +140,7 @@ def test_parts_add_up_and_the_peak_is_the_fullest_rank(data: st.DataObject) -> N
     memory = memory_of(problem, p)
     for rank in memory.ranks:
         assert rank.total == sum(vars(rank).values()) and min(vars(rank).values()) >= 0
-    assert memory.total == max(rank.total for rank in memory.ranks) == peak_memory(problem, p).total
+    assert memory.total == max(rank.total for rank in memory.ranks) == least_memory(problem, p).total
     if zero < 3:
         more = memory_of(problem, replace(p, zero=zero + 1))
         states = [[x.weights + x.gradients + x.optimizer for x in each.ranks] for each in (memory, more)]
@@ -145,18 +153,16 @@ def test_a_rank_with_both_ends_has_both_tables() -> None:
     tied = gpt(16, 64)
     apart = replace(tied, tied_embeddings=False)
     p = mw.Parallelism(16, 4, virtual_stages=2, schedule="zbv")
-    once, twice = (memory_of(mw.algorithms.StepProblem(m, CLUSTER, 64, 512), p).ranks for m in (tied, apart))
+    once, twice = (memory_of(framework_problem(m, CLUSTER, 64, 512), p).ranks for m in (tied, apart))
     table = 2 * 51200 * tied.hidden
     assert twice[0].weights - once[0].weights == table == once[0].weights - once[1].weights
     assert once[1:] == twice[1:]
-    step = mw.algorithms.step_of(mw.algorithms.StepProblem(tied, CLUSTER, 128, 512), p)
+    step = mw.algorithms.step_of(framework_problem(tied, CLUSTER, 128, 512), p)
     assert step.stages.data_parallel.tied_s == 0 and mw.simulation.simulate_step(step).time_s > 0
 
 
 def test_fragmentation_is_a_named_share() -> None:
-    problem = mw.algorithms.StepProblem(
-        gpt(16, 64), CLUSTER, 64, 512, stack=mw.SoftwareStack(fragmentation=0.1)
-    )
+    problem = framework_problem(gpt(16, 64), CLUSTER, 64, 512, stack=framework(fragmentation=0.1))
     peak = memory_of(problem, mw.Parallelism(64)).peak
     assert peak.fragmentation == pytest.approx(0.1 * (peak.activations + peak.buffers), abs=1)
 
@@ -165,9 +171,9 @@ def test_fragmentation_is_a_named_share() -> None:
 @pytest.mark.parametrize("seq", [16, 512, 8192])
 def test_sharded_units_are_whole_one_after_the_other(zero: int, sharding: str, seq: int) -> None:
     """Layers, embedding and head are units; FSDP has one unit of both tables, which stays gathered."""
-    stack = mw.SoftwareStack(sharding=sharding)  # type: ignore[arg-type]
+    stack = framework(sharding=sharding)  # type: ignore[arg-type]
     model = replace(gpt(16, 64), tied_embeddings=False)
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, seq, stack=stack)
+    problem = framework_problem(model, CLUSTER, 64, seq, stack=stack)
     plain, sharded = (memory_of(problem, mw.Parallelism(64, zero=level)).peak for level in (0, zero))
     layer = sum(x.in_features * x.out_features for x in model.fc_layers())
     table = 51200 * model.hidden
@@ -208,14 +214,14 @@ def test_layers_by_cost_end_a_stage_above_its_share(layers: int, stages: int, la
 def test_nanotron_divides_by_cost() -> None:
     """80 layers and a head as dear as 1.1 of them, over 16 stages: `build_model` gives the first stage six."""
     model = mw.Transformer("80B", 80, 8192, 64, 64, 128, 28672, 131072, True, "-", False)
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, 512, stack=load_stack("nanotron"))
+    problem = framework_problem(model, CLUSTER, 64, 512, stack=load_stack("nanotron"))
     assert stage_layers(80, 16, layer_costs(problem)) == (6, *[5] * 13, 6, 3)
-    assert layer_costs(replace(problem, stack=mw.SoftwareStack())) is None
+    assert layer_costs(replace(problem, stack=framework())) is None
 
 
 def test_every_second_product_is_kept_under_selective_checkpointing() -> None:
     model = replace(gpt(16, 64), gated_ffn=True, num_kv_heads=4)
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, 512)
+    problem = framework_problem(model, CLUSTER, 64, 512)
     h, g, f = model.hidden, 4 * 64, model.ffn_hidden
     for rule, products in (("operators", h + g + f + h), ("compiled-operators", h + g + f)):
         kept = layer_activations(problem, mw.Parallelism(), rule)  # type: ignore[arg-type]
@@ -226,9 +232,9 @@ def test_every_second_product_is_kept_under_selective_checkpointing() -> None:
 
 def test_gradients_that_wait_and_buckets_are_counted() -> None:
     model = gpt(16, 64)
-    problem = mw.algorithms.StepProblem(model, CLUSTER, 64, 1)
+    problem = framework_problem(model, CLUSTER, 64, 1)
     late, buckets = (
-        replace(problem, stack=mw.SoftwareStack(**{name: True}))
+        replace(problem, stack=framework(**{name: True}))
         for name in ("adds_gradients_late", "buckets_gradients")
     )
     plain = memory_of(problem, mw.Parallelism(64)).peak
@@ -241,12 +247,12 @@ def test_gradients_that_wait_and_buckets_are_counted() -> None:
         memory_of(each, mw.Parallelism(64)).peak for each in (late_loss, replace(late_loss, loss="fused"))
     )
     assert eager.buffers - fused.buffers == 8 * logits and eager.fragmentation == 2 * logits
-    copies = replace(problem, stack=mw.SoftwareStack(copies_norm_inputs=True))
+    copies = replace(problem, stack=framework(copies_norm_inputs=True))
     more = layer_activations(copies, mw.Parallelism(), "none") - layer_activations(
         problem, mw.Parallelism(), "none"
     )
     assert more == 2 * 4 * model.hidden
-    joint = replace(problem, stack=mw.SoftwareStack(keeps_joint_qkv=True))
+    joint = replace(problem, stack=framework(keeps_joint_qkv=True))
     more = layer_activations(joint, mw.Parallelism(), "none") - layer_activations(
         problem, mw.Parallelism(), "none"
     )
@@ -270,7 +276,7 @@ def test_context_and_communicators_are_terms_outside_of_the_allocator(
     """One communicator a group of ranks that a step communicates in; none of them are in `allocated`."""
     p = mw.Parallelism(**options)
     cluster = mw.load_cluster(f"dgx-h100:{p.num_ranks}")
-    problem = mw.algorithms.StepProblem(mw.load_model("gpt3"), cluster, 64, 2048)
+    problem = framework_problem(mw.load_model("gpt3"), cluster, 64, 2048)
     peak, cuda = memory_of(problem, p).peak, cluster.chip.driver
     assert peak.context == cuda.context_bytes > 400e6
     assert peak.communication == sum(cuda.pair_bytes if size == 2 else cuda.group_bytes for size in groups)

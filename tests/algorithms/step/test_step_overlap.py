@@ -16,7 +16,6 @@ from meshweave.algorithms.block.sites import (
     ProductSite,
     move_program,
     product_parts,
-    product_sites,
     ring_parts,
 )
 from meshweave.algorithms.block.two_d import IncludedProducts
@@ -33,6 +32,7 @@ from meshweave.ir.work import Compute, Transfer, Work
 from meshweave.tune.plan_file import load_plan
 from meshweave.tune.step_cases import planned_step
 from plain_simulator.reference import simulate
+from product_sites import product_sites
 
 BATCH, SEQUENCE, HIDDEN, HEADS, WIDTH, FFN = 8, 8, 16, 4, 2, 24
 

@@ -101,7 +101,7 @@ def check(stack: SoftwareStack | None = None, **degrees: Any) -> None:
     cluster = load_cluster(f"tpu-v4-pod:{ranks}" if ranks > 2 else f"dgx-a100:{ranks}")
     problem = StepProblem(MODEL, cluster, BATCH, LENGTH, dtype="float32", stack=stack or SoftwareStack())
     step = step_of(problem, parallelism)
-    written = write_step(step)
+    written = write_step(step.stages)
     weights, _, _, expected = whole()
     flow = analyse(written.program)
     calls = Ranks(step, written)

@@ -12,6 +12,7 @@ import torch
 from reference_models import logits, make, words
 from small_models import KeepDoubles
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshweave as mw
@@ -27,7 +28,7 @@ def trained(context: RankContext, payload: Mapping[str, Any]) -> dict[str, dict[
     return {name: one_step(kind, mw.tune.load_plan(folder / name)) for name, kind in payload["plans"].items()}
 
 
-def one_step(kind: str, plan: mw.Plan) -> dict[str, Any]:
+def one_step(kind: str, plan: mw.Plan | mw.Parallelism) -> dict[str, Any]:
     """Return the differences of the loss and of the worst weight after a step of descent, and warnings."""
     torch.manual_seed(0)
     model = make(kind)
@@ -44,6 +45,7 @@ def one_step(kind: str, plan: mw.Plan) -> dict[str, Any]:
     torch.optim.SGD(whole.parameters(), lr=RATE).step()
     return {
         "strategy": made.report.strategy,
+        "mesh": made.agreement.strategy.device_mesh.mesh.tolist(),
         "loss": abs(float(loss) - float(expected)),
         "weights": worst(made.module, whole),
         "said": [str(each.message) for each in said if each.category is UserWarning],
@@ -61,3 +63,19 @@ def worst(own: nn.Module, whole: nn.Module) -> float:
 def _whole(value: Tensor) -> Tensor:
     value = value.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def in_order(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ranks that share layers by an order of degrees, what a step was off by, and a refusal."""
+    torch.set_num_threads(1)
+    order = tuple(payload["order"])
+    plan = mw.Parallelism(data=2, tensor=2, strategy="megatron", order=order)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "col"))
+    torch.manual_seed(0)
+    try:
+        mw.parallelize(make("plain gpt"), plan, mesh, check=False)
+        refused = ""
+    except mw.errors.LayoutError as error:
+        refused = str(error)
+    off = one_step("plain gpt", plan)
+    return {"ranks": off.pop("mesh"), "refused": refused, **off}

@@ -54,3 +54,14 @@ def test_a_plan_without_a_flag_trains_as_one_process_does(tmp_path: Path, kinds:
             assert of["weights"] < 1e-9, (name, of)
             has_pipeline = made[name].step.best.degrees.pipeline > 1
             assert ["which mw.pipeline runs" in text for text in of["said"]] == [True] * has_pipeline
+
+
+@pytest.mark.gloo
+def test_the_order_of_a_plan_says_which_ranks_share_a_layer() -> None:
+    """Replicas are neighbours where the plan has data inside tensor, and a mesh that lies otherwise is refused."""
+    payload = {"order": ("data", "tensor", "context", "pipeline")}
+    for answer in launch("planned_rank_functions:in_order", 4, payload, timeout_s=100, env=HERE):
+        assert answer["ranks"] == [[0, 2], [1, 3]]
+        assert answer["loss"] < 1e-10 and answer["weights"] < 1e-9
+        assert "the plan's order is data-tensor-context-pipeline" in answer["refused"]
+        assert "it is tensor-data" in answer["refused"] and "step by 1, 2 ranks" in answer["refused"]

@@ -89,16 +89,6 @@ def _site_place(problem: BlockProblem, site: ProductSite, is_flat: bool) -> Laye
     return LayerPlace(problem, site.layer, 0, "", OPERAND, RESULT, is_flat)
 
 
-def product_sites(problem: BlockProblem) -> list[ProductSite]:
-    """Return the products of a layer."""
-    sites = []
-    for node in problem.layer.linears:
-        inner = node.result if node.enters else node.operand
-        is_attention = node.group == "attention"
-        sites.append(ProductSite(node.enters, is_attention, problem.hidden, inner.count, inner.unit))
-    return sites
-
-
 def site_problem(
     batch: int, sequence: int, hidden: int, mesh_shape: tuple[int, ...], dtype: str
 ) -> BlockProblem:

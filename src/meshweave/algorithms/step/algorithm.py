@@ -1,11 +1,11 @@
 """The entry of the table for a training step: a step is a problem, and its parallelism a config.
 
-The time and the memory of a step are closed forms (`compose`, `memory`). The estimate is that of the program
-without contention, and of what lies outside of it (`program.outside_s`).
+The time of a step is a closed form (`compose`). The estimate is that of the program without contention, and of
+what lies outside of it (`program.outside_s`).
 
-What a program holds at once is counted from those of its layers (`program_memory`). Beside it stands what a chip
-holds besides, each a term of its own (`outside_memory`): optimizer states, what a software stack keeps otherwise,
-fragmentation, context and communicators. Together they are the memory of a step (`memory`), by which plans choose.
+What a program holds at once is counted from those of its layers (`program_memory`). Beside it stand optimizer
+states, fragmentation, context and communicators, each a term of its own. Together they are the memory of a step
+(`step_memory`), by which plans choose. What cannot fit is ruled out before by a lower bound.
 
 Of the relations of the contract *soundness* is not held yet: calls that make matrices of a bucket and add
 gradients to it have no equations, so that `validate` proves nothing; programs are run on integers instead.
@@ -19,7 +19,7 @@ from typing import Any
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays, within
 from meshweave.algorithms.step.block_program import lay_step
-from meshweave.algorithms.step.compose import least_step_s, memory_of, step_of
+from meshweave.algorithms.step.compose import least_step_s, step_of
 from meshweave.algorithms.step.meaning import LaidWeights, dense_step, random_weights
 from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, LayoutsPart, StepPart, StepTree, row_key
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -27,6 +27,7 @@ from meshweave.algorithms.step.program import outside_s
 from meshweave.algorithms.step.program_memory import program_memory
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.space import StepSpace
+from meshweave.algorithms.step.step_memory import least_memory, memory_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
@@ -92,21 +93,21 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         yield StepProblem(grouped, cluster, 8, 4, "float32")
 
     def candidates(self, problem: StepProblem, cluster: Cluster | None = None) -> Iterator[Parallelism]:
-        """Yield the configurations that fit, those with few tensor and pipeline ranks first."""
+        """Yield what may fit by `least_memory`, configurations with few tensor and pipeline ranks first."""
         for choice in StepSpace(problem).choices():
             try:
-                if memory_of(problem, choice).total <= problem.usable_bytes():
+                if least_memory(problem, choice).total <= problem.usable_bytes():
                     yield choice
             except MeshweaveError:
                 continue
 
     def program(self, problem: StepProblem, config: Parallelism) -> Program:
         """Return the program on all chips. Raises LayoutError, and UnsupportedError where none is written."""
-        return lay_step(step_of(problem, config), folds=False).program
+        return lay_step(step_of(problem, config).stages, folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
         """Return the machine of the program: the cluster is that of the problem."""
-        return lay_step(step_of(problem, config), folds=False).machine
+        return lay_step(step_of(problem, config).stages, folds=False).machine
 
     def placements(self, problem: StepProblem) -> dict[str, Layout]:
         """Return the layouts of the buckets of the first candidate."""
@@ -126,7 +127,9 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
 
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
         """Return the bytes that a chip of the rank's stages holds at once (`program_memory`)."""
-        return program_memory(step_of(problem, config))[rank // config.stride("pipeline") % config.pipeline]
+        return program_memory(step_of(problem, config).stages)[
+            rank // config.stride("pipeline") % config.pipeline
+        ]
 
     # --- the search -------------------------------------------------------------------------------------
 
@@ -156,6 +159,10 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
             case ChoicePart():
                 return row_key(part.choice)
         return part
+
+    def admits(self, problem: StepProblem, config: Parallelism) -> bool:
+        """Return whether the step fits, by what its program holds."""
+        return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
         """Return the bytes of the fullest chip, then the configuration in words."""

@@ -24,8 +24,8 @@ from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
-from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.stage_settings import StageSettings
+from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape
 from meshweave.algorithms.step.write_units import layer_names, write_units
 from meshweave.base.errors import UnsupportedError
@@ -55,7 +55,7 @@ class LaidStep:
     fold: int
 
 
-def lay_step(step: Step, *, folds: bool = True) -> LaidStep:
+def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
@@ -136,17 +136,18 @@ class StepPieces:
     settings: StageSettings
 
 
-def step_pieces(step: Step) -> StepPieces:
-    """Return what the program of a step is made of. Raises as `lay_step`."""
-    return _StepWriter(step, 1).pieces()
+def step_pieces(step: Stages) -> StepPieces:
+    """Return what the program of a step is made of, on one of its replicas. Raises as `lay_step`."""
+    p = step.parallelism
+    return _StepWriter(step, p.data if p.experts == (1, 1) else 1).pieces()
 
 
-def write_step(step: Step) -> WrittenStep:
+def write_step(step: Stages) -> WrittenStep:
     """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
     return _StepWriter(step, 1).written()
 
 
-def replica_copies(step: Step) -> int:
+def replica_copies(step: Stages) -> int:
     """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
 
     Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
@@ -168,7 +169,7 @@ def replica_copies(step: Step) -> int:
 class _StepWriter:
     """Writes a step; of `copies` replicas that are alike the first one."""
 
-    def __init__(self, step: Step, copies: int) -> None:
+    def __init__(self, step: Stages, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
         self.copies = copies
         self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
@@ -231,11 +232,11 @@ class _StepWriter:
     def written(self) -> WrittenStep:
         """Return the program with what its buckets are."""
         program, stages, begin = self.program(), dict[int, StagePlace](), 0
-        for number, rank in enumerate(self.step.stages.stage_ranks):
+        for number, rank in enumerate(self.step.stage_ranks):
             layers: dict[str, tuple[int, ...]] = {}
             for place, name in enumerate(self._layers_of(number)):
                 layers[name] = (*layers.get(name, ()), begin + place)
-            begin += self.step.stage_layers[number]
+            begin += self.step.layers[number]
             layers |= {unit.name: (0,) for unit, _ in self._units_of(number) if not unit.is_layer}
             stages[number] = StagePlace(self._mesh(rank), self._replica_mesh(rank), layers)
         mesh = stages[0].mesh
@@ -252,7 +253,7 @@ class _StepWriter:
         stages = tuple(self._stage(number) for number in range(self.p.num_stages))
         edges = tuple(self._edge(number) for number in range(self.p.num_stages - 1))
         rows = self._residual()[0] * self.here.data
-        return PipelineProblem(stages, edges, self.step.num_micro_batches, rows=rows)
+        return PipelineProblem(stages, edges, self.step.micro_batches, rows=rows)
 
     def pieces(self) -> StepPieces:
         """Return what the program is made of, without writing it."""
@@ -290,8 +291,8 @@ class _StepWriter:
 
     def _layers_of(self, number: int) -> tuple[str, ...]:
         """Return the names of the units of a stage's layers."""
-        begin = sum(self.step.stage_layers[:number])
-        return self.layers[begin : begin + self.step.stage_layers[number]]
+        begin = sum(self.step.layers[:number])
+        return self.layers[begin : begin + self.step.layers[number]]
 
     def _units_of(self, number: int) -> tuple[tuple[Unit, int], ...]:
         counts = Counter(self._layers_of(number))
@@ -304,9 +305,9 @@ class _StepWriter:
 
     def _stage(self, number: int) -> Stage:
         """Return a stage with the durations of its parts by the estimate, for the order of transfers."""
-        time = self.step.stages.times[number]
+        time = self.step.times[number]
         forward, backward = max(to_ps(time.forward_s), 1), max(to_ps(time.backward_s), 2)
-        mesh = self._mesh(self.step.stages.stage_ranks[number])
+        mesh = self._mesh(self.step.stage_ranks[number])
         costs = PartCost(forward), PartCost(backward // 2), PartCost(backward - backward // 2)
         return Stage(mesh, *costs, data_axes=(AXES[0],), dtype=self.problem.dtype)
 
@@ -319,7 +320,7 @@ class _StepWriter:
         """Return the edge that carries the residual of a rank, or a part of it, to the next stage."""
         shape = self._residual()[1:]
         own: Placement = Replicate()
-        if self.step.stages.sends_parts and residual_is_whole(self.problem, self.p):
+        if self.step.sends_parts and residual_is_whole(self.problem, self.p):
             if shape[0] % self.p.tensor_size:
                 raise UnsupportedError(f"{self.p.tensor_size} tensor-parallel ranks do not divide {shape[0]}")
             own = Shard(1)
@@ -331,8 +332,8 @@ class _StepWriter:
     def _schedule(self, problem: PipelineProblem) -> Schedule:
         p, step = self.p, self.step
         name = p.schedule_entry.name
-        request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
-        whole = schedule_by_name(name, request, step.stages.action_times())
+        request = ScheduleRequest(p.num_stages, step.micro_batches, p.virtual_stages)
+        whole = schedule_by_name(name, request, step.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
 
 

@@ -213,12 +213,6 @@ def block_spans(problem: StepProblem, parallelism: Parallelism) -> tuple[TaskSpa
     return task_spans(skeleton, lambda work: price(work, machine).total_ps)
 
 
-def layer_skeleton(problem: StepProblem, parallelism: Parallelism, *, training: bool) -> Skeleton:
-    """Return the tasks of a layer as they are priced, forward or (`training`) forward and backward."""
-    _, config = whole_time(problem, parallelism, 0, problem.products)
-    return _skeleton(problem, parallelism, (training, 0, problem.products), config)
-
-
 _What = tuple[bool, int, ProductDtypes | None]
 """Whether there is a backward part, the size of the vocabulary or 0, and the dtypes of products."""
 

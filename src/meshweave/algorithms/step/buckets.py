@@ -25,9 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from meshweave.algorithms.pipeline.program import COMPUTE, PARAMETERS
-from meshweave.algorithms.step.compose import ADAM_STEP_BYTES
 from meshweave.algorithms.step.layer_runs import LAYER
-from meshweave.algorithms.step.memory import GATHERED_LAYERS
+from meshweave.algorithms.step.memory import ADAM_STEP_BYTES, GATHERED_LAYERS
 from meshweave.algorithms.step.stage_settings import Run, StageSettings, runs_of
 from meshweave.algorithms.step.units import Unit
 from meshweave.describe.layout import Layout, Replicate, Shard

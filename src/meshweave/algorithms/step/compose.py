@@ -11,29 +11,18 @@ priced one by one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any, Unpack
 
 from meshweave.algorithms.step.checks import check_step
 from meshweave.algorithms.step.layers import call_s
-from meshweave.algorithms.step.memory import (
-    ActivationRule,
-    Memory,
-    RankMemory,
-    pipeline_memory,
-    rank_kinds,
-    rank_of_head,
-    rank_parameters,
-)
+from meshweave.algorithms.step.memory import ADAM_STEP_BYTES, rank_parameters
 from meshweave.algorithms.step.options import ProblemOptions, StepOptions
-from meshweave.algorithms.step.pipeline import num_stashes
 from meshweave.algorithms.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import cast_weight_bytes
 from meshweave.algorithms.step.result import Step
 from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
 from meshweave.algorithms.step.stacks import default_stack, load_stack
-from meshweave.algorithms.step.stage_layers import layer_costs, rank_layers
+from meshweave.algorithms.step.stage_layers import rank_layers
 from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, did_you_mean
@@ -41,11 +30,6 @@ from meshweave.base.units import to_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
-
-ADAM_STEP_BYTES = 50
-"""Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
-three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
-gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
 
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
@@ -57,7 +41,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
         LayoutError: the degrees do not fit the chips, the batch or the model.
         UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
     """
-    memory = memory_of(problem, parallelism)
+    check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
     pipeline = stages.pipeline()
     update_s = update_times_s(problem, parallelism)
@@ -71,7 +55,6 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
         problem,
         parallelism,
         before_s + end_s + problem.stack.step_s,
-        memory,
         stages,
         makespan_s,
         min(optimizer_s, end_s - makespan_s),
@@ -90,59 +73,6 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     update_s = update_times_s(problem, parallelism)
     after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
-
-
-def memory_of(
-    problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule | None = None
-) -> Memory:
-    """Return the memory of a step, without pricing its time.
-
-    Args:
-        recompute: what the forward part keeps; None for what the parallelism says.
-
-    Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
-        UnsupportedError: a strategy or schedule is unknown.
-    """
-    check_step(problem, parallelism)
-    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism), recompute=recompute)
-
-
-def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
-    """Return the memory of the pipeline rank that takes the most: that of `memory_of`, computed faster.
-
-    Raises:
-        LayoutError: the degrees do not fit the chips, the batch or the model.
-        UnsupportedError: a strategy or schedule is unknown.
-    """
-    check_step(problem, parallelism)
-    layers, stashes = _on_ranks(problem, parallelism)
-    alike = tuple(rank_kinds(problem, parallelism)) or layers
-    ranks = {0, rank_of_head(parallelism), *_fullest_ranks(alike, stashes)}
-    memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
-    return memory.peak
-
-
-@lru_cache(maxsize=4096)
-def _fullest_ranks(layers: tuple[Hashable, ...], stashes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return of the ranks with as many layers of each kind one that keeps the most: nothing else differs there.
-
-    The ends of the model count apart. `layers` says how many layers each rank has, or how many of each kind.
-    """
-    kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
-    most: dict[Hashable, int] = {}
-    for count, stash in kept:
-        most[count] = max(most.get(count, 0), stash)
-    return tuple(kept[pair] for pair in most.items())
-
-
-def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return for each pipeline rank its layers, and the most micro-batches whose activations it keeps."""
-    p = parallelism
-    count = problem.batch // (p.data * p.micro_batch)
-    numbers = p.schedule, p.pipeline, p.virtual_stages
-    layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
-    return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
 @renamed_keyword("seq", "sequence", "mw.step", product_dtype="precision")

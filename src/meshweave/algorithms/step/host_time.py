@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from meshweave.algorithms.step.block_time import BlockTime, forward_and_whole, issued_parts
 from meshweave.algorithms.step.host import IssueCounts, paced_ps
-from meshweave.algorithms.step.problem import Parallelism, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.base.units import to_ps, to_s
 from meshweave.describe.machine.host import HostRates
 

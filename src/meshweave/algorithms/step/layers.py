@@ -29,8 +29,9 @@ from meshweave.algorithms.step.block_time import (
 )
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
-from meshweave.algorithms.step.problem import Parallelism, StepProblem, UnfusedKernels
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import quantizing
+from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts

@@ -79,7 +79,7 @@ class LaidWeights:
     """Where the weights of a step lie in its program, and what the program calls."""
 
     def __init__(self, step: Step) -> None:
-        self.problem, self._written = step.problem, write_step(step)
+        self.problem, self._written = step.problem, write_step(step.stages)
         self.program = self._written.program.expanded
 
     def buckets(self, weights: Arrays) -> dict[str, Array]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from meshweave.algorithms.block.problem import Overlap
-from meshweave.algorithms.step.problem import Degree, SoftwareStack
+from meshweave.algorithms.step.problem import Degree
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.describe.model.memory import Recompute
 
 Tensor = int | tuple[int, int]

@@ -3,9 +3,10 @@
     plain, others   layouts with the first strategy, no context ranks and the usual order, then all others
     layout          a layout with a micro-batch; its bound is that of its layers on one chip, then of them as laid
     choice          a layout with micro-batch, schedule and recomputation, and with the highest ZeRO level for all
-    configuration   one with its ZeRO level, if it fits; its bound is `least_step_s`
+    configuration   one with its ZeRO level, if it may fit; its bound is `least_step_s`
 
-Memory is looked at before time: of all choices of a layout the one that keeps least says whether any may fit.
+Memory is looked at before time, by a lower bound (`least_memory`): of all choices of a layout the one that keeps
+least says whether any may fit. Of what would be in a ranking the program says whether it does.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from meshweave.algorithms.step.bounds import LayerBounds, step_bound_s
-from meshweave.algorithms.step.compose import peak_memory
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.pipeline import num_stashes
 from meshweave.algorithms.step.problem import DEGREES, Parallelism
 from meshweave.algorithms.step.space import DegreeSizes, StepLayout, StepSpace
+from meshweave.algorithms.step.step_memory import least_memory
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
@@ -59,6 +60,9 @@ class ChoicePart:
     bound_s: float
 
 
+_NUM_CLOSEST = 8
+"""How many of the configurations that do not fit are kept: their bounds do not say which of them is the least."""
+
 StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
 
 
@@ -75,7 +79,7 @@ class StepTree:
         memory_bytes: the most bytes that a chip may hold.
         over_memory: layouts and configurations that do not fit.
         refused: layouts that the model of a step refuses, with the reason of the first.
-        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+        closest: of what does not fit, those with the least bytes, or bounds of them: these, words, and the choice.
     """
 
     space: StepSpace
@@ -83,7 +87,7 @@ class StepTree:
     over_memory: int = 0
     refused: int = 0
     reason: str = ""
-    smallest: tuple[Parallelism, int] | None = None
+    closest: list[tuple[int, str, Parallelism]] = field(default_factory=list)
     _bounds: LayerBounds = field(init=False)
     _known_steps: dict[tuple[int, int, int], float] = field(init=False, default_factory=dict)
     _bytes: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
@@ -218,18 +222,22 @@ class StepTree:
                 yield each
 
     def _fits(self, choice: Parallelism) -> bool:
-        """Return whether the fullest chip has the memory; the order makes no difference."""
+        """Return whether the fullest chip may have the memory; the order makes no difference."""
         p = choice
         degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch, p.experts
         key = degrees, p.schedule, p.virtual_stages, p.zero, p.recompute
         size = self._bytes.get(key)
         if size is None:
-            size = self._bytes[key] = peak_memory(self._problem, choice).total
+            size = self._bytes[key] = least_memory(self._problem, choice).total
+        return self.takes(choice, size)
+
+    def takes(self, choice: Parallelism, size: int) -> bool:
+        """Return whether a chip has so many bytes for a configuration, and note which one came closest if not."""
         if size <= self.memory_bytes:
             return True
         self.over_memory += 1
-        if self.smallest is None or size < self.smallest[1]:
-            self.smallest = choice, size
+        if len(self.closest) < _NUM_CLOSEST or size < self.closest[-1][0]:
+            self.closest = sorted([*self.closest, (size, str(choice), choice)])[:_NUM_CLOSEST]
         return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
@@ -12,7 +12,7 @@ from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.step.precision import Precision, ProductDtypes, precision_named
 from meshweave.algorithms.step.rates import with_rates, without_casts
-from meshweave.algorithms.step.stack_runs import StackRuns
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
@@ -40,7 +40,6 @@ SHORT_NAMES = {
 
 _ATTENTIONS = ("flash", "plain")
 _LOSSES = ("fused", "eager", "sharded")
-_SHARDINGS = ("zero", "fsdp", "fsdp2")
 _OPTIMIZER_BYTES = {"adam": 8, "adam-bf16": 4, "adam-8bit": 2, "sgd": 0, "momentum": 4}
 """Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
 
@@ -184,128 +183,6 @@ class Parallelism:
         """Return how many chips lie between neighbours of a degree: the product of the degrees inside it."""
         inside = self.order[: self.order.index(degree)]
         return math.prod(self.size(each) for each in inside)
-
-
-@dataclass(frozen=True)
-class UnfusedKernels:
-    """The bytes that a stack's kernels move in one layer beyond those that a block counts, by what they pass over.
-
-    A block counts each norm, activation and sum as one kernel that reads what it needs and writes its result. The
-    numbers follow from the code of a stack (`algorithms.step.stacks`); they are no constants.
-
-    Attributes:
-        residual: bytes for each element of the residual, shared by ranks as the strategy shares it.
-        heads: for each element of the queries (tokens x heads x width), shared by tensor-parallel ranks.
-        keys: likewise for each element of the keys.
-        ffn: likewise for each element of the feed-forward part's inner features.
-        kernels: how many kernels these are.
-    """
-
-    residual: float = 0.0
-    heads: float = 0.0
-    keys: float = 0.0
-    ffn: float = 0.0
-    kernels: int = 0
-
-    def __add__(self, other: UnfusedKernels) -> UnfusedKernels:
-        """Return the kernels of both."""
-        names = (each.name for each in fields(self))
-        return UnfusedKernels(*(getattr(self, name) + getattr(other, name) for name in names))
-
-
-@dataclass(frozen=True)
-class SoftwareStack:
-    """What a software stack adds to the physics, in named constants. The default adds nothing.
-
-    Attributes:
-        name: the name of the stack.
-        overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
-            gradients) or the forward part (for weights); 0 where the stack waits for it.
-        launch_s: seconds that pass on the chip between two kernels of a layer, where they are issued one by one.
-        step_s: seconds of a step outside the model: data, logging, norms of gradients.
-        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
-            that the loss leaves (`memory.LOGIT_BYTES`).
-        regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
-            a step. It says what the stack does; it is no constant.
-        blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
-            it overlapped them. It is no constant either.
-        host: how fast its host issues operations; None for the figures of the cluster, if it has any.
-        graphs: whether each part of a layer is captured in a graph, which the host issues at once. This and what
-            follows say what the stack's code does, and are no constants.
-        forward, backward: the kernels of each part that are not fused.
-        copies: the kernels, forward and backward, that copy operands into a program of a product and results out
-            of it where products communicate: with tensor ranks; backward with replicas, forward if these shard.
-        gradient_passes: reads and writes of the gradients of a layer's weights that the stack makes for each
-            micro-batch, besides the products: in the dtype of weights, and in that of accumulated gradients.
-        gather_passes: reads and writes of a layer's whole weights after each gather, as FSDP2 copies them out.
-        logit_bytes: bytes a logit through memory that a loss in steps moves beyond a fused one, forward and
-            backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
-            the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
-        waits_for_tensor: whether nothing runs beside the collectives of a layer.
-        waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
-        stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
-        sustains: whether products run at the share of their rate that chips sustain in published training
-            (`sustained_share` of their kernels) and not at the rate of products alone.
-        sharding: how weights are kept where ZeRO-3 shards them, no constant either. "zero": in 16 bits, beside a
-            sharded copy in fp32 (Rajbhandari et al.); "fsdp": in fp32, cast as they are gathered (PyTorch's mixed
-            precision); "fsdp2": gathered besides in a buffer of its own, and copied out of that.
-        adds_gradients_late: whether 16-bit gradients of all weights live until the backward part of a micro-batch
-            ends, and are then added to those of the ones before.
-        buckets_gradients: whether replicas without ZeRO copy 16-bit gradients into buckets that hold all of them,
-            as PyTorch's DistributedDataParallel does.
-        recomputes_gate: whether the product of the gated activation is computed again for the gradient of the one
-            that follows, as compilers do, and not kept.
-        copies_norm_inputs: whether norms keep their input in fp32, and what they multiply by the gain, as norms
-            that are written out in PyTorch do.
-        layers_by_cost: whether layers are divided among stages by their multiplications and the head's, as in
-            nanotron, and not evenly.
-        keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
-            kept for them; where there are as many key/value heads as heads.
-        runs: what the stack can execute.
-    """
-
-    name: str = "ideal"
-    overlap: float = 1.0
-    launch_s: float = 0.0
-    step_s: float = 0.0
-    fragmentation: float = 0.0
-    regathers: bool = False
-    blocks_transfers: bool = False
-    host: HostRates | None = None
-    graphs: bool = False
-    forward: UnfusedKernels = UnfusedKernels()
-    backward: UnfusedKernels = UnfusedKernels()
-    copies: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
-    gradient_passes: tuple[float, float] = (0.0, 0.0)
-    gather_passes: float = 0.0
-    logit_bytes: tuple[float, float] = (12.0, 18.0)
-    waits_for_tensor: bool = False
-    waits_for_gathers: bool = False
-    stops_early: bool = False
-    sustains: bool = False
-    sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
-    adds_gradients_late: bool = False
-    buckets_gradients: bool = False
-    recomputes_gate: bool = False
-    copies_norm_inputs: bool = False
-    layers_by_cost: bool = False
-    keeps_joint_qkv: bool = False
-    runs: StackRuns = field(default_factory=StackRuns)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlap <= 1:
-            raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
-        if min(self.launch_s, self.step_s, self.fragmentation) < 0:
-            raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
-        if self.sharding not in _SHARDINGS:
-            raise DescriptionError(
-                f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
-            )
-
-    @property
-    def gap_s(self) -> float:
-        """Return the seconds between two kernels of a layer; none in a graph."""
-        return 0.0 if self.graphs else self.launch_s
 
 
 @renamed_field("seq", "sequence", product_dtype="precision")

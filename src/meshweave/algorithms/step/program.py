@@ -34,7 +34,7 @@ def simulate_step(step: Step, *, folds: bool = True) -> StepSimulation:
     Raises:
         UnsupportedError: no program is written for a step of this kind (`lay_step`).
     """
-    laid: LaidStep = lay_step(step, folds=folds)
+    laid: LaidStep = lay_step(step.stages, folds=folds)
     simulation = simulate(laid.program, laid.machine)
     return StepSimulation(step, simulation, laid.fold, simulation.duration_s + outside_s(step))
 
@@ -46,4 +46,4 @@ def outside_s(step: Step) -> float:
 
 def step_program(step: Step) -> Program:
     """Return the program of a step on all chips of its cluster. Raises UnsupportedError, as `lay_step`."""
-    return lay_step(step, folds=False).program
+    return lay_step(step.stages, folds=False).program

@@ -18,61 +18,48 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.step.block_program import StepPieces, step_pieces
 from meshweave.algorithms.step.block_stage import PART_OF_ACTION
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.placement import sharding_groups
-from meshweave.algorithms.step.result import Step
+from meshweave.algorithms.step.stage_settings import runs_of
+from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import CONSTANTS, PER_MICRO_BATCH, PartKind, Unit
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.analysis.lifetimes import LOCAL, lifetimes
 
 
 @dataclass(frozen=True)
-class OutsideMemory:
-    """Bytes that a chip holds and the program of its step does not.
+class HeldBytes:
+    """Bytes that a chip of a pipeline rank holds when it holds most.
 
     Attributes:
-        optimizer: states of the optimizer.
-        stack: what the software stack keeps of weights, gradients and activations otherwise; negative where that
-            is less.
-        fragmentation: that the allocator cannot use.
-        context: of the process.
-        communication: buffers of communicators.
+        total: all of them: buckets of weights and gradients, and what comes and goes.
+        between: of what comes and goes what is kept between parts.
     """
 
-    optimizer: int
-    stack: int
-    fragmentation: int
-    context: int
-    communication: int
+    total: int
+    between: int
 
 
-def outside_memory(step: Step) -> tuple[OutsideMemory, ...]:
-    """Return for each pipeline rank what its memory has beyond `program_memory`. Raises as that does."""
-    return tuple(
-        OutsideMemory(
-            memory.optimizer,
-            memory.weights + memory.gradients + memory.activations + memory.buffers - in_program,
-            memory.fragmentation,
-            memory.context,
-            memory.communication,
-        )
-        for memory, in_program in zip(step.memory.ranks, program_memory(step), strict=True)
-    )
-
-
-def program_memory(step: Step) -> tuple[int, ...]:
-    """Return the bytes that the program of a step holds at once on the chips of each pipeline rank.
+def held_bytes(step: Stages) -> tuple[HeldBytes, ...]:
+    """Return what the program of a step holds at once on the chips of each pipeline rank.
 
     Raises:
         UnsupportedError: no program is written for a step of this kind (`lay_step`).
     """
     walk = _Walk(step, step_pieces(step))
-    return tuple(walk.throughout(rank) + walk.peak(rank) for rank in range(step.parallelism.pipeline))
+    return tuple(map(walk.held, range(step.parallelism.pipeline)))
+
+
+def program_memory(step: Stages) -> tuple[int, ...]:
+    """Return the bytes that a program holds at once on each pipeline rank. Raises as `held_bytes`."""
+    return tuple(each.total for each in held_bytes(step))
 
 
 @dataclass(frozen=True)
@@ -156,32 +143,36 @@ def _sum_of(changes: _Changes) -> _Held:
 class _Walk:
     """A walk through the actions of a pipeline rank."""
 
-    def __init__(self, step: Step, of: StepPieces) -> None:
+    def __init__(self, step: Stages, of: StepPieces) -> None:
         self.step, self.of, self.settings = step, of, of.settings
         split = {leaf.stage for leaf in of.schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
-        known: dict[tuple[str, bool], _Pieces] = {}
+        p, known = step.parallelism, step.problem.cache("held")
+        sizes = p.strategy, p.tensor_mesh, p.context, p.experts, p.micro_batch, p.recompute
+        self.pieces: list[dict[str, _Pieces]] = []
         for stage, units in enumerate(of.units):
+            self.pieces.append({})
             for unit, _ in units:
-                if (unit.name, stage in split) not in known:
-                    known[unit.name, stage in split] = _Pieces(
-                        unit, is_split=stage in split, runs_once=step.num_micro_batches == 1
-                    )
-        self.pieces = [
-            {unit.name: known[unit.name, stage in split] for unit, _ in units}
-            for stage, units in enumerate(of.units)
-        ]
-        self._begun: set[tuple[int, str, str]] = set()
+                key = unit.name, stage in split, step.micro_batches == 1, sizes
+                if key not in known:
+                    known[key] = _Pieces(unit, is_split=key[1], runs_once=key[2])
+                self.pieces[stage][unit.name] = known[key]
+        self._begun: set[tuple[str, str]] = set()
         self.weight, self.gradient = (
             dtype_bytes(self.settings.dtype),
             dtype_bytes(self.settings.gradient_dtype),
         )
 
+    def held(self, rank: int) -> HeldBytes:
+        """Return what a chip of a pipeline rank holds."""
+        most, between = self.peak(rank)
+        return HeldBytes(self.throughout(rank) + most, between)
+
     # --- what is there throughout -----------------------------------------------------------------------
 
     def throughout(self, rank: int) -> int:
         """Return the bytes of buckets that are there throughout, and of a residual that arrives ahead."""
-        stages = [stage for stage, own in enumerate(self.step.stages.stage_ranks) if own == rank]
-        ahead = [self._residual(stage) for stage in stages if stage and self.step.num_micro_batches > 1]
+        stages = [stage for stage, own in enumerate(self.step.stage_ranks) if own == rank]
+        ahead = [self._residual(stage) for stage in stages if stage and self.step.micro_batches > 1]
         return max(ahead, default=0) + sum(
             self._buckets(unit, count) for stage in stages for unit, count in self.of.units[stage]
         )
@@ -198,9 +189,17 @@ class _Walk:
             if not settings.reduces_each:
                 total += g * count * unit.elements
             groups = sharding_groups(self.step.parallelism)[0]
+            if self._is_in_runs(unit, count):
+                ranks = accumulate((size for size, _ in groups), mul)
+                total += sum(g * unit.elements // each for each in ranks)
             if len(groups) > 1:
                 total += -(-(e + g) * self._ring(unit, count) // groups[0][0])
         return total
+
+    def _is_in_runs(self, unit: Unit, count: int) -> bool:
+        """Return whether reduced gradients of a unit are written in two runs: their buffer never begins anew."""
+        settings = self.settings
+        return settings.reduces_each and not self._ring(unit, count) and None not in runs_of(unit, settings)
 
     @staticmethod
     def _ring(unit: Unit, count: int) -> int:
@@ -209,31 +208,47 @@ class _Walk:
 
     # --- what comes and goes ----------------------------------------------------------------------------
 
-    def peak(self, rank: int) -> int:
-        """Return the most bytes of what comes and goes on a pipeline rank."""
-        self._begun.clear()
+    def peak(self, rank: int) -> tuple[int, int]:
+        """Return the most bytes of what comes and goes on a pipeline rank, and of these those between parts."""
         actions = [leaf for action in self.of.schedule.actions[rank] for leaf in action.leaves]
         parts = [(leaf.stage, PART_OF_ACTION[leaf.kind]) for leaf in actions if leaf.kind in PART_OF_ACTION]
-        level = most = self._gathered_table(rank)
+        level = most = between = self._gathered_table(rank)
         forwards = sum(part == (0, "forward") for part in parts)
+        begun = dict.fromkeys((stage for stage, _ in parts), frozenset[tuple[str, str]]())
+        known: dict[object, tuple[int, int, frozenset[tuple[str, str]]]] = {}
         for stage, part in parts:
-            for above, after in self._part(stage, part):
-                most, level = max(most, level + above), level + after
+            key = stage, part, begun[stage]
+            if key not in known:
+                known[key] = self._of_part(*key)
+            above, after, begun[stage] = known[key]
+            if level + above > most:
+                most, between = level + above, level
+            level += after
             forwards -= (stage, part) == (0, "forward")
             if (stage, part) == (0, "forward") and not forwards:
                 level -= self._gathered_table(rank)
-        return most
+        return most, between
+
+    def _of_part(
+        self, stage: int, part: PartKind, begun: frozenset[tuple[str, str]]
+    ) -> tuple[int, int, frozenset[tuple[str, str]]]:
+        """Return the most bytes in a part and those after it, above those before, and what has begun after it."""
+        self._begun = {*begun}
+        level = most = 0
+        for above, after in self._part(stage, part):
+            most, level = max(most, level + above), level + after
+        return most, level, frozenset(self._begun)
 
     def _gathered_table(self, rank: int) -> int:
         """Return the bytes of an embedding table that is gathered once, which no backward part reads."""
         settings = self.settings
         if rank or not settings.is_sharded or settings.gathers_each or "embedding" not in self.pieces[0]:
             return 0
-        return self.weight * self.pieces[0]["embedding"].unit.elements
+        return self.weight * next(unit.elements for unit, _ in self.of.units[0] if unit.name == "embedding")
 
     def _part(self, stage: int, part: PartKind) -> Iterator[tuple[int, int]]:
         """Yield for each unit of a stage the most bytes in a part, and those after it, above those before."""
-        pieces, counts = self.pieces[stage], {unit.name: count for unit, count in self.of.units[stage]}
+        pieces, units = self.pieces[stage], {unit.name: (unit, count) for unit, count in self.of.units[stage]}
         order = [name for name in ("embedding",) if name in pieces]
         order += [*self.of.layers[stage], *(name for name in ("head",) if name in pieces)]
         is_forward, is_backward = part == "forward", part in ("backward", "input_grad")
@@ -243,16 +258,28 @@ class _Walk:
         early = 0
         if is_backward and self.of.layers[stage]:  # the first gather begins with the action
             top = self.of.layers[stage][-1]
-            early = self._gathered(pieces[top].unit, part, counts[top])
+            early = self._gathered(units[top][0], part, units[top][1])
         yield early, early
         for name in order if is_forward else reversed(order):
+            if name == "embedding" and part in ("backward", "weight_grad") and self.step.micro_batches == 1:
+                yield 0, -self._rings(stage)
             is_early = early > 0 and name == top
-            yield from self._unit(stage, pieces[name], part, counts[name], is_gathered=is_early)
+            yield from self._unit(pieces[name], part, *units[name], is_gathered=is_early)
             if is_early:
                 yield 0, -early
                 early = 0
         if (is_backward and stage) or (is_forward and stage < len(self.pieces) - 1):
             yield 0, -residual  # it is sent
+
+    def _rings(self, stage: int) -> int:
+        """Return the bytes of buckets in which layers take turns, which nothing needs after the first layer."""
+        settings, total = self.settings, 0
+        for unit, count in self.of.units[stage]:
+            ring = self._ring(unit, count) if unit.is_layer else 0
+            shard = ring // unit.shards if settings.is_sharded else 0
+            total += self.weight * ring * settings.shards_weights
+            total += self.gradient * (ring + shard) * settings.reduces_each
+        return total
 
     def _residual(self, stage: int) -> int:
         for pieces in self.pieces[stage].values():
@@ -263,21 +290,20 @@ class _Walk:
         return 0
 
     def _unit(
-        self, stage: int, pieces: _Pieces, part: PartKind, count: int, *, is_gathered: bool
+        self, pieces: _Pieces, part: PartKind, unit: Unit, count: int, *, is_gathered: bool
     ) -> Iterator[tuple[int, int]]:
-        unit = pieces.unit
-        held = pieces.held[part][not self._begins(stage, unit, part)]
+        held = pieces.held[part][not self._begins(unit, part)]
         whole = 0 if is_gathered else self._gathered(unit, part, count)
         if whole and unit.name == "head":  # until its backward part
-            is_new, is_over = self._begins(stage, unit, "whole"), part != "forward"
+            is_new, is_over = self._begins(unit, "whole"), part != "forward"
             yield whole * is_new, whole * is_new
             yield held.most, held.after - whole * is_over
             if is_over:
-                self._begun.discard((stage, unit.name, "whole"))
+                self._begun.discard((unit.name, "whole"))
         else:
             yield held.most + whole, held.after
         if part in ("backward", "weight_grad"):
-            yield self._packed(stage, unit, count, pieces.gradients)
+            yield self._packed(unit, count, pieces.gradients)
 
     def _gathered(self, unit: Unit, part: PartKind, count: int) -> int:
         """Return the bytes of weights that a part of one layer or table gathers for itself."""
@@ -288,7 +314,7 @@ class _Walk:
             return 0
         return self.weight * unit.elements if part == "forward" or unit.name != "embedding" else 0
 
-    def _packed(self, stage: int, unit: Unit, count: int, gradients: int) -> tuple[int, int]:
+    def _packed(self, unit: Unit, count: int, gradients: int) -> tuple[int, int]:
         """Return what the bucket of a micro-batch's gradients adds, the most and after it."""
         settings, g = self.settings, self.gradient
         if not settings.reduces_each:
@@ -296,16 +322,16 @@ class _Walk:
         ring = self._ring(unit, count)
         shards = unit.shards if settings.is_sharded else 0
         bucket = g * (ring or unit.elements)
-        shard = bucket // shards if shards else 0
+        shard = bucket // shards if shards and not self._is_in_runs(unit, count) else 0
         most = max(bucket, bucket + shard - gradients)
         if not ring:
             return most, -gradients
-        is_new = self._begins(stage, unit, "ring")
+        is_new = self._begins(unit, "ring")
         return most * is_new, (bucket + shard) * is_new - gradients
 
-    def _begins(self, stage: int, unit: Unit, what: str) -> bool:
-        """Return whether something of a unit begins now, and note that it has."""
-        key = stage, unit.name, what
+    def _begins(self, unit: Unit, what: str) -> bool:
+        """Return whether something of a unit of the stage begins now, and note that it has."""
+        key = unit.name, what
         is_new = key not in self._begun
         self._begun.add(key)
         return is_new

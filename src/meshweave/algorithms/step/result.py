@@ -11,6 +11,7 @@ from meshweave.algorithms.step.ceiling import RateCeiling, rate_ceiling
 from meshweave.algorithms.step.memory import Memory
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.stages import Stages, makespan_s
+from meshweave.algorithms.step.step_memory import memory_of_stages
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model.memory import Pairs, step_flops
@@ -73,7 +74,6 @@ class Step:
     problem: StepProblem
     parallelism: Parallelism
     time_s: float
-    memory: Memory
     stages: Stages
     pipeline_s: float
     optimizer_s: float
@@ -104,6 +104,11 @@ class Step:
             f"defaults: {', '.join((*_left_at_default(of), *_left_at_default(self.parallelism)))}",
         )
         return "\n".join(filter(None, lines))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Return the bytes on each chip (`step_memory`), counted when they are first asked for."""
+        return memory_of_stages(self.stages)
 
     @cached_property
     def parts(self) -> StepParts:

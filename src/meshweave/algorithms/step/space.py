@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.pipeline import PipelineAlgorithm
-from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, SoftwareStack, StepProblem
+from meshweave.algorithms.step.problem import DEGREES, Degree, Parallelism, StepProblem
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_checks import check_runs
 from meshweave.algorithms.step.stack_runs import ZERO_LEVELS
 from meshweave.algorithms.step.strategies import refusal_in_step

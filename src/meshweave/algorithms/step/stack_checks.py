@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_runs import ALL_DEGREES
 from meshweave.base.errors import UnsupportedError, listed
 

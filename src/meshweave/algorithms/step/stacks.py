@@ -1,6 +1,7 @@
 """Software stacks by name: their constants, fitted on published training runs, and what they do by default.
 
-`catalog/stacks.toml` has the constants of time and `catalog/fragmentation.toml` that of memory. Fitted by
+`catalog/stacks.toml` has the constants of time, `catalog/fragmentation.toml` that of memory, and
+`catalog/stack_runs.toml` what each stack can execute. Fitted by
 `validation/fit_stacks.py` and `validation/fit_memory.py` on half of the families of published runs (`meshweave
 reproduce published` scores the others). The table below has what is no constant.
 
@@ -15,14 +16,16 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from meshweave.algorithms.step.problem import SoftwareStack, UnfusedKernels
+from meshweave.algorithms.step.precision import PRECISIONS
+from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKernels
 from meshweave.algorithms.step.stack_runs import StackRuns
+from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.files import parse_table
 from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model.transformer import Transformer
 
-_FILE, _MEMORY_FILE = "stacks.toml", "fragmentation.toml"
+_FILE, _MEMORY_FILE, _RUNS_FILE = "stacks.toml", "fragmentation.toml", "stack_runs.toml"
 IDEAL = "ideal"
 """The stack that adds nothing: kernels and communication alone."""
 DEFAULT_STACK = "meshweave"
@@ -72,7 +75,6 @@ _MESHWEAVE = {
     "copies": _COPIES,
     "gradient_passes": (5.0, 2.0),
     "stops_early": True,
-    "runs": StackRuns(recompute=("none", "full"), precisions=(), experts=False),
 }
 """The runtime of `nn.parallel`. Weights and their gradients are copied into programs and out of them (two each),
 and gradients added (a read, and a read and a write). It runs all of the table of algorithms; attention is a kernel
@@ -88,47 +90,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "meshweave": {"recomputes_gate": True, **_MESHWEAVE},
     "meshweave-eager": {**_MESHWEAVE, **_EAGER},
     "megatron-2021": {
+        "runs_programs": False,
         "blocks_transfers": True,
-        "runs": StackRuns(
-            ("tensor", "data", "pipeline"),
-            ("megatron", "megatron_sp"),
-            ("1f1b", "interleaved-1f1b"),
-            (0,),
-            precisions=(),
-            experts=False,
-        ),
         **_MEGATRON,
     },
     "megatron-deepspeed": {
+        "runs_programs": False,
         "blocks_transfers": True,
         "waits_for_tensor": True,
         "gradient_passes": (1.0, 2.0),
         "logit_bytes": (36.0, 10.0),
-        "runs": StackRuns(
-            ("tensor", "data", "pipeline"),
-            ("megatron", "megatron_sp"),
-            ("1f1b", "interleaved-1f1b"),
-            (0, 1),
-            precisions=(),
-            experts=False,
-        ),
         **_MEGATRON,
     },
     "llm-foundry": {
+        "runs_programs": False,
         "regathers": True,
         "sharding": "fsdp",
         "gradient_passes": (3.0, 3.0),
-        "runs": StackRuns(("data",), (), (), (0, 2, 3), ("none", "full"), ("fp8-delayed",), experts=False),
         **_LLM_FOUNDRY,
     },
     "torchtitan": {
-        "runs": StackRuns(
-            strategies=("megatron_sp",),
-            schedules=("gpipe", "1f1b", "interleaved-1f1b", "zbv"),
-            zero=(0, 2, 3),
-            precisions=("fp8-current", "fp8-token", "mxfp8"),
-            experts=False,
-        ),
+        "runs_programs": False,
         "sharding": "fsdp2",
         "copies_norm_inputs": True,
         "gradient_passes": (1.0, 1.0),
@@ -137,6 +119,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **_TORCHTITAN,
     },
     "nanotron": {
+        "runs_programs": False,
         "gradient_passes": (1.0, 2.0),
         "waits_for_gathers": True,
         "adds_gradients_late": True,
@@ -144,15 +127,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "layers_by_cost": True,
         "keeps_joint_qkv": True,
         "logit_bytes": (36.0, 10.0),
-        "runs": StackRuns(
-            ("tensor", "data", "pipeline"),
-            ("megatron", "megatron_sp"),
-            ("gpipe", "1f1b"),
-            (0, 1),
-            ("none", "full"),
-            (),
-            experts=False,
-        ),
         **_NANOTRON,
     },
 }
@@ -194,6 +168,25 @@ def _fragmentation() -> dict[str, Any]:
     return _catalog_table(_MEMORY_FILE)
 
 
+@lru_cache(maxsize=1)
+def _stack_runs() -> dict[str, StackRuns]:
+    """Return what stacks execute. Raises DescriptionError where a name is none of the table of algorithms."""
+    runs = {}
+    for stack, given in _catalog_table(_RUNS_FILE).items():
+        lists: dict[str, Any] = {
+            kind: tuple(value) if isinstance(value, list) else value for kind, value in given.items()
+        }
+        for kind, known in (("strategies", STRATEGIES), ("schedules", SCHEDULES), ("precisions", PRECISIONS)):
+            for name in lists.get(kind, ()):
+                if name not in known:
+                    hint = did_you_mean(name, tuple(known))
+                    raise DescriptionError(
+                        f"{_RUNS_FILE}: {stack} has {kind} '{name}', which is not known{hint}"
+                    )
+        runs[stack] = StackRuns(**lists)
+    return runs
+
+
 def _catalog_table(name: str) -> dict[str, Any]:
     return parse_table((files("meshweave") / "catalog" / name).read_text("utf-8"), name, "toml")
 
@@ -218,4 +211,5 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
     }
     if "host" in constants:
         constants["host"] = HostRates(**constants["host"])
-    return SoftwareStack(name, sustains=True, **constants, **_DEFAULTS[name])
+    runs = _stack_runs()[name]
+    return SoftwareStack(name, sustains=True, runs=runs, **constants, **_DEFAULTS[name])

@@ -86,10 +86,15 @@ def _parts(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: i
     entry = StrategyAround(strategy_of(problem, replace(p, context=1)), (BATCH, RING))
     block = block_of_piece(problem, p, piece, data)
     recompute = p.recompute if piece == "layers" else "none"
-    parts = entry.parts(block, best_config(problem, p), piece=piece, recompute=recompute)
-    if p.context > 1 and piece == "layers":
-        parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
-    return parts
+    config, known = best_config(problem, p), problem.cache("parts")
+    key = entry.name, p.strategy, block, config, piece, recompute
+    if key not in known:
+        parts = entry.parts(block, config, piece=piece, recompute=recompute)
+        if p.context > 1 and piece == "layers":
+            parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
+        known[key] = parts
+    made: BlockParts = known[key]
+    return made
 
 
 def _striped(program: Program) -> Program:

@@ -1,10 +1,11 @@
 """Peak memory in program order: a value lives from the write of its slot to its last read, inputs and outputs
 throughout.
 
-An op that writes all of a slot and does not read it begins a new life; writes of a part of it do not. A call of
-part "free" ends the life of what it reads; another begins with the next access. What a call of part "in_place"
-writes has no bytes of its own: it lies in what the call reads, and keeps that alive. A stash grows with each part
-of a stage that keeps something, and shrinks with those that free some.
+An op that writes all of a slot and does not read it begins a new life, and so do ops that write the runs of a
+vector one after the other, with no read between them; other writes of a part do not. A call of part "free" ends
+the life of what it reads; another begins with the next access. What a call of part "in_place" writes has no bytes
+of its own: it lies in what the call reads, and keeps that alive. A stash grows with each part of a stage that
+keeps something, and shrinks with those that free some.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def _lifetimes(
             _lay_in(lies_in, own, env)
         for mode, view in own:
             key = view.buffer, evaluate(view.slot, env)
-            begins = mode == WRITE and view.buffer not in kept and _is_whole(view, shapes.get(view.buffer))
+            shape = shapes.get(view.buffer)
+            is_new = mode == WRITE and view.buffer not in kept
+            begins = is_new and _is_whole(view, shape)
+            if is_new and not begins and shape is not None and len(shape) == 1 and key not in lies_in:
+                begins = lives_of.setdefault(key, _Lives()).completes(_run(view, shape[0], env), shape[0])
             for place in lies_in.get(key, [key]):
                 if place[0] not in local:
                     continue
@@ -96,6 +101,17 @@ class _Lives:
     unread: int = -1
     is_ended: bool = False
     _last_read: int = -1
+    _runs: list[tuple[int, int]] = field(default_factory=list)
+
+    def completes(self, run: tuple[int, int], size: int) -> bool:
+        """Return whether the runs written since the last read of a vector are, with this one, all of it."""
+        if self.unread < 0:
+            self._runs = []
+        self._runs.append(run)
+        end = 0
+        for start, stop in sorted(self._runs):
+            end = max(end, stop) if start <= end else end
+        return end >= size
 
     def access(self, index: int, *, is_read: bool, begins: bool) -> None:
         """Note an access by op `index`; `begins` says that it writes all of the slot."""
@@ -136,6 +152,14 @@ def _is_whole(view: View, shape: tuple[int, ...] | None) -> bool:
         isinstance(each, Range) and each.start == 0 and (each.stop is None or each.stop == size)
         for each, size in zip(view.selectors, shape, strict=True)
     )
+
+
+def _run(view: View, size: int, env: Mapping[str, int]) -> tuple[int, int]:
+    """Return the first element of a view of a vector, and that after the last."""
+    (each,) = view.selectors
+    if not isinstance(each, Range):
+        return (0, 0)
+    return evaluate(each.start, env), size if each.stop is None else evaluate(each.stop, env)
 
 
 def peak_bytes(program: Program, rank: int) -> int:

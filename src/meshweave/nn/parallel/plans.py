@@ -18,6 +18,7 @@ from meshweave.algorithms.block.roles import (
 )
 from meshweave.algorithms.step import Parallelism, Step
 from meshweave.algorithms.step.layers import best_config, hidden_between_sites_s
+from meshweave.algorithms.step.problem import Degree
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
@@ -133,17 +134,47 @@ def _of_parallelism(
             stacklevel=2,
         )
     around = [role for role, size in ((DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
-    sizes = tuple(size for size in (p.data, p.context) if size > 1)
-    if p.tensor_size == 1 and len(sizes) == 1:
+    axes = [(name, p.size(name), p.stride(name)) for name in _AROUND if p.size(name) > 1]
+    if p.tensor_size == 1 and len(axes) == 1:
         entry = _alone(around[0])
     else:
         entry = STRATEGIES.named(p.strategy)
-        inner = p.tensor_mesh if p.tensor_mesh[1] > 1 or entry.roles[1] is not IDLE else p.tensor_mesh[:1]
-        sizes += inner
+        rows, columns = p.tensor_mesh
+        axes.append(("tensor", rows, p.stride("tensor") * columns))
+        if columns > 1 or entry.roles[1] is not IDLE:
+            axes.append(("tensor", columns, p.stride("tensor")))
         entry = StrategyAround(entry, tuple(around)) if around else entry
-    mesh = device_mesh or device_mesh_for(entry, sizes, "cpu")
+    if device_mesh is not None:
+        _check_order(p, device_mesh, axes)
+    _, sizes, strides = zip(*axes, strict=True)
+    mesh = device_mesh or device_mesh_for(entry, sizes, "cpu", strides)
     strategy = LayerStrategy.of(entry.name, mesh, config, entry, context)
     return ResolvedPlan(strategy, p.recompute == "full")
+
+
+_AROUND: tuple[Degree, ...] = ("data", "context")
+"""The degrees whose axes come before those of tensor parallelism in a mesh."""
+
+
+def _check_order(p: Parallelism, device_mesh: DeviceMesh, axes: list[tuple[Degree, int, int]]) -> None:
+    """Raise LayoutError where the dims of a given mesh lie on ranks in another order than that of the plan."""
+    mesh = device_mesh.mesh
+    if mesh.shape != tuple(size for _, size, _ in axes):
+        return  # the strategy says what fits
+    wide = [
+        (stride, int((mesh.select(dim, 1) - mesh.select(dim, 0)).abs().min()), name)
+        for dim, (name, size, stride) in enumerate(axes)
+        if size > 1
+    ]
+    planned = [name for _, _, name in sorted(wide)]
+    given = [name for _, _, name in sorted(wide, key=lambda each: each[1])]
+    if planned != given:
+        raise LayoutError(
+            f"the plan's order is {'-'.join(p.order)}, the innermost first; in the device mesh of ranks "
+            f"{mesh.tolist()} it is {'-'.join(dict.fromkeys(given))}: give a mesh whose dims "
+            f"{', '.join(name for name, _, _ in axes)} step by {', '.join(str(each[2]) for each in axes)} ranks, "
+            "or none"
+        )
 
 
 def _alone(role: AxisRole) -> BlockAlgorithm:

@@ -128,8 +128,13 @@ class LayerStrategy:
 _KNOWN: dict[Any, LayerStrategy] = {}
 
 
-def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
+def device_mesh_for(
+    entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: str, strides: tuple[int, ...] | None = None
+) -> DeviceMesh:
     """Return a device mesh of all ranks for a strategy: of one dim "tp", or of "row" and "col".
+
+    Args:
+        strides: how many ranks lie between neighbours along each dim; None where the last dim is innermost.
 
     Raises LayoutError where the sizes are not those of the world.
     """
@@ -137,7 +142,10 @@ def device_mesh_for(entry: BlockAlgorithm, sizes: tuple[int, ...], device_type: 
     if math.prod(sizes) != world:
         raise LayoutError(f"{entry.name} on {'x'.join(map(str, sizes))} ranks, there are {world}")
     names = ("tp",) if len(sizes) == 1 else AXES[-len(sizes) :]
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    if strides is None:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    ranks = torch.arange(world).as_strided(sizes, strides)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
 def chunked(config: BlockConfig, most: int) -> BlockConfig:

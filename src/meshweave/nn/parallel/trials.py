@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshweave.algorithms.block.data_parallel import DataParallel, ZeroThree
 from meshweave.algorithms.step import Parallelism
 from meshweave.base.errors import LayoutError, MeshweaveError, PlanError
 from meshweave.base.units import format_bytes
 
-PLAIN = "data_parallel"
-"""The strategy that wins where others are about as fast."""
+PLAIN, SHARDED = DataParallel.name, ZeroThree.name
+"""The strategy that wins where others are about as fast, and the other one that is always tried."""
 _MEMORY = Path("/proc/meminfo")
 
 
@@ -114,7 +115,7 @@ class Trials:
         """Return what is tried: the plans that were given, and both plain ones."""
         given = [Trial.of(plan, seconds) for plan, seconds in self.plans]
         said = {trial.kind: trial.predicted_s for trial in reversed(given)}
-        plain = [Trial.of(PLAIN, said.get("data")), Trial.of("zero3", said.get("zero"))]
+        plain = [Trial.of(PLAIN, said.get("data")), Trial.of(SHARDED, said.get("zero"))]
         others = [trial for trial in given if trial.kind not in ("data", "zero")]
         factors = corrections_of(self.results)
         every = [replace(trial, factor=factors.get(trial.kind, 1.0)) for trial in (*plain, *others)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from meshweave.algorithms.step import Parallelism, StepProblem, peak_memory
+from meshweave.algorithms.step import Parallelism, StepProblem, least_memory, memory_of
 from meshweave.algorithms.step.space import MIN_CONTEXT_TOKENS, SpaceOptions
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.units import format_bytes
@@ -25,7 +25,7 @@ def remedies_text(ranking: StepRanking) -> str:
         return ""
     choice, size = ranking.smallest
     problem = ranking.space.problem
-    peak = peak_memory(problem, choice)
+    peak = memory_of(problem, choice).peak
     states = peak.weights + peak.gradients + peak.optimizer
     parts = f"of which {format_bytes(states)} are weights, gradients and optimizer states"
     fitting = [
@@ -43,10 +43,11 @@ def remedies_text(ranking: StepRanking) -> str:
     return f"{parts}; what would fit: {', or '.join(fitting)}"
 
 
-def _bytes(problem: StepProblem, choice: Parallelism) -> int | None:
-    """Return the bytes of the fullest chip; None for what cannot be laid out."""
+def _bytes(problem: StepProblem, choice: Parallelism, limit: int) -> int | None:
+    """Return the bytes of the fullest chip, or more than the limit; None for what cannot be laid out."""
     try:
-        return peak_memory(problem, choice).total
+        least = least_memory(problem, choice).total
+        return least if least > limit else memory_of(problem, choice).total
     except MeshweaveError:
         return None
 
@@ -60,7 +61,10 @@ def _with_more_chips(ranking: StepRanking, choice: Parallelism) -> tuple[int, in
             larger = replace(problem, cluster=problem.cluster.with_chips(chips))
         except MeshweaveError:
             break
-        sizes = (_bytes(larger, each) for each in _spread(choice, times, ranking.space.options))
+        sizes = (
+            _bytes(larger, each, ranking.memory_bytes)
+            for each in _spread(choice, times, ranking.space.options)
+        )
         least = min((size for size in sizes if size is not None), default=None)
         if least is not None and least <= ranking.memory_bytes:
             return chips, least
@@ -89,7 +93,7 @@ def _with_shorter_sequences(ranking: StepRanking, choice: Parallelism) -> tuple[
     problem = ranking.space.problem
     sequence = problem.sequence // 2
     while sequence >= MIN_CONTEXT_TOKENS * choice.context:
-        size = _bytes(replace(problem, sequence=sequence), choice)
+        size = _bytes(replace(problem, sequence=sequence), choice, ranking.memory_bytes)
         if size is not None and size <= ranking.memory_bytes:
             return sequence, size
         sequence //= 2

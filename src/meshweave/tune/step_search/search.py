@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshweave.algorithms.step import Parallelism, Step
+from meshweave.algorithms.step import Parallelism, Step, memory_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP, StepEstimate
 from meshweave.algorithms.step.parts import StepTree, row_key
 from meshweave.algorithms.step.space import StepSpace
@@ -77,7 +77,7 @@ class StepRanking:
         front: priced configurations on the Pareto front of time and memory, the fastest first.
         is_complete: whether the search ran to its end; otherwise these are the best so far.
         num_exact: the number of exact rows, if the search ran to its end.
-        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+        smallest: where nothing fits, the configuration with the least memory, and its bytes.
     """
 
     space: StepSpace
@@ -111,6 +111,9 @@ class StepSearch(BestFirst):
         super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress)
         self._tree = StepTree(space, memory_bytes)
 
+    def _admits(self, config: Parallelism) -> bool:
+        return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
+
     def ranking(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
         tree = self._tree
@@ -130,8 +133,14 @@ class StepSearch(BestFirst):
             ),
             self.is_complete,
             min(self.num_exact, len(rows)),
-            tree.smallest,
+            None if rows else self._smallest(),
         )
+
+    def _smallest(self) -> tuple[Parallelism, int] | None:
+        """Return what came closest to fitting, with its bytes and not a bound of them."""
+        problem = self._tree.space.problem
+        closest = ((choice, memory_of(problem, choice).total) for _, _, choice in self._tree.closest)
+        return min(closest, key=lambda each: each[1], default=None)
 
 
 def _priced(ranked: RankedConfig) -> PricedStep:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshweave.algorithms.step import Parallelism, SoftwareStack, StepProblem, UnfusedKernels
-from meshweave.algorithms.step.memory import ActivationRule
+from meshweave.algorithms.step.framework_memory import ActivationRule
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer

@@ -136,7 +136,7 @@ def stack_of(run: PublishedRun) -> RunStack:
 
 def software_of(stack: RunStack) -> SoftwareStack:
     """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
-    return replace(load_stack(stack.name), **stack.does)
+    return replace(load_stack(stack.name), runs_programs=False, **stack.does)
 
 
 def attention_rate(kernel: str, chip: str) -> float:
