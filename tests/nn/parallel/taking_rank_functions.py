@@ -229,7 +229,6 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
     holes[0, 2] = 0
     tries: dict[str, Callable[[], Any]] = {
         "generate": lambda: module.generate(tokens),
-        "save_pretrained": lambda: module.save_pretrained(folder),
         "push_to_hub": lambda: module.push_to_hub("x"),
         "resize_token_embeddings": lambda: module.resize_token_embeddings(30),
         "add_adapter": lambda: module.add_adapter(None),

@@ -15,7 +15,6 @@ from meshweave.execute.ranks.launch import launch
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 WORDS = {
     "generate": "mw.save_weights",
-    "save_pretrained": "mw.save_weights",
     "push_to_hub": "push that folder",
     "resize_token_embeddings": "before parallelize",
     "add_adapter": "adapters are not computed",

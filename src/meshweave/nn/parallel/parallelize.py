@@ -16,6 +16,7 @@ from meshweave.execute.torch.call_order import require_process_group, share_refu
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.model import HostedModel
+from meshweave.nn.hosted.offered import offer_methods
 from meshweave.nn.parallel.features import (
     refuse_features,
 )
@@ -122,7 +123,7 @@ def parallelize(
     seed_alike(strategy)
     model.context = context
     watch_optimizers(model.agreement, before)
-    refuse_features(module, names.layers, runs_own_code=is_own)
+    refuse_features(module, names.layers, runs_own_code=is_own, offered=offer_methods(model))
     return model
 
 
