@@ -102,7 +102,7 @@ def _off(module: Any, whole: Any, tokens: Tensor, targets: Tensor, beside: Mappi
 
 
 def generated(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
-    """Return whether tokens and logits are those of one process, by how they are generated, and checksums of them."""
+    """Return whether tokens and logits are those of one process, by how they are generated, and checksums."""
     whole = small_models.make_model(kind).eval()
     made = parallelize(copy.deepcopy(whole), strategy, mesh_of(strategy), check=False)
     prompts = torch.randint(1, small_models.WORDS, (4, 5), generator=torch.Generator().manual_seed(7))

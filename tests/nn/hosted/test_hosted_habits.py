@@ -16,6 +16,7 @@ from meshweave.execute.ranks.launch import launch
 HERE = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
 TOLERANCE = 1e-12
+MASKING = ["megatron", "megatron_sp", "atp", "zero3", "data_parallel", "all_to_all_heads"]
 WITHOUT_POSITIONS = ("bloom", "mpt")
 MASKED = [
     "cohere2",

@@ -1,8 +1,8 @@
 """`generate` of transformers on a model whose ranks each have some heads: its own loop, on every rank.
 
-Each rank runs the whole loop, with keys of its heads in its own cache. Logits are whole on every rank, so all choose
-the same token. Ranks compare what they give, the generator before tokens are drawn, tokens in each forward pass,
-and what comes out.
+Each rank runs the whole loop, with keys of its heads in its own cache. Logits are whole on every rank, so all
+choose the same token. Ranks compare what they give, the generator before tokens are drawn, tokens in each forward
+pass, and what comes out.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class RankGenerate:
             )
         if splits_rows(strategy) and (self._option("num_beams", given) or 1) > 1:
             raise UnsupportedError(
-                f"generate with num_beams is not computed where ranks have rows of their own, as under {strategy.name}: "
-                "beams change rows; generate with the weights under megatron or atp"
+                f"generate with num_beams is not computed where ranks have rows of their own, as under "
+                f"{strategy.name}: beams change rows; generate with the weights under megatron or atp"
             )
 
     def _option(self, name: str, given: Mapping[str, Any]) -> Any:

@@ -157,7 +157,7 @@ def returned(inputs: CallInputs, loss: Tensor | None, logits: Tensor | None, out
 
 
 def with_own_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return a forward pass with the signature of that of a module's class, by which libraries see what it takes."""
+    """Return a forward pass with the signature of a class's own, by which libraries see what it takes."""
 
     def call(*args: Any, **given: Any) -> Any:
         return forward(*args, **given)

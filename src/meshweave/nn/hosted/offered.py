@@ -11,7 +11,7 @@ from meshweave.nn.weights.pretrained import RankSavePretrained
 
 
 def offer_methods(model: ParallelModel) -> set[str]:
-    """Give the module of a model the methods that its ranks compute together; return the names of all that work."""
+    """Give the module of a model the methods that its ranks compute together; return the names of what works."""
     module: Any = model.module
     offered: set[str] = set()
     if isinstance(model, HostedModel) and hasattr(module, "generate"):

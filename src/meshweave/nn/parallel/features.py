@@ -32,7 +32,8 @@ _KEPT = {
     "get_memory_footprint", "get_input_embeddings", "get_output_embeddings", "get_decoder", "get_encoder",
     "get_parameter_or_buffer", "gradient_checkpointing_enable", "gradient_checkpointing_disable",
     "activation_checkpointing_enable", "activation_checkpointing_disable", "enable_input_require_grads",
-    "disable_input_require_grads", "get_experts_implementation", "is_remote_code", "named_non_persistent_buffers", "add_model_tags", "is_backend_compatible",
+    "disable_input_require_grads", "get_experts_implementation", "is_remote_code",
+    "named_non_persistent_buffers", "add_model_tags", "is_backend_compatible",
     "set_is_initialized_for_modules", "mark_tied_weights_as_initialized", "get_expanded_tied_weights_keys",
     "get_total_byte_count", "estimate_tokens", "floating_point_ops", "post_init",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model of transformers whose parameters lie on several ranks: what `from_pretrained` reads."""
+"""`save_pretrained` of a model whose parameters lie on several ranks: what `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RankSavePretrained:
 
 
 def bytes_of(size: int | str) -> int:
-    """Return a number of bytes, of a number or of text such as "5GB" or "300MiB". Raises LayoutError for others."""
+    """Return a number of bytes, of one or of text such as "5GB" or "300MiB". Raises LayoutError for others."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)

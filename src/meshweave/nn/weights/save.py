@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def save_weights(
         writer = writers[number % len(writers)]
         whole = {name: _gathered(senders[name], own.get(name), rank, writer, device) for name in group}
         if rank == writer and not wrong:
-            wrong = _tried(folder, lambda: _write(Path(folder), _name(number, len(files)), whole))
+            wrong = _tried(folder, partial(_write, Path(folder), _name(number, len(files)), whole))
     wrong = _first_of_all(wrong)  # the others have sent on, and are told now
     if not wrong and rank == 0:
         wrong = _tried(folder, lambda: _finish(Path(folder), files, senders))
@@ -208,9 +209,9 @@ def _name(number: int, count: int) -> str:
 
 def _write(folder: Path, name: str, tensors: Mapping[str, Tensor | None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{name}.partial"
-    safetensors_library().torch.save_file(dict(tensors), str(partial), metadata={"format": "pt"})
-    partial.replace(folder / name)
+    unfinished = folder / f".{name}.partial"
+    safetensors_library().torch.save_file(dict(tensors), str(unfinished), metadata={"format": "pt"})
+    unfinished.replace(folder / name)
 
 
 def _finish(
@@ -221,9 +222,9 @@ def _finish(
     if len(files) > 1:
         weight_map = {name: _name(number, len(files)) for number, group in enumerate(files) for name in group}
         index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
-        partial = folder / f".{INDEX_FILE}.partial"
-        partial.write_text(json.dumps(index, indent=2) + "\n")
-        partial.replace(folder / INDEX_FILE)
+        unfinished = folder / f".{INDEX_FILE}.partial"
+        unfinished.write_text(json.dumps(index, indent=2) + "\n")
+        unfinished.replace(folder / INDEX_FILE)
         names.add(INDEX_FILE)
     for path in (folder / INDEX_FILE, folder / SINGLE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
         if path.name not in names:
