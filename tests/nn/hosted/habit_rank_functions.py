@@ -214,3 +214,84 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 def _seeded(seed: int, module: Any, tokens: Tensor, **options: Any) -> None:
     torch.manual_seed(seed)
     module.generate(tokens, **options)
+
+
+def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
+    """Return how far losses and adapters of a model are from one process' after steps, and its merged logits."""
+    import peft
+
+    plain = small_models.make_model(kind)
+    linear = {
+        name.rpartition(".")[2] for name, each in plain.named_modules() if isinstance(each, torch.nn.Linear)
+    }
+    targets = sorted(linear - {"lm_head", "embed_out", "output"})
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, lora_dropout=0.0)
+    whole = peft.get_peft_model(plain, config).double()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    own = copy.deepcopy(whole)
+    made = parallelize(own.get_base_model(), strategy, mesh_of(strategy), check=kind == "granite")
+    tokens, wanted = small_models.batch()
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in (own, whole)]
+    optimizers = [torch.optim.SGD(each, lr=0.3) for each in trained]
+    losses = []
+    for _ in range(3):
+        loss = made.loss(tokens, wanted)
+        right = small_models.loss_of(whole, tokens, wanted)
+        for optimizer, one in zip(optimizers, (loss, right), strict=True):
+            optimizer.zero_grad()
+            one.backward()
+            optimizer.step()
+        losses.append([float(loss.detach()), float(right.detach())])
+    state = {name: value for name, value in made.module.state_dict().items() if "lora_" in name}
+    right_state = {name: v for name, v in whole.get_base_model().state_dict().items() if "lora_" in name}
+    off = [float((state[name].full_tensor() - value).abs().max()) for name, value in right_state.items()]
+    said = ""
+    try:
+        made.module.save_pretrained(folder / "adapted")
+    except MeshweaveError as error:
+        said = str(error)
+    merged = own.merge_and_unload()
+    whole_merged = whole.merge_and_unload()
+    with torch.no_grad():
+        logits = merged(tokens).logits
+        change = logits - whole_merged(tokens, use_cache=False).logits
+    names = sorted(merged.state_dict()) == sorted(whole_merged.state_dict())
+    return {
+        "losses": losses, "names": sorted(state) == sorted(right_state) and names, "adapters": max(off),
+        "said": said, "count": len(off), "merged": float(change.abs().max() / logits.abs().max()),
+    }  # fmt: skip
+
+
+def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
+    """Return what is said of adapters that are not computed, and whether the model is left as it was."""
+    import peft
+
+    def config(**options: Any) -> Any:
+        return peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
+
+    models = {
+        name: peft.get_peft_model(small_models.make_model(kind), config(**options))
+        for name, options in {
+            "dropout": {"lora_dropout": 0.1},
+            "variant": {"use_dora": True},
+            "two": {},
+            "embedding": {"target_modules": ["embed_tokens"]},
+            "whole": {},
+        }.items()
+    }
+    models["two"].add_adapter("second", config())
+    models["layers of this library"] = peft.get_peft_model(small_models.make_model("llama"), config())
+    said = {}
+    for name, model in models.items():
+        before = {path: id(child) for path, child in model.named_modules()}
+        try:
+            parallelize(model if name == "whole" else model.get_base_model(), strategy, mesh_of(strategy))
+            said[name] = "nothing"
+        except MeshweaveError as error:
+            is_same = before == {path: id(child) for path, child in model.named_modules()}
+            said[name] = f"{error}" if is_same else "the model was changed"
+    return said

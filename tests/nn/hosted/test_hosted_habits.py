@@ -14,9 +14,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from meshweave.execute.ranks.launch import launch
 
 HERE = Path(__file__).parent
+ADAPTED = ["bloom", "cohere", "falcon", "gemma2", "gpt_neox", "granite", "olmo2", "phi", "phi3", "qwen3"]
+REFUSED = {
+    "dropout": "the adapter has lora_dropout",
+    "variant": "the adapter has a variant or a bias",
+    "two": "the adapter has the adapters default, second",
+    "embedding": "give get_base_model()",
+    "whole": "give get_base_model()",
+    "layers of this library": "adapters are computed in models that run by their own code",
+}
 PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
 TOLERANCE = 1e-12
-MASKING = ["megatron", "megatron_sp", "atp", "zero3", "data_parallel", "all_to_all_heads"]
+STRATEGIES = ["megatron", "megatron_sp", "atp", "zero3", "data_parallel", "all_to_all_heads"]
 WITHOUT_POSITIONS = ("bloom", "mpt")
 MASKED = [
     "cohere2",
@@ -100,9 +109,7 @@ def test_masks_generation_files_and_what_differs(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "strategy", ["megatron", "megatron_sp", "atp", "zero3", "data_parallel", "all_to_all_heads"]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_masks_and_packed_rows_of_many(tmp_path: Path, strategy: str) -> None:
     for answers in _launched([("given", kind, strategy) for kind in MASKED], 4, tmp_path):
         for name, answer in answers.items():
@@ -148,3 +155,35 @@ def test_files_of_many(tmp_path: Path, strategy: str) -> None:
     kinds = ["gpt2", "gpt_neox", "llama", "gemma2", "olmo2", "phi", "opt", "bloom", "falcon", "qwen3"]
     for name, wrong in _launched([("saved", kind, strategy) for kind in kinds], 4, tmp_path)[0].items():
         assert isinstance(wrong, dict) and not any(wrong.values()), (name, wrong)
+
+
+def _check_adapted(name: str, answer: Any) -> None:
+    assert isinstance(answer, dict), (name, answer)
+    assert all(abs(own - right) < TOLERANCE for own, right in answer["losses"]), (name, answer)
+    assert answer["losses"][-1][0] < answer["losses"][0][0], (name, answer)
+    assert answer["names"] and answer["count"] >= 8 and "merge_and_unload()" in answer["said"], (name, answer)
+    assert max(answer["adapters"], answer["merged"]) < TOLERANCE, (name, answer)
+
+
+@pytest.mark.gloo
+def test_adapters_train_and_merge_as_on_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    ranks = _launched(
+        [("adapted", "granite", "megatron_sp"), ("refused", "granite", "megatron")], 2, tmp_path
+    )
+    for answers in ranks:
+        _check_adapted("granite", answers["adapted granite megatron_sp"])
+        said = answers["refused granite megatron"]
+        assert said.keys() == REFUSED.keys()
+        assert all(words in said[name] for name, words in REFUSED.items()), said
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_adapters_of_many(tmp_path: Path, strategy: str) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    for answers in _launched([("adapted", kind, strategy) for kind in ADAPTED], 4, tmp_path):
+        for name, answer in answers.items():
+            _check_adapted(name, answer)

@@ -224,7 +224,7 @@ class HostedModel(ParallelModel):
         self._activations.fill(ids.device)
         core: AxisDims = tuple(dim if dim in TOKENS else "" for dim in strategy.roles.core(True))
         named: dict[str, Any] = {"use_cache": False} if "use_cache" in self._taken else {}
-        named |= self._arguments.local(inputs, ids.shape[0])
+        named |= self.arguments.local(inputs, ids.shape[0])
         if self._ring_calls is not None:
             start, end = tokens.core_span(int(ids.shape[1]))
             rows = local_tokens(ids, strategy, core).shape[0]
@@ -252,7 +252,7 @@ class HostedModel(ParallelModel):
     def prune(self, first: int, end: int) -> None:
         """Take what other stages have out of the module; names of the rest stay."""
         names, module = self.anatomy.names, self.module
-        self._arguments.is_whole = (first, end) == (0, len(self.blocks))
+        self.arguments.is_whole = (first, end) == (0, len(self.blocks))
         if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
             twice = ", ".join(sorted(self.anatomy.norms_twice))
             raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")

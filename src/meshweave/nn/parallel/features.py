@@ -15,13 +15,14 @@ from meshweave.nn.parallel.loss import IGNORED
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
 _EARLIER = "do it before parallelize"
+_ADAPTERS = "PEFT puts adapters into the model before parallelize, which takes LoRA of linear layers"
 _METHODS = {
     "generate": f"tokens are not generated from parts of a model; {_SAVE}",
     "save_pretrained": _SAVE,
     "push_to_hub": f"{_SAVE}; push that folder",
-    "add_adapter": "adapters are not computed",
-    "load_adapter": "adapters are not computed",
-    "set_adapter": "adapters are not computed",
+    "add_adapter": _ADAPTERS,
+    "load_adapter": _ADAPTERS,
+    "set_adapter": _ADAPTERS,
     "forward": "call the whole model",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
@@ -153,8 +154,8 @@ class _WithoutAdapters:
 
     def __setitem__(self, name: str, config: Any) -> NoReturn:
         raise UnsupportedError(
-            "adapters (LoRA and others of PEFT) are not computed in a parallelised model: train them before "
-            "parallelize, merge_and_unload() and parallelize the result; or train all weights"
+            "adapters are not put into a parallelised model: get_peft_model() comes before parallelize, which "
+            "takes LoRA of linear layers; merge_and_unload() others and parallelize the result"
         )
 
 

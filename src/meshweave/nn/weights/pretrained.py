@@ -62,6 +62,11 @@ class RankSavePretrained:
             CheckpointError: a rank cannot write; on all ranks.
         """
         module = self._module
+        if adapted := next((name for name, _ in module.named_parameters() if ".lora_" in name), None):
+            raise UnsupportedError(
+                f"{adapted} is an adapter: save after merge_and_unload() of PEFT's model, or keep the module's "
+                "state_dict"
+            )
         for name, value in given.items():
             if name not in _IGNORED and value not in (None, False):
                 raise UnsupportedError(
