@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -264,6 +265,20 @@ def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
         "losses": losses, "names": sorted(state) == sorted(right_state) and names, "adapters": max(off),
         "said": said, "count": len(off), "merged": float(change.abs().max() / logits.abs().max()),
     }  # fmt: skip
+
+
+def stepped(kind: str, strategy: str, folder: Path) -> list[int]:
+    """Return how many steps of an optimizer are counted after one, of models that come and go."""
+    counts = []
+    for _ in range(2):
+        gc.collect()
+        made = parallelize(small_models.make_model(kind), strategy, mesh_of(strategy), check=False)
+        optimizer = torch.optim.SGD(made.module.parameters(), lr=0.1)
+        made.loss(*small_models.batch()).backward()
+        optimizer.step()
+        counts.append(made.agreement.progress.steps)
+        del made, optimizer
+    return counts
 
 
 def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:

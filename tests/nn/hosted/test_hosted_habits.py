@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 ADAPTED = ["bloom", "cohere", "falcon", "gemma2", "gpt_neox", "granite", "olmo2", "phi", "phi3", "qwen3"]
 REFUSED = {
     "dropout": "the adapter has lora_dropout",
-    "variant": "the adapter has a variant or a bias",
+    "variant": "DoraLinearLayer of peft",
     "two": "the adapter has the adapters default, second",
     "embedding": "give get_base_model()",
     "whole": "give get_base_model()",
@@ -90,6 +90,7 @@ def _check_generated(name: str, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.gloo
 def test_masks_generation_files_and_what_differs(tmp_path: Path) -> None:
     cases = [
+        ("stepped", "qwen3", "zero3"),
         ("given", "qwen3", "megatron_sp"),
         ("generated", "phi", "megatron"),
         ("saved", "gpt_neox", "zero3"),
@@ -98,6 +99,7 @@ def test_masks_generation_files_and_what_differs(tmp_path: Path) -> None:
     ranks = _launched(cases, 2, tmp_path)
     for answers in ranks:
         _check_given("given qwen3 megatron_sp", answers["given qwen3 megatron_sp"])
+        assert answers["stepped qwen3 zero3"] == [1, 1]
         said = answers["differing qwen3 zero3"]
         assert said.keys() == SAID.keys()
         assert all(words in said[name] for name, words in SAID.items()), said

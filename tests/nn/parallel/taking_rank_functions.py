@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another norm of transformers": (lambda: _other_norm(_llama()), "_Scaled of"),
     "another norm": (lambda: _other_norm(PlainLlama(layers=2).double()), "computes something else"),
     "the last norm": (lambda: _of(_last_norm), "computes something else"),
-    "adapter": (_adapter, "merge them"),
+    "adapter": (_adapter, "merge others"),
     "wrapped": (_wrapped, "wrap the layers after parallelize"),
     "quantised": (_quantised, "quantised"),
     "one bias": (lambda: _of(_gates_of_one), "have a bias"),

@@ -20,7 +20,6 @@ from meshweave.algorithms.block.roles import Dim, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.hosted.linears import HostedLinear
-from meshweave.nn.hosted.model import HostedModel
 from meshweave.nn.parallel.buckets import KeptParameter
 from meshweave.nn.parallel.linear import is_transposed
 from meshweave.nn.parallel.model import ParallelModel
@@ -144,8 +143,11 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]
 
 
 @contextmanager
-def without_adapters(module: nn.Module) -> Iterator[list[TakenAdapter]]:
+def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[TakenAdapter]]:
     """Take adapters out of a model for what runs inside; where that raises, they are put back.
+
+    Args:
+        runs_own_code: whether the model runs by its own code, as one with adapters must.
 
     Raises UnsupportedError, naming the layer, for one that is not computed.
     """
@@ -154,12 +156,31 @@ def without_adapters(module: nn.Module) -> Iterator[list[TakenAdapter]]:
         for path, child in module.named_modules()
         if is_adapter(child)
     ]
+    if taken and not runs_own_code:
+        raise UnsupportedError(
+            f"{taken[0].path}: adapters are computed in models that run by their own code, and "
+            f"{type(module).__name__} has layers of this library; {_MERGE}"
+        )
     _place(module, taken, lambda each: each.layer.get_base_layer())
     try:
         yield taken
     except BaseException:
         _place(module, taken, lambda each: each.layer)
         raise
+
+
+@contextmanager
+def all_trained(module: nn.Module) -> Iterator[None]:
+    """Let a model of which all is frozen train for what runs inside: a proof compares gradients, too."""
+    parameters = list(module.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        yield
+        return
+    module.requires_grad_(True)
+    try:
+        yield
+    finally:
+        module.requires_grad_(False)
 
 
 def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAdapter], nn.Module]) -> None:
@@ -169,12 +190,7 @@ def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAd
 
 
 def put_in(model: ParallelModel, taken: list[TakenAdapter]) -> None:
-    """Put adapters into the layers that ranks share. Raises UnsupportedError where a layer is another one."""
-    if taken and not isinstance(model, HostedModel):
-        raise UnsupportedError(
-            f"{taken[0].path}: adapters are computed in models that run by their own code, and "
-            f"{type(model.module).__name__} has layers of this library; {_MERGE}"
-        )
+    """Put adapters into the layers that ranks share."""
     for each in taken:
         linear = model.module.get_submodule(each.path)
         assert isinstance(linear, HostedLinear), each.path
@@ -214,4 +230,4 @@ def _is_product(layer: Any, name: str) -> bool:
         return True
     with torch.no_grad():
         own, theirs = (b.float() @ a.float()) * layer.scaling[name], layer.get_delta_weight(name).float()
-        return torch.allclose(own.t() if layer.fan_in_fan_out else own, theirs, rtol=1e-2, atol=1e-6)
+        return bool(torch.allclose(own.t() if layer.fan_in_fan_out else own, theirs, rtol=1e-2, atol=1e-6))

@@ -14,7 +14,7 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.hosted.adapters import put_in, without_adapters
+from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.model import HostedModel
 from meshweave.nn.hosted.offered import offer_methods
@@ -109,7 +109,7 @@ def parallelize(
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
-        with without_adapters(module) as adapters:
+        with without_adapters(module, mapping is None and is_hosted(module)) as adapters:
             model = _made(
                 module, mapping, resolve(plan, device_mesh, config, overlap, context), check, debug_every
             )
@@ -131,7 +131,8 @@ def _made(
     check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
     strategy = plan.strategy
     if check:
-        proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
+        with all_trained(module):
+            proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
         return make(module, proved, debug_every)
     level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
     _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)

@@ -122,7 +122,8 @@ def _writers(folder: Path) -> list[int]:
     sees: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sees, path.is_file())
     if dist.get_rank() == 0:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
     return [0, *(rank for rank, is_seen in enumerate(sees) if is_seen and rank)]
 
 
