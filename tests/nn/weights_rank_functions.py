@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshweave.execute.torch import compat
 from meshweave.nn.dtensor import layout_on
-from meshweave.nn.weights import StoredTensor, load_weights, save_weights
+from meshweave.nn.weights import StoredTensor, load_weights, save, save_weights
 
 LAYOUTS = {
     "even": (Shard(0), Shard(1)),
@@ -36,8 +36,11 @@ class Weights(nn.Module):
         self.tied = self.even
 
 
-def load_and_save(context: Any, payload: Mapping[str, Any]) -> list[str]:
-    """Each rank gets its part of what is stored, reads no more than that, and together they write the same."""
+def load_and_save(context: Any, payload: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Each rank gets its part of what is stored, reads no more than that, and together they write the same.
+
+    Return what is wrong, and which files this rank wrote.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     folder = Path(payload["folder"])
     stored = {
@@ -67,7 +70,10 @@ def load_and_save(context: Any, payload: Mapping[str, Any]) -> list[str]:
         wrong.append(f"{report.bytes_read} bytes read")
     if report.unused != ["extra"]:
         wrong.append(f"unused {report.unused}")
-    save_weights(module, folder / "again", mapping=MAPPING, file_bytes=600)
+    written_here: list[str] = []
+    write = save._write
+    save._write = lambda where, name, tensors: (written_here.append(name), write(where, name, tensors))
+    save_weights(module, folder / "again", mapping=MAPPING, file_bytes=200)
     if context.rank == 0:
         written = {
             n: t for path in (folder / "again").glob("*.safetensors") for n, t in load_file(path).items()
@@ -75,4 +81,4 @@ def load_and_save(context: Any, payload: Mapping[str, Any]) -> list[str]:
         del stored["extra"]
         wrong += [name for name, one in stored.items() if not torch.equal(written.pop(name), one)]
         wrong += [f"{name} is extra" for name in written]
-    return wrong
+    return wrong, written_here

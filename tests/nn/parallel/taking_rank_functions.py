@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another norm of transformers": (lambda: _other_norm(_llama()), "_Scaled of"),
     "another norm": (lambda: _other_norm(PlainLlama(layers=2).double()), "computes something else"),
     "the last norm": (lambda: _of(_last_norm), "computes something else"),
-    "adapter": (_adapter, "merge them"),
+    "adapter": (_adapter, "merge others"),
     "wrapped": (_wrapped, "wrap the layers after parallelize"),
     "quantised": (_quantised, "quantised"),
     "one bias": (lambda: _of(_gates_of_one), "have a bias"),
@@ -229,7 +229,6 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
     holes[0, 2] = 0
     tries: dict[str, Callable[[], Any]] = {
         "generate": lambda: module.generate(tokens),
-        "save_pretrained": lambda: module.save_pretrained(folder),
         "push_to_hub": lambda: module.push_to_hub("x"),
         "resize_token_embeddings": lambda: module.resize_token_embeddings(30),
         "add_adapter": lambda: module.add_adapter(None),

@@ -15,10 +15,9 @@ from meshweave.execute.ranks.launch import launch
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 WORDS = {
     "generate": "mw.save_weights",
-    "save_pretrained": "mw.save_weights",
     "push_to_hub": "push that folder",
     "resize_token_embeddings": "before parallelize",
-    "add_adapter": "adapters are not computed",
+    "add_adapter": "PEFT puts adapters into the model before parallelize",
     "attention_mask": "masks of padding are not taken",
     "mask by place": "masks of padding are not taken",
     "position_ids": "positions count from 0",
@@ -43,7 +42,7 @@ WORDS = {
     "ddp around": "take FSDP2",
     "fsdp around": "take its .module",
     "taken for a module": "has no parameters: take its .module",
-    "lora": "merge_and_unload() and parallelize the result",
+    "lora": "merge_and_unload() others and parallelize the result",
     "lora around": "take its .module",
     "again": "a forward of its own",
     "another norm": "model.norm is a Sequential that was put there after parallelize",

@@ -84,7 +84,7 @@ def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
         binds=(),
         device=device,
         dtype=torch.float64,
-    )
+    ).requires_grad_(True)  # frozen or not: the graph of autograd says what flows where
     generator = torch.Generator().manual_seed(5)
     words = int(copy.get_submodule(names.embedding).weight.shape[0])
     tokens = torch.randint(0, words, _TOKENS, generator=generator).to(device)

@@ -23,15 +23,16 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.drops import RankDropout, drops
+from meshweave.nn.hosted.inputs import HostedArguments, returned, with_own_signature
 from meshweave.nn.hosted.layer_plan import LayerReplacements
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
 from meshweave.nn.parallel.embedding import local_tokens
-from meshweave.nn.parallel.features import ForwardArguments, PlacedModules
+from meshweave.nn.parallel.features import CallInputs, PlacedModules
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
-from meshweave.nn.parallel.model import ParallelModel, ParallelOutput
+from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.parameters import ParameterLayout, fill, on_meta
 from meshweave.nn.parallel.reports import ParallelReport
 from meshweave.nn.parallel.rotary import UnfilledBuffers
@@ -63,10 +64,10 @@ class HostedModel(ParallelModel):
         self.anatomy = anatomy = anatomy_of(module, _device_of(module, strategy))
         self.names: Any = anatomy.names
         self.tokens = Tokens(strategy)
-        self._arguments = ForwardArguments(module, anatomy.shifts_labels)
         self._drops = RankDropout(self.tokens) if drops(module) else None
         self._forward = type(module).forward.__get__(module)
         self._taken = set(inspect.signature(type(module).forward).parameters)
+        self._arguments = self.arguments = HostedArguments(module, anatomy.shifts_labels, strategy, recompute)
         self._new: dict[str, nn.Module] = {}
         self._then: list[Callable[[], None]] = []
         self._plan_ends()
@@ -89,7 +90,7 @@ class HostedModel(ParallelModel):
             debug_every=debug_every,
         )
         self._placed = PlacedModules(module, anatomy.names.layers)
-        module.forward = self.forward
+        module.forward = with_own_signature(self.forward, module)
 
     # --- replacing ------------------------------------------------------------------------------------------
 
@@ -196,20 +197,34 @@ class HostedModel(ParallelModel):
     def _any_tokens(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         return torch.zeros(batch, sequence, dtype=torch.int64, device=x.device)
 
-    def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> Any:
+    def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
         assert input_ids is not None
-        logits = self._through(input_ids, None, _LayerSpan(len(self.blocks)))
-        if targets is not None:
-            return ParallelOutput(self.vocabulary(logits, targets), None)
-        return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
+        (batch, sequence), last = input_ids.shape, inputs.logits_to_keep
+        self.tokens.last = last
+        out = self._called(input_ids, None, _LayerSpan(len(self.blocks)), inputs)
+        logits, loss = logits_of(out), None
+        if inputs.targets is not None:
+            loss, whole = self.vocabulary(logits, inputs.targets), None
+        else:
+            whole = self.vocabulary.whole_logits(logits, batch, min(last or sequence, sequence))
+        return returned(inputs, loss, whole, out)
 
     def _through(self, ids: Tensor, given: Tensor | None, span: _LayerSpan) -> Tensor:
         """Return what a span of the forward pass makes: the residual, or this rank's part of the logits."""
+        self.tokens.last = 0
+        try:
+            return logits_of(self._called(ids, given, span, CallInputs()))
+        except _StopError as stop:
+            return as_plain(stop.residual)
+
+    def _called(self, ids: Tensor, given: Tensor | None, span: _LayerSpan, inputs: CallInputs) -> Any:
+        """Return what the forward pass of the model's class does of this rank's part of tokens and inputs."""
         tokens, strategy = self.tokens, self.strategy
         tokens.check(ids)
         self._activations.fill(ids.device)
         core: AxisDims = tuple(dim if dim in TOKENS else "" for dim in strategy.roles.core(True))
         named: dict[str, Any] = {"use_cache": False} if "use_cache" in self._taken else {}
+        named |= self.arguments.local(inputs, ids.shape[0])
         if self._ring_calls is not None:
             start, end = tokens.core_span(int(ids.shape[1]))
             rows = local_tokens(ids, strategy, core).shape[0]
@@ -221,8 +236,6 @@ class HostedModel(ParallelModel):
         try:
             with self.dropping():
                 out = self._forward(input_ids=local_tokens(ids, strategy, core), **named)
-        except _StopError as stop:
-            return as_plain(stop.residual)
         finally:
             tokens.ids, tokens.given, self.span = before
         if self._ring_calls is not None and not self._ring_calls[0] and span.first == 0:
@@ -230,8 +243,7 @@ class HostedModel(ParallelModel):
             raise UnsupportedError(
                 f"{kind} computes attention by code of its own, which does not run in a ring"
             )
-        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
-        return as_plain(logits)
+        return out
 
     def dropping(self) -> AbstractContextManager[Any]:
         """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
@@ -240,6 +252,7 @@ class HostedModel(ParallelModel):
     def prune(self, first: int, end: int) -> None:
         """Take what other stages have out of the module; names of the rest stay."""
         names, module = self.anatomy.names, self.module
+        self.arguments.is_whole = (first, end) == (0, len(self.blocks))
         if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
             twice = ", ".join(sorted(self.anatomy.norms_twice))
             raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")
@@ -299,8 +312,7 @@ class HostedHead(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's part of the logits."""
-        rows = as_plain(x)
-        sizes = self._tokens.sizes
+        rows, sizes = self._tokens.kept_rows(as_plain(x))
         if self.tied is not None:
             logits: Tensor = self.tied.logits(self.alone, rows, *sizes)
             for bias in self._use():
@@ -404,6 +416,12 @@ class _NotHere(nn.Module):  # type: ignore[misc]
         """Return the residual as it is given."""
         assert self._tokens.given is not None
         return self._tokens.told(self._tokens.given)
+
+
+def logits_of(out: Any) -> Tensor:
+    """Return this rank's part of the logits, of what the forward pass of a model's class returned."""
+    logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+    return as_plain(logits)
 
 
 def _device_of(module: nn.Module, strategy: LayerStrategy) -> torch.device:

@@ -82,6 +82,7 @@ class Tokens:
         given: this rank's part of the residual, where the embedding is not to make it.
         held: batch and sequence of all ranks of a layer that is computed again.
         place: how lies what is computed now: as the residual, or as inner features.
+        last: of how many last tokens of a row there are logits; 0 for all.
     """
 
     strategy: LayerStrategy
@@ -89,6 +90,7 @@ class Tokens:
     given: Tensor | None = None
     place: AxisDims = ()
     held: tuple[int, int] = (0, 0)
+    last: int = 0
     _shares: tuple[tuple[int, int], tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,13 @@ class Tokens:
             for start, stop in (self.strategy.span(s, dims) for s in self.strategy.tokens(*self.sizes))
         )
         return x.unflatten(0, (batch, sequence))
+
+    def kept_rows(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return what this rank has of the tokens that get logits, and batch and sequence of these."""
+        batch, sequence = self.sizes
+        if not self.last or self.last >= sequence:
+            return x, (batch, sequence)
+        return x[:, -self.last :], (batch, self.last)
 
     def told(self, x: Tensor) -> Tensor:
         """Return this rank's part of the residual as the model's code is to see it."""

@@ -33,8 +33,12 @@ REMEDIES = {
     "tokens": "every rank of the mesh gives the same tokens, all of them, and takes its part; batches of its own "
     "are for an outer data axis",
     "targets": "every rank of the mesh gives the same targets, all of them, and takes its part",
+    "attention_mask": "every rank of the mesh gives the same mask, all of it, and takes its part",
+    "position_ids": "every rank of the mesh gives the same positions, all of them, and takes its part",
+    "generated tokens": "give generate the same on every rank, and let nothing else draw or choose tokens",
     "modes": "call train(), eval(), no_grad() and autocast alike on every rank",
-    "generator": "dropout needs torch's generator in the same state: seed it alike, and draw as often from it",
+    "generator": "dropout and sampling need torch's generator in the same state: seed it alike, and draw as often "
+    "from it",
     "progress": "every rank takes as many forward and optimizer steps, and clears gradients alike",
     "optimizer": "make the same optimizer, with the same settings, on every rank",
     "gradients": "every rank runs the same backward passes, and clips and scales gradients alike",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -14,13 +15,14 @@ from meshweave.nn.parallel.loss import IGNORED
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
 _EARLIER = "do it before parallelize"
+_ADAPTERS = "PEFT puts adapters into the model before parallelize, which takes LoRA of linear layers"
 _METHODS = {
     "generate": f"tokens are not generated from parts of a model; {_SAVE}",
     "save_pretrained": _SAVE,
     "push_to_hub": f"{_SAVE}; push that folder",
-    "add_adapter": "adapters are not computed",
-    "load_adapter": "adapters are not computed",
-    "set_adapter": "adapters are not computed",
+    "add_adapter": _ADAPTERS,
+    "load_adapter": _ADAPTERS,
+    "set_adapter": _ADAPTERS,
     "forward": "call the whole model",
     "__deepcopy__": f"it has process groups and parts of weights, which are not copied; {_SAVE}",
     "__reduce_ex__": f"it has process groups, which are not pickled; save its state_dict, or {_SAVE}",
@@ -31,7 +33,8 @@ _KEPT = {
     "get_memory_footprint", "get_input_embeddings", "get_output_embeddings", "get_decoder", "get_encoder",
     "get_parameter_or_buffer", "gradient_checkpointing_enable", "gradient_checkpointing_disable",
     "activation_checkpointing_enable", "activation_checkpointing_disable", "enable_input_require_grads",
-    "disable_input_require_grads", "named_non_persistent_buffers", "add_model_tags", "is_backend_compatible",
+    "disable_input_require_grads", "get_experts_implementation", "is_remote_code",
+    "named_non_persistent_buffers", "add_model_tags", "is_backend_compatible",
     "set_is_initialized_for_modules", "mark_tied_weights_as_initialized", "get_expanded_tied_weights_keys",
     "get_total_byte_count", "estimate_tokens", "floating_point_ops", "post_init",
 }  # fmt: skip
@@ -58,16 +61,20 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def refuse_features(module: nn.Module, layers: str, runs_own_code: bool = False) -> None:
+def refuse_features(
+    module: nn.Module, layers: str, runs_own_code: bool = False, offered: Iterable[str] = ()
+) -> None:
     """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
 
     Args:
         layers: the name of its list of layers.
         runs_own_code: whether the forward passes of modules within are called.
+        offered: methods of the module that work, or that say themselves why they do not.
     """
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
             refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}
+            refused = refused - {*offered} if child is module else refused
             for name in sorted(refused if child is module or not runs_own_code else refused & {*_METHODS}):
                 setattr(child, name, _refusal(type(child).__name__, name))
     whole = layers
@@ -147,8 +154,8 @@ class _WithoutAdapters:
 
     def __setitem__(self, name: str, config: Any) -> NoReturn:
         raise UnsupportedError(
-            "adapters (LoRA and others of PEFT) are not computed in a parallelised model: train them before "
-            "parallelize, merge_and_unload() and parallelize the result; or train all weights"
+            "adapters are not put into a parallelised model: get_peft_model() comes before parallelize, which "
+            "takes LoRA of linear layers; merge_and_unload() others and parallelize the result"
         )
 
 
@@ -182,6 +189,37 @@ def _refusal(model: str, name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+@dataclass(frozen=True)
+class CallInputs:
+    """What a call of a parallelised module computes with beside its tokens.
+
+    Attributes:
+        targets: per token the one that is to be foretold; None where logits are wanted.
+        named: arguments of the model's own forward pass that its code computes with, whole.
+        logits_to_keep: of how many last tokens there are logits; 0 for all.
+        returns_own: whether the result is of the class that transformers returns.
+    """
+
+    targets: Tensor | None = None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    logits_to_keep: int = 0
+    returns_own: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, which all ranks give alike, by name."""
+        return {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Return in words what else all ranks give alike."""
+        cache = self.named.get("past_key_values")
+        words = {"logits_to_keep": str(self.logits_to_keep), "use_cache": str(self.named.get("use_cache"))}
+        return words | (
+            {} if cache is None else {"past_key_values": f"of {int(cache.get_seq_length())} tokens"}
+        )
+
+
 class ForwardArguments:
     """The arguments of a module's own forward pass, as users of the module before give them.
 
@@ -195,10 +233,10 @@ class ForwardArguments:
         names = list(inspect.signature(type(module).forward).parameters)[2:]
         self.names = names if "labels" in names else ["labels"]
 
-    def targets(
+    def inputs(
         self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
-    ) -> Tensor | None:
-        """Return the targets, or None where logits are wanted. Raises MeshweaveError for what is not computed.
+    ) -> CallInputs:
+        """Return what a call computes with. Raises MeshweaveError for what is not computed.
 
         Args:
             tokens: the first argument.
@@ -211,18 +249,36 @@ class ForwardArguments:
         labels = given.pop("labels", None)
         if not isinstance(tokens, Tensor):
             raise LayoutError("give input_ids: whole numbers (batch, sequence)")
+        taken = {}
         for name, value in given.items():
-            if value is not None and not self._changes_nothing(name, value, tokens, labels, targets):
-                why = _ARGUMENTS.get(name, "forward does not take it")
-                raise UnsupportedError(f"{name} is not computed: {why}")
+            if value is None:
+                continue
+            if self.takes(name, value, tokens):
+                taken[name] = value
+            elif not self._changes_nothing(name, value, tokens, labels, targets):
+                raise UnsupportedError(f"{name} is not computed: {self.why_not(name)}")
         if labels is None or targets is not None:
-            return targets
+            return self.made(tokens, targets, taken)
         if "_loss_function" in vars(self.module):
             raise UnsupportedError(
                 "loss_function is not computed: the loss is that of causal language models"
             )
         shifts = self.has_shift and labels.ndim == 2  # other shapes are told to all ranks
-        return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifts else labels
+        if shifts:
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return self.made(tokens, labels, taken)
+
+    def why_not(self, name: str) -> str:
+        """Return why an argument is not computed, and what to use."""
+        return _ARGUMENTS.get(name, "forward does not take it")
+
+    def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
+        """Return whether a call computes with an argument. Raises MeshweaveError where it does, and not so."""
+        return False
+
+    def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
+        """Return what a call computes with, of targets and of arguments that it takes."""
+        return CallInputs(targets, taken)
 
     def _changes_nothing(
         self, name: str, value: Any, tokens: Tensor, labels: Tensor | None, targets: Tensor | None

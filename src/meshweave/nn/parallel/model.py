@@ -17,6 +17,7 @@ from meshweave.nn.parallel.dropout import ShardDropout
 from meshweave.nn.parallel.embedding import ParallelEmbedding, ParallelPositions
 from meshweave.nn.parallel.features import (
     AroundModule,
+    CallInputs,
     ForwardArguments,
     PlacedModules,
 )
@@ -243,20 +244,21 @@ class ParallelModel(AroundModule):
             **given: the same by name.
             targets: per token the one that is to be foretold, or -100 for none.
         """
-        refused = None
+        refused, inputs = None, CallInputs()
         try:
-            targets = self._arguments.targets(input_ids, args, given, targets)
+            inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()
         except MeshweaveError as error:  # on this rank: others hear of it
-            refused, targets = error, None
+            refused, inputs = error, CallInputs()
         tokens = input_ids if isinstance(input_ids, Tensor) else None
         if torch.compiler.is_compiling():
-            self.agreement.check(tokens, targets, refused)
-            return self._run(input_ids, targets)
-        with self.agreement.beside(tokens, targets, refused):
-            return self._run(input_ids, targets)
+            self.agreement.check(tokens, inputs, refused)
+            return self._run(input_ids, inputs)
+        with self.agreement.beside(tokens, inputs, refused):
+            return self._run(input_ids, inputs)
 
-    def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
+    def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
+        targets = inputs.targets
         if self.strategy.is_alone or torch.compiler.is_compiling() or not self._use.is_here:
             return self._computed(input_ids, targets)
         self.blocks[-1].is_followed = False

@@ -29,15 +29,17 @@ from meshweave.nn.parallel.step_agreement import StepAgreement
 _WHAT = "all ranks to compare the optimizers of a parallelised model"
 _replaced: Any = WeakIdKeyDictionary()
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[StepAgreement]]] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+"""Torch's handles of what runs with each step: once in a process, whichever models came and went."""
 _probes: weakref.WeakKeyDictionary[StepAgreement, GradientProbe] = weakref.WeakKeyDictionary()
 """By model, in the order in which they were parallelised: ranks compare one after another."""
 
 
 def watch_optimizers(agreement: StepAgreement, replaced: Mapping[str, nn.Parameter]) -> None:
     """Look at the steps of optimizers that hold parameters of a model, or those that were `replaced` in it."""
-    if not _probes and not _replaced:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
     own = {id(parameter) for parameter in agreement.module.parameters()}
     for name, parameter in replaced.items():
         if id(parameter) not in own:

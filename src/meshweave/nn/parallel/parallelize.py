@@ -14,8 +14,10 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.model import HostedModel
+from meshweave.nn.hosted.offered import offer_methods
 from meshweave.nn.parallel.features import (
     refuse_features,
 )
@@ -107,24 +109,35 @@ def parallelize(
     with share_refusal(own, ranks_of(device_mesh), "parallelize"):
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
-        resolved = resolve(plan, device_mesh, config, overlap, context)
-        title, names, make = _maker(module, mapping, resolved)
-        is_own = not isinstance(names, ModelMap)
-        check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
-        strategy = resolved.strategy
-        proved = "nothing (check=False)"
-        if check:
-            proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
-        else:
-            level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
-            _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
         before = dict(module.named_parameters())
-        model = make(module, proved, debug_every)
-    seed_alike(strategy)
+        with without_adapters(module, mapping is None and is_hosted(module)) as adapters:
+            model = _made(
+                module, mapping, resolve(plan, device_mesh, config, overlap, context), check, debug_every
+            )
+            put_in(model, adapters)
+    seed_alike(model.strategy)
     model.context = context
     watch_optimizers(model.agreement, before)
-    refuse_features(module, names.layers, runs_own_code=is_own)
+    is_own = isinstance(model, HostedModel)
+    refuse_features(module, model.names.layers, runs_own_code=is_own, offered=offer_methods(model))
     return model
+
+
+def _made(
+    module: nn.Module, mapping: ModelMap | None, plan: ResolvedPlan, check: bool, debug_every: int
+) -> ParallelModel:
+    """Return a model with a plan in it, which is proved first if `check`."""
+    title, names, make = _maker(module, mapping, plan)
+    is_own = not isinstance(names, ModelMap)
+    check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
+    strategy = plan.strategy
+    if check:
+        with all_trained(module):
+            proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
+        return make(module, proved, debug_every)
+    level = logging.WARNING if strategy.rank == strategy.mesh.ranks[0] else logging.DEBUG
+    _LOG.log(level, "%s is parallelised unproved: check=False", type(module).__name__)
+    return make(module, "nothing (check=False)", debug_every)
 
 
 def _maker(

@@ -9,7 +9,7 @@ call until its first program that communicates, or its end. The first call and e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ from meshweave.execute.torch.call_order import CallOrder, call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
 from meshweave.nn.parallel.checksums import checksum
+from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.tokens import TokenLimits
 
-_TARGETS_FACTOR = -7046029254386353131  # odd: targets that are tokens count, too
+_STRIDE = 0x9E3779B97F4A  # even, so that factors are odd: targets that are tokens count, too
 _WHAT = "all ranks to compare what they give a parallelised model"
 _SHOWN = 6
 
@@ -77,16 +78,14 @@ class StepAgreement:
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="ranks compare what they give a call outside of graphs: compile the blocks, or without fullgraph"
     )
-    def check(
-        self, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None = None
-    ) -> None:
+    def check(self, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None = None) -> None:
         """Make sure of what `beside` does, before a call that a compiler runs. Raises as it does."""
-        with self.beside(tokens, targets, refused):
+        with self.beside(tokens, inputs, refused):
             pass
 
     @contextlib.contextmanager
     def beside(
-        self, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None = None
+        self, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None = None
     ) -> Iterator[None]:
         """Make sure that all ranks give a call the same, and what the model takes; all ranks run the call inside.
 
@@ -94,6 +93,7 @@ class StepAgreement:
         rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait.
 
         Args:
+            inputs: what it is given beside tokens.
             refused: why this rank does not take its arguments, which it raises where no rank does.
 
         Raises:
@@ -104,13 +104,13 @@ class StepAgreement:
         order = None if self.strategy.is_alone else self._order()
         try:
             if order is not None:
-                self._begin(order, tokens, targets, refused)
+                self._begin(order, tokens, inputs, refused)
                 if self._is_whole or refused is not None:
                     order.finish_open()
             if refused is not None:
                 raise refused
             with torch.no_grad():
-                if problem := self.limits.problem(tokens, targets):
+                if problem := self.limits.problem(tokens, inputs.targets):
                     raise LayoutError(problem)
             yield
         finally:
@@ -123,25 +123,26 @@ class StepAgreement:
         return call_order(self.context(here))
 
     def _begin(
-        self, order: CallOrder, tokens: Tensor | None, targets: Tensor | None, refused: MeshweaveError | None
+        self, order: CallOrder, tokens: Tensor | None, inputs: CallInputs, refused: MeshweaveError | None
     ) -> None:
         """Say what this rank gives a call, and compare it before the next call of this context."""
+        tensors = {"tokens": tokens, "targets": inputs.targets, **inputs.tensors}
+        said = {"refused": "nothing" if refused is None else str(refused)}
         words: dict[str, Mapping[str, str]] = {
-            "arguments of a call": {"refused": "nothing" if refused is None else str(refused)},
-            "tokens": {"shape": _kind(tokens)},
-            "targets": {"shape": _kind(targets)},
+            "arguments of a call": said | {"given": ", ".join(inputs.tensors)} | inputs.words,
+            **{name: {"shape": _kind(tensor)} for name, tensor in tensors.items()},
             **self._words(),
         }
         is_whole = self._is_whole
         with torch.no_grad():
-            answer = self._numbers(order, words, tokens, targets)
+            answer = self._numbers(order, words, [*tensors.values()])
 
         def finish() -> None:
             is_same = answer()
             if is_same and not is_whole:
                 return
             with torch.no_grad():
-                given = {"tokens": _values(tokens), "targets": _values(targets)}
+                given = {name: _values(tensor) for name, tensor in tensors.items()}
                 every = words | {name: {**words[name], **values} for name, values in given.items()}
                 self.compare(every | (self._all_words() if is_whole else {}))
                 assert is_same, "numbers of ranks differ, and nothing that they stand for"
@@ -155,13 +156,13 @@ class StepAgreement:
         return calls == 1 or (self.debug_every > 0 and calls % self.debug_every == 0)
 
     def _numbers(
-        self, order: CallOrder, words: Words, tokens: Tensor | None, targets: Tensor | None
+        self, order: CallOrder, words: Words, tensors: Sequence[Tensor | None]
     ) -> Callable[[], bool]:
-        """Send a number that stands for words and tokens; return what waits and says whether all are equal."""
+        """Send a number that stands for words and tensors; return what waits and says whether all are equal."""
         number: Any = int(digest(words)[:15], 16)
-        for given, factor in ((tokens, 1), (targets, _TARGETS_FACTOR)):
+        for at, given in enumerate(tensors):
             if given is not None:
-                number = number + checksum(given) * factor
+                number = number + checksum(given) * (1 + at * _STRIDE)
         number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks

@@ -13,7 +13,7 @@ from meshweave.base.errors import UnsupportedError
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRAPPERS = {
-    "peft": "adapters are not computed; merge them (merge_and_unload()), or train all weights",
+    "peft": "give get_base_model() of PEFT's model, with LoRA of linear layers; merge others (merge_and_unload())",
     "accelerate": "accelerate moves weights of its own; load the model without device_map",
     "bitsandbytes": "quantised weights are not computed; load the model without quantization_config",
     "torch.nn.parallel": "give its .module; data parallelism is an axis of the mesh, or goes around the result",
@@ -31,7 +31,7 @@ def check_unaltered(module: nn.Module) -> None:
             raise UnsupportedError(f"{where} is compiled; compile the blocks after parallelize")
         for base in type(child).__mro__:
             for package, remedy in _WRAPPERS.items():
-                if f"{base.__module__}.".startswith(f"{package}."):
+                if not is_adapter(child) and f"{base.__module__}.".startswith(f"{package}."):
                     raise UnsupportedError(f"{where}: {type(child).__name__} of {package}: {remedy}")
         if "forward" in vars(child):
             raise UnsupportedError(
@@ -78,6 +78,11 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
         raise UnsupportedError(
             f"{name} has a gradient, which would be lost; call zero_grad() before parallelize"
         )
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with an adapter of low rank, as PEFT makes it."""
+    return f"{type(module).__module__}." == "peft.tuners.lora.layer." and type(module).__name__ == "Linear"
 
 
 def check_takeable(

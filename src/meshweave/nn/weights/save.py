@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,10 @@ def save_weights(
 ) -> tuple[Path, ...]:
     """Write the tensors of a module, whole, as safetensors; all ranks call it, each with what it has of the model.
 
-    Rank 0 writes; the others send it their parts, each part once, one file's tensors at a time. Stages of a
-    pipeline give their own modules. A tied tensor is written once, under its first name. Files appear under their
-    names only when they are complete, the index after all of them.
+    Ranks that see the folder of rank 0 write the files by turns; the others send them their parts, each part once,
+    one file's tensors at a time: no rank has more than `file_bytes` of others. Stages of a pipeline give their own
+    modules. A tied tensor is written once, under its first name. Files appear under their names only when they are
+    complete, the index after all of them; files of an earlier checkpoint in the folder go last.
 
     Args:
         mapping: where a tensor is to be stored, as for `load_weights`.
@@ -52,7 +57,7 @@ def save_weights(
         The files, on rank 0; nothing on the others.
 
     Raises:
-        CheckpointError: the first rank cannot write; on all ranks.
+        CheckpointError: a rank cannot write; on all ranks.
         LayoutError: ranks differ in what a tensor is, or do not have all of it.
         UnsupportedError: safetensors is not installed.
     """
@@ -69,21 +74,57 @@ def save_weights(
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
     senders = _senders(_all_pieces(pieces))
     files = _files_of(senders, file_bytes)
-    rank, written, wrong = _rank(), [], [""]
+    rank, wrong, writers = _rank(), "", _writers(Path(folder))
+    device = next((each.device for each in own.values()), torch.device("cpu"))
     for number, group in enumerate(files):
-        whole = {name: _gathered(senders[name], own.get(name), rank) for name in group}
-        try:
-            if rank == 0 and not wrong[0]:
-                written.append(_write(Path(folder), number, len(files), whole))
-                if len(files) == number + 1 > 1:
-                    _write_index(Path(folder), files, senders)
-        except Exception as error:  # the others send on, and are told below
-            wrong = [f"{folder} cannot be written: {type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(wrong, 0)
-    if wrong[0]:
-        raise CheckpointError(wrong[0])
-    return tuple(written)
+        writer = writers[number % len(writers)]
+        whole = {name: _gathered(senders[name], own.get(name), rank, writer, device) for name in group}
+        if rank == writer and not wrong:
+            wrong = _tried(folder, partial(_write, Path(folder), _name(number, len(files)), whole))
+    wrong = _first_of_all(wrong)  # the others have sent on, and are told now
+    if not wrong and rank == 0:
+        wrong = _tried(folder, lambda: _finish(Path(folder), files, senders))
+    if wrong := _first_of_all(wrong):
+        raise CheckpointError(wrong)
+    return () if rank else tuple(Path(folder) / _name(number, len(files)) for number in range(len(files)))
+
+
+def _tried(folder: Path | str, do: Callable[[], object]) -> str:
+    """Do something; return in words why it failed, "" where it did not."""
+    try:
+        do()
+    except Exception as error:
+        return f"{folder} cannot be written: {type(error).__name__}: {error}"
+    return ""
+
+
+def _first_of_all(wrong: str) -> str:
+    """Return the first rank's words that are not empty, on all ranks."""
+    if not dist.is_initialized():
+        return wrong
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, wrong)
+    return next(filter(None, said), "")
+
+
+def _writers(folder: Path) -> list[int]:
+    """Return the ranks that see a file that rank 0 writes into a folder; rank 0 alone where it cannot."""
+    if not dist.is_initialized():
+        return [0]
+    probe = [f".{os.getpid()}-{time.time_ns()}.probe"]
+    dist.broadcast_object_list(probe, 0)
+    path = folder / probe[0]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):  # what cannot be written is told by whoever writes files
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    dist.barrier()
+    sees: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sees, path.is_file())
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return [0, *(rank for rank, is_seen in enumerate(sees) if is_seen and rank)]
 
 
 def _rank() -> int:
@@ -138,22 +179,26 @@ def _num_bytes(parts: Sequence[tuple[int, _Piece]]) -> int:
     return math.prod(piece.shape) * int(piece.dtype.itemsize)
 
 
-def _gathered(parts: Sequence[tuple[int, _Piece]], own: Tensor | None, rank: int) -> Tensor | None:
-    """Return a whole tensor on rank 0; the other ranks send what they have of it."""
-    whole = None if rank else torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype)
+def _gathered(
+    parts: Sequence[tuple[int, _Piece]], own: Tensor | None, rank: int, writer: int, device: torch.device
+) -> Tensor | None:
+    """Return a whole tensor on the rank that writes it; the other ranks send what they have of it.
+
+    Args:
+        device: where messages are.
+    """
+    whole = None if rank != writer else torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype)
     for sender, piece in parts:
-        if sender == rank != 0:
+        if sender == rank != writer:
             assert own is not None
-            dist.send(own, 0)
+            dist.send(own, writer)
         if whole is None:
             continue
-        if sender == 0:
+        if sender == writer:
             assert own is not None
             part = own
         else:
-            part = torch.empty(
-                sizes_of(piece.block), dtype=piece.dtype, device=own.device if own is not None else "cpu"
-            )
+            part = torch.empty(sizes_of(piece.block), dtype=piece.dtype, device=device)
             dist.recv(part, sender)
         if not piece.shape:
             whole.copy_(part)
@@ -162,23 +207,29 @@ def _gathered(parts: Sequence[tuple[int, _Piece]], own: Tensor | None, rank: int
     return whole
 
 
-def _write(folder: Path, number: int, count: int, tensors: Mapping[str, Tensor | None]) -> Path:
-    name = SINGLE_FILE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+def _name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _write(folder: Path, name: str, tensors: Mapping[str, Tensor | None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{name}.partial"
-    safetensors_library().torch.save_file(dict(tensors), str(partial), metadata={"format": "pt"})
-    return partial.replace(folder / name)
+    unfinished = folder / f".{name}.partial"
+    safetensors_library().torch.save_file(dict(tensors), str(unfinished), metadata={"format": "pt"})
+    unfinished.replace(folder / name)
 
 
-def _write_index(
+def _finish(
     folder: Path, files: Sequence[Sequence[str]], senders: Mapping[str, list[tuple[int, _Piece]]]
 ) -> None:
-    weight_map = {
-        name: f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        for number, group in enumerate(files)
-        for name in group
-    }
-    index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
-    partial = folder / f".{INDEX_FILE}.partial"
-    partial.write_text(json.dumps(index, indent=2) + "\n")
-    partial.replace(folder / INDEX_FILE)
+    """Write the index of several files, and take away what an earlier checkpoint left beside these."""
+    names = {_name(number, len(files)) for number in range(len(files))}
+    if len(files) > 1:
+        weight_map = {name: _name(number, len(files)) for number, group in enumerate(files) for name in group}
+        index = {"metadata": {"total_size": sum(map(_num_bytes, senders.values()))}, "weight_map": weight_map}
+        unfinished = folder / f".{INDEX_FILE}.partial"
+        unfinished.write_text(json.dumps(index, indent=2) + "\n")
+        unfinished.replace(folder / INDEX_FILE)
+        names.add(INDEX_FILE)
+    for path in (folder / INDEX_FILE, folder / SINGLE_FILE, *folder.glob("model-?????-of-?????.safetensors")):
+        if path.name not in names:
+            path.unlink(missing_ok=True)

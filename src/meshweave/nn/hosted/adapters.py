@@ -1,0 +1,233 @@
+"""Adapters of low rank (LoRA, as PEFT puts them into a model) on ranks that each have a part of the weight.
+
+A layer with an adapter computes x (W + s B A)^T (Hu et al., LoRA, 2021, equation 3). A rank computes W + s B A of
+the part of W that it keeps, under any strategy; the gradient that arrives there is that of W, summed as the
+strategy does. Those of A and B follow from it, and are summed over the axes that split W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshweave.algorithms.block.roles import Dim, Side
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.torch import compat
+from meshweave.nn.hosted.linears import HostedLinear
+from meshweave.nn.parallel.buckets import KeptParameter
+from meshweave.nn.parallel.linear import is_transposed
+from meshweave.nn.parallel.model import ParallelModel
+from meshweave.nn.parallel.moves import terms
+from meshweave.nn.parallel.parameters import ParameterLayout
+from meshweave.nn.parallel.takeable import is_adapter
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
+from meshweave.nn.weights.blocks import block_of
+
+_SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
+_MERGE = "merge it (merge_and_unload()) before parallelize, or train all weights"
+
+
+@dataclass(frozen=True)
+class TakenAdapter:
+    """An adapter that was taken out of a model.
+
+    Attributes:
+        path: the name of its layer.
+        layer: the layer of PEFT, with the model's own in it.
+        name: what PEFT calls the adapter.
+    """
+
+    path: str
+    layer: Any
+    name: str
+
+
+class AdaptedLinear(HostedLinear):
+    """A linear layer whose weight, as it is used, has an adapter added to it."""
+
+    _adapter: Adapter
+
+    @property
+    def weight(self) -> Any:
+        """Return W + s B A, as a DTensor that lies as W does."""
+        return self._adapter.added(self._parameters["weight"])
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool = False, adapter_names: Any = None
+    ) -> nn.Module:
+        """Return this layer without its adapter, which is added to the weight if `merge`: PEFT calls it."""
+        base: Any = self._parameters["weight"]
+        with torch.no_grad():
+            if merge:
+                compat.local_tensor(base).copy_(compat.local_tensor(self.weight))
+        del self.lora_A, self.lora_B, self._adapter
+        self.__class__ = HostedLinear
+        return self
+
+
+class Adapter:
+    """The two matrices of an adapter, which every rank has whole, for the part of a weight that a rank keeps.
+
+    Args:
+        linear: the layer.
+        taken: the adapter as PEFT made it.
+    """
+
+    def __init__(self, linear: HostedLinear, taken: TakenAdapter) -> None:
+        strategy, layer = linear.layer_strategy, taken.layer
+        self.scale = float(layer.scaling[taken.name])
+        self.opened: dict[str, Tensor] = {}
+        self.kept: dict[str, KeptParameter] = {}
+        split = terms(linear.layouts["weight"].dims, _SPLITS)
+        for key in ("lora_A", "lora_B"):
+            whole = getattr(layer, key)[taken.name].weight
+            sides = tuple(Side("", int(size)) for size in whole.shape)
+            layout = ParameterLayout(sides, strategy.roles.nowhere)
+            holder = nn.Module()
+            holder.weight = layout.distribute(f"{taken.path}.{key}", whole, strategy)
+            setattr(linear, key, nn.ModuleDict({taken.name: holder}))
+            self.kept[key] = KeptParameter(strategy, layout, strategy.roles.nowhere, split)
+        self._holders = {key: getattr(linear, key)[taken.name] for key in self.kept}
+        base: Any = linear._parameters["weight"]
+        rows, columns = (
+            torch.tensor([at for run in runs for at in range(*run)]) for runs in block_of(taken.path, base)
+        )
+        self.is_transposed = linear.is_transposed
+        self.rows, self.columns = (columns, rows) if self.is_transposed else (rows, columns)
+        self._use = ParameterUse([entries_of([self])])
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("lora_A", "lora_B"):
+            raise AttributeError(name)
+        return self._holders[name].weight
+
+    def added(self, weight: Any) -> Any:
+        """Return a weight with the adapter added to what this rank keeps of it."""
+        return _Added.apply(weight, *self._use(), self)
+
+
+class _Added(torch.autograd.Function):  # type: ignore[misc]
+    """W + s B A of a part of W; gradients of A and B are terms of sums over the ranks that split W."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor, a: Tensor, b: Tensor, adapter: Adapter) -> DTensor:
+        """Return the sum."""
+        ctx.save_for_backward(a, b)
+        ctx.adapter = adapter
+        rows, columns = adapter.rows.to(a.device), adapter.columns.to(a.device)
+        own = compat.local_tensor(weight)
+        change = (b[rows] @ a[:, columns]) * adapter.scale
+        made = own + (change.t() if adapter.is_transposed else change).to(own.dtype)
+        return compat.from_spec(made, compat.spec_of(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the gradients of the arguments."""
+        (a, b), adapter = ctx.saved_tensors, ctx.adapter
+        rows, columns = adapter.rows.to(a.device), adapter.columns.to(a.device)
+        own = compat.local_tensor(grads[0]).to(a.dtype) * adapter.scale
+        own = own.t() if adapter.is_transposed else own
+        of_a, of_b = torch.zeros_like(a), torch.zeros_like(b)
+        of_a[:, columns] = b[rows].t() @ own
+        of_b[rows] = own @ a[:, columns].t()
+        return grads[0] if ctx.needs_input_grad[0] else None, of_a, of_b, None
+
+
+# --- taking adapters out of a model, and putting them into its parallel layers ---------------------------------
+
+
+@contextmanager
+def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[TakenAdapter]]:
+    """Take adapters out of a model for what runs inside; where that raises, they are put back.
+
+    Args:
+        runs_own_code: whether the model runs by its own code, as one with adapters must.
+
+    Raises UnsupportedError, naming the layer, for one that is not computed.
+    """
+    taken = [
+        TakenAdapter(path, child, _only(path, child))
+        for path, child in module.named_modules()
+        if is_adapter(child)
+    ]
+    if taken and not runs_own_code:
+        raise UnsupportedError(
+            f"{taken[0].path}: adapters are computed in models that run by their own code, and "
+            f"{type(module).__name__} has layers of this library; {_MERGE}"
+        )
+    _place(module, taken, lambda each: each.layer.get_base_layer())
+    try:
+        yield taken
+    except BaseException:
+        _place(module, taken, lambda each: each.layer)
+        raise
+
+
+@contextmanager
+def all_trained(module: nn.Module) -> Iterator[None]:
+    """Let a model of which all is frozen train for what runs inside: a proof compares gradients, too."""
+    parameters = list(module.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        yield
+        return
+    module.requires_grad_(True)
+    try:
+        yield
+    finally:
+        module.requires_grad_(False)
+
+
+def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAdapter], nn.Module]) -> None:
+    for each in taken:
+        owner, _, name = each.path.rpartition(".")
+        setattr(module.get_submodule(owner), name, made(each))
+
+
+def put_in(model: ParallelModel, taken: list[TakenAdapter]) -> None:
+    """Put adapters into the layers that ranks share."""
+    for each in taken:
+        linear = model.module.get_submodule(each.path)
+        assert isinstance(linear, HostedLinear), each.path
+        linear._adapter = Adapter(linear, each)
+        linear.__class__ = AdaptedLinear
+
+
+def _only(path: str, layer: Any) -> str:
+    """Return the name of the only adapter of a layer. Raises UnsupportedError for another form."""
+    names = list(layer.lora_A)
+    wrong = ""
+    if len(names) != 1 or list(layer.active_adapters) != names:
+        wrong = f"has the adapters {', '.join(names)}, and one that is active is computed"
+    elif layer.merged or layer.disable_adapters:
+        wrong = "is merged or disabled"
+    elif getattr(layer, "lora_variant", None) or any(
+        any(getattr(layer, kind, {}).values()) for kind in ("lora_bias", "use_dora")
+    ):
+        wrong = "has a variant or a bias, which is not computed"
+    elif any(getattr(drop, "p", 0) for drop in layer.lora_dropout.values()):
+        wrong = "has lora_dropout, which is not computed: give lora_dropout=0"
+    elif not isinstance(base := layer.get_base_layer(), nn.Linear) and not is_transposed(base):
+        wrong = f"stands around a {type(base).__name__}, and a linear layer is computed"
+    elif bool(layer.fan_in_fan_out) != is_transposed(base):
+        wrong = "takes its weight for transposed, which it is not"
+    elif not _is_product(layer, names[0]):
+        wrong = "adds something else than scaling * B @ A to its weight"
+    if wrong:
+        raise UnsupportedError(f"{path}: the adapter {wrong}; {_MERGE}")
+    return str(names[0])
+
+
+def _is_product(layer: Any, name: str) -> bool:
+    """Return whether an adapter adds s B A by PEFT's own account; True without memory."""
+    a, b = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
+    if a.is_meta or b.is_meta:
+        return True
+    with torch.no_grad():
+        own, theirs = (b.float() @ a.float()) * layer.scaling[name], layer.get_delta_weight(name).float()
+        return bool(torch.allclose(own.t() if layer.fan_in_fan_out else own, theirs, rtol=1e-2, atol=1e-6))

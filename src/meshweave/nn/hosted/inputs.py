@@ -1,0 +1,170 @@
+"""What a forward pass of transformers takes beside tokens, on ranks that each have a part of these.
+
+Every rank gives a mask, positions and tokens whole, as one process does, and takes the part that belongs to its
+tokens. The model's own code then computes with them: padding, documents in one row, keys of tokens before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import AxisDims
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.parallel.embedding import local_tokens
+from meshweave.nn.parallel.features import CallInputs, ForwardArguments
+from meshweave.nn.parallel.model import ParallelOutput
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+_CACHE = ("past_key_values", "use_cache")
+
+
+class HostedArguments(ForwardArguments):
+    """The arguments of a forward pass that the model's own code computes.
+
+    Attributes:
+        is_whole: whether this rank has a part of every layer, and not a stage of a pipeline.
+    """
+
+    def __init__(
+        self, module: nn.Module, has_shift: bool, strategy: LayerStrategy, recompute: bool = False
+    ) -> None:
+        super().__init__(module, has_shift)
+        self.strategy, self.recompute, self.is_whole = strategy, recompute, True
+        self._taken = set(inspect.signature(type(module).forward).parameters)
+
+    # --- what is taken --------------------------------------------------------------------------------------
+
+    def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
+        """Return whether a call computes with an argument. Raises MeshweaveError where it does, and not so."""
+        if name in ("attention_mask", "position_ids"):
+            return self.strategy.roles.ring_axis is None and self._takes_rows(name, value, tokens)
+        if name in _CACHE and value is not False:
+            self._check_cache(name, value)
+            return True
+        if name in ("logits_to_keep", "num_logits_to_keep"):
+            return isinstance(value, int) and value > 0 and lacking_tokens(self.strategy) == ""
+        return name == "return_dict" and value is True
+
+    def why_not(self, name: str) -> str:
+        """Return why an argument is not computed, and what to use."""
+        if name in ("attention_mask", "position_ids"):
+            return (
+                "keys go round in a ring by their places in whole rows; under all_to_all_heads it is computed"
+            )
+        return super().why_not(name)
+
+    def _takes_rows(self, name: str, value: Any, tokens: Tensor) -> bool:
+        """Return True for a mask or positions. Raises MeshweaveError, saying what is right, for others."""
+        kind = type(self.module).__name__
+        if name not in self._taken:
+            raise UnsupportedError(f"{kind} takes no {name}")
+        if not isinstance(value, Tensor) or value.ndim != 2:
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LayoutError(f"{name} is {shape}; give a tensor (batch, sequence), all of it on every rank")
+        batch = int(tokens.shape[0])
+        if value.shape[0] != batch and not (name == "position_ids" and value.shape[0] == 1):
+            raise LayoutError(f"{name} has {value.shape[0]} rows, and tokens {batch}; give one for each")
+        if name == "position_ids" and value.shape[1] != tokens.shape[1]:
+            raise LayoutError(
+                f"position_ids are of {value.shape[1]} tokens, and there are {tokens.shape[1]}; give one for each"
+            )
+        return True
+
+    def _check_cache(self, name: str, value: Any) -> None:
+        """Raise UnsupportedError where keys are not kept for later tokens."""
+        if reason := lacking_tokens(self.strategy):
+            raise UnsupportedError(f"{name} is not computed: {reason}")
+        if not self.is_whole:
+            raise UnsupportedError(f"{name} is not computed: a stage of a pipeline has some layers only")
+        if name not in self._taken:
+            raise UnsupportedError(f"{type(self.module).__name__} takes no {name}")
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name}: keys are kept where no gradients are; call it under torch.no_grad()"
+            )
+        if name == "past_key_values" and not hasattr(value, "get_seq_length"):
+            raise UnsupportedError(
+                f"past_key_values is a {type(value).__name__}; give a Cache that this model has filled"
+            )
+
+    def made(self, tokens: Tensor, targets: Tensor | None, taken: Mapping[str, Any]) -> CallInputs:
+        """Return what a call computes with. Raises MeshweaveError where arguments do not fit each other."""
+        named = dict(taken)
+        cache = named.get("past_key_values")
+        columns = int(tokens.shape[1]) + (0 if cache is None else int(cache.get_seq_length()))
+        if "attention_mask" in named and named["attention_mask"].shape[1] != columns:
+            seen = named["attention_mask"].shape[1]
+            raise LayoutError(
+                f"attention_mask is of {seen} tokens, and there are {columns}; give one for each"
+            )
+        last = max(int(named.pop(name, 0)) for name in ("logits_to_keep", "num_logits_to_keep"))
+        if last and targets is not None:
+            raise UnsupportedError(
+                "logits_to_keep: a loss is of all tokens; give no labels, or no logits_to_keep"
+            )
+        returns_own = named.pop("return_dict", False) or bool(named.get("use_cache"))
+        return CallInputs(targets, named, last, returns_own)
+
+    # --- what a rank takes of it ----------------------------------------------------------------------------
+
+    def local(self, inputs: CallInputs, batch: int) -> dict[str, Any]:
+        """Return the arguments of the model's own forward pass, of the rows that this rank has.
+
+        Args:
+            batch: rows of all ranks.
+        """
+        rows: AxisDims = tuple(dim if dim == "batch" else "" for dim in self.strategy.roles.core(True))
+        return {
+            name: local_tokens(value, self.strategy, rows)
+            if isinstance(value, Tensor) and value.shape[0] == batch
+            else value
+            for name, value in inputs.named.items()
+        }
+
+
+def lacking_tokens(strategy: LayerStrategy) -> str:
+    """Return why no tokens are generated by a strategy, with what to use; "" where a rank has all of a row."""
+    roles = strategy.roles
+    parts = (roles.residual, roles.core(True), roles.core(False), roles.operand(True), roles.operand(False))
+    if all("sequence" not in dims for dims in parts):
+        return ""
+    return (
+        f"ranks of {strategy.name} have parts of a row, and a new token is one; generate with the weights under "
+        "megatron or atp (save_pretrained, then load_weights)"
+    )
+
+
+def splits_rows(strategy: LayerStrategy) -> bool:
+    """Return whether ranks have other rows of a batch."""
+    axes = zip(strategy.roles.core(True), strategy.mesh.shape, strict=True)
+    return any(dim == "batch" and size > 1 for dim, size in axes)
+
+
+def returned(inputs: CallInputs, loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
+    """Return loss or logits as a call wants them: as transformers does where it keeps keys, or asks for that."""
+    if not inputs.returns_own:
+        return ParallelOutput(loss, logits)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(
+        loss=loss, logits=logits, past_key_values=getattr(out, "past_key_values", None)
+    )
+
+
+def with_own_signature(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Return a forward pass with the signature of a class's own, by which libraries see what it takes."""
+
+    def call(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    own = inspect.signature(type(module).forward.__get__(module))
+    targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = list(own.parameters.values())
+    at = next((n for n, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
+    vars(call)["__signature__"] = own.replace(parameters=[*parameters[:at], targets, *parameters[at:]])
+    return call

@@ -1,0 +1,25 @@
+"""The methods of transformers that work on a parallelised model, in the places of its class's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshweave.nn.hosted.generate import RankGenerate
+from meshweave.nn.hosted.model import HostedModel
+from meshweave.nn.parallel.model import ParallelModel
+from meshweave.nn.weights.pretrained import RankSavePretrained
+
+
+def offer_methods(model: ParallelModel) -> set[str]:
+    """Give the module of a model the methods that its ranks compute together; return the names of what works."""
+    module: Any = model.module
+    offered: set[str] = set()
+    if isinstance(model, HostedModel) and hasattr(module, "generate"):
+        from transformers import GenerationMixin
+
+        module.generate = RankGenerate(module, model.arguments, model.agreement)
+        offered |= {name for name in vars(GenerationMixin) if not name.startswith("_")}
+    if hasattr(module, "save_pretrained") and hasattr(module, "config"):
+        module.save_pretrained = RankSavePretrained(module)
+        offered.add("save_pretrained")
+    return offered

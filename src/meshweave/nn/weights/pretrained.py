@@ -1,0 +1,119 @@
+"""`save_pretrained` of a model whose parameters lie on several ranks: what `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.nn.weights.save import DEFAULT_FILE_BYTES, save_weights
+from meshweave.nn.weights.slots import slots_of
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
+_IGNORED = ("is_main_process", "token", "save_peft_format", "distributed_checkpoint")
+"""Arguments of transformers' method that change nothing here."""
+
+
+class RankSavePretrained:
+    """The `save_pretrained` of a parallelised model of transformers; all ranks of the job call it.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(
+        self,
+        save_directory: Path | str,
+        *,
+        max_shard_size: int | str = DEFAULT_FILE_BYTES,
+        save_original_format: bool = True,
+        **given: Any,
+    ) -> None:
+        """Write config.json, generation_config.json and the weights in safetensors, as `save_weights` does.
+
+        Args:
+            save_directory: the folder.
+            max_shard_size: the most bytes of tensors in one file, such as "5GB".
+            save_original_format: whether tensors get the names that checkpoints of the model's kind have, where
+                transformers renames them when it loads one.
+            **given: other arguments of transformers' method, which must change nothing.
+
+        Raises:
+            UnsupportedError: an argument would change something, or safetensors is not installed.
+            LayoutError: ranks do not have all of a tensor.
+            CheckpointError: a rank cannot write; on all ranks.
+        """
+        module = self._module
+        if adapted := next((name for name, _ in module.named_parameters() if ".lora_" in name), None):
+            raise UnsupportedError(
+                f"{adapted} is an adapter: save after merge_and_unload() of PEFT's model, or keep the module's "
+                "state_dict"
+            )
+        for name, value in given.items():
+            if name not in _IGNORED and value not in (None, False):
+                raise UnsupportedError(
+                    f"save_pretrained with {name} is not done on a parallelised model; push or convert the folder"
+                )
+        mapping = stored_names(module) if save_original_format else _kept_names(module)
+        save_weights(module, save_directory, mapping=mapping, file_bytes=bytes_of(max_shard_size))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            folder, config = str(save_directory), module.config
+            config.dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+            config.architectures = [type(module).__name__]
+            config.save_pretrained(folder)
+            if module.can_generate():
+                module.generation_config.save_pretrained(folder)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, of one or of text such as "5GB" or "300MiB". Raises LayoutError for others."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise LayoutError(f"max_shard_size is {size!r}; give bytes, or text such as '5GB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def stored_names(module: nn.Module) -> dict[str, str]:
+    """Return under which names transformers stores the tensors of a model, by their first names in the module."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = _kept_names(module)
+    if any(hasattr(each, "operations") for each in get_model_conversion_mapping(module)):
+        return names  # of several tensors one: from_pretrained reads the module's own names, too
+    numbers = {name: torch.tensor(number) for number, name in enumerate(names.values())}
+    reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(module, numbers)
+    stored = {int(number): name for name, number in reverted.items()}
+    return {first: stored[number] for number, first in enumerate(names)}
+
+
+def _kept_names(module: nn.Module) -> dict[str, str]:
+    """Return, by the first name of each tensor, that under which transformers keeps it of names that are tied."""
+    tied = getattr(module, "_tied_weights_keys", None) or {}
+    kept = {}
+    for slot in slots_of(module):
+        own = [name for name in slot.names if name not in tied]
+        kept[slot.names[0]] = (own or slot.names)[0]
+    return kept
