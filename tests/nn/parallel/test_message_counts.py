@@ -19,6 +19,8 @@ CASES = [
         ("plain gpt", {}),
         ("plain llama", {"kv_heads": 2}),
         ("plain gpt", {"is_tied": False}),
+        ("qwen3", {}),
+        ("gpt_neox", {}),
     )
     for strategy in ("data_parallel", "zero2", "zero3")
 ]

@@ -32,7 +32,7 @@ from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, u
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.parallel.trials import TrialTable
-from meshweave.nn.parallel.uses import ParameterUse, entries_of
+from meshweave.nn.parallel.uses import KeepsParameters, used_throughout
 
 
 class ParallelOutput(NamedTuple):
@@ -91,7 +91,12 @@ class ParallelModel(AroundModule):
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
-        self._use = self._used_throughout()
+        self.blocks[-1].is_followed = False
+        first: list[KeepsParameters] = (
+            [self.embedding] if self.positions is None else [self.positions, self.embedding]
+        )
+        layers = [block.use for block in reversed(self.blocks)]
+        self._use = used_throughout(strategy, [self.head, self.norm], layers, first)
         self._placed = PlacedModules(module, names.layers)
         module.forward = self.forward
 
@@ -149,25 +154,6 @@ class ParallelModel(AroundModule):
                 fill(new, module.get_submodule(path), path)
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, new)
-
-    def _used_throughout(self) -> ParameterUse:
-        """Return the parameters that a call uses from its begin to its end, last ones first: their gradients are.
-
-        These are the ends, and of layers what is summed and is not gathered for each use.
-        """
-        frees = not self.strategy.roles.keeps_weights
-        head, first = [self.head, self.norm], [self.embedding] if self.positions is None else [
-            self.positions, self.embedding
-        ]  # fmt: skip
-        layers = [
-            [
-                (module, name)
-                for module, name in block.use.entries
-                if (kept := module.kept[name]).summed and not (kept.gathered and frees)
-            ]
-            for block in reversed(self.blocks)
-        ]
-        return ParameterUse([entries_of(head), *layers, entries_of(first)], BUCKET_BYTES)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -254,7 +240,6 @@ class ParallelModel(AroundModule):
     def _run(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
         if self.strategy.is_alone or torch.compiler.is_compiling() or not self._use.is_here:
             return self._computed(input_ids, targets)
-        self.blocks[-1].is_followed = False
         with self._use.open([]):
             return self._computed(input_ids, targets)
 
@@ -288,8 +273,6 @@ class ParallelModel(AroundModule):
         return self.module(*args, **kwargs)
 
 
-BUCKET_BYTES = 25 << 20
-"""The bytes of parameters after which a bucket is closed: torch's DistributedDataParallel has as many."""
 _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
 
 
