@@ -148,3 +148,56 @@ def uneven(kind: str, folder: Path) -> float:
     logits = whole(input_ids=tokens, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     return worst(made.module, whole)
+
+
+def _staged(own: Any, schedule: str = "1f1b") -> tuple[Any, Any]:
+    """Return a model of which this rank has one of two stages, and the pipeline."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    number = mesh.get_local_rank("pp")
+    made = parallelize(own, "megatron", mesh["tp"])
+    stage = mw.nn.ParallelStage(made, number, number + 1, 16)
+    return made, mw.pipeline(
+        {number: stage}, schedule, micro_batches=2, meshes=mesh, outputs={number: [stage.example(2)]},
+        loss_fn=stage.loss if number else None,
+    )  # fmt: skip
+
+
+def tied(kind: str, folder: Path) -> dict[str, Any]:
+    """Return how far weights are after steps of a pipeline whose ends share a table, saved and loaded between."""
+    whole = _model(kind)
+    table = whole.get_input_embeddings().weight
+    assert table is whole.get_output_embeddings().weight, kind
+    tokens, targets = small_models.batch()
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    own = copy.deepcopy(whole)
+    for number, schedule in enumerate(("1f1b", "zb-h1")):
+        made, pipeline = _staged(own, schedule)
+        optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+        state = mw.TrainingState([made.module], optimizer, rank=dist.get_rank())
+        if number:
+            state.load(mw.Checkpoints(folder / kind), 1)
+        for model, rates, step in (
+            (whole, reference, lambda: small_models.loss_of(whole, tokens, targets).backward()),
+            (made, optimizer, lambda pipeline=pipeline: pipeline.step(tokens, targets)),
+        ):
+            rates.zero_grad()
+            step()
+            rates.step()
+            assert model
+        if not number:
+            checkpoints = mw.Checkpoints(folder / kind)
+            state.save(checkpoints, 1)
+            checkpoints.wait()
+            own = _model(kind)
+    wanted, off = dict(whole.named_parameters(remove_duplicate=False)), 0.0
+    for name, parameter in made.module.named_parameters():
+        got = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        off = max(off, float((got - wanted[name]).detach().abs().max()))
+    with torch.no_grad():
+        if pipeline.places.num_stages - 1 in pipeline._stages:
+            made.head.weight.mul_(1.001)
+    try:
+        pipeline.step(tokens, targets)
+    except MeshweaveError as error:
+        return {"off": off, "apart": str(error)}
+    return {"off": off, "apart": "not seen"}

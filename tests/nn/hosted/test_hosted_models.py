@@ -23,6 +23,7 @@ POPULATION = (
     "phi3", "qwen3", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Types whose weights are loaded and which run as a pipeline."""
+TIED = ["biogpt", "cohere", "ernie4_5", "gemma3_text", "opt", "smollm3", "starcoder2"]
 UNTIED = ["qwen3", "granite", "glm", "gpt_neox", "starcoder2", "gemma2", "olmo2", "phi3"]
 
 
@@ -67,3 +68,24 @@ def test_weights_of_files_of_many(tmp_path: Path) -> None:
 def test_pipelines_of_untied_models(tmp_path: Path) -> None:
     for answers in _launched([("pipelined", kind) for kind in UNTIED], 4, tmp_path):
         assert all(isinstance(off, float) and off < 1e-9 for off in answers.values()), answers
+
+
+@pytest.mark.gloo
+def test_stages_share_a_table(tmp_path: Path) -> None:
+    """Both have the sum of its gradients, optimizers keep the copies equal, and copies that are not are seen."""
+    for answers in _launched([("tied", "gemma2")], 2, tmp_path):
+        _check_tied("tied gemma2", answers["tied gemma2"])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_stages_of_ranks_share_a_table(tmp_path: Path) -> None:
+    for answers in _launched([("tied", kind) for kind in TIED], 4, tmp_path):
+        for name, answer in answers.items():
+            _check_tied(name, answer)
+
+
+def _check_tied(name: str, answer: Any) -> None:
+    assert isinstance(answer, dict) and answer["off"] < 1e-9, (name, answer)
+    assert "have grown apart" in answer["apart"], (name, answer)

@@ -257,6 +257,7 @@ class HostedModel(ParallelModel):
         if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
             twice = ", ".join(sorted(self.anatomy.norms_twice))
             raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")
+        self._divide_table(first, end)
         layers = module.get_submodule(names.layers)
         for number, call in enumerate(self.calls):
             call.opens = False

@@ -262,11 +262,22 @@ class ParallelModel(AroundModule):
             block.opens = False
             if not first <= number < end:
                 layers[number] = nn.Identity()
+        self._divide_table(first, end)
         gone = [] if first == 0 else [names.embedding, names.positions]
         gone += [] if end == len(self.blocks) else [names.norm, names.head]
         for path in filter(None, gone):
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, None)
+
+    def _divide_table(self, first: int, end: int) -> None:
+        """Let the head of a stage without the embedding have their table, under the name that the embedding has.
+
+        States of optimizers are saved under it.
+        """
+        if self.tied is not None and first and end == len(self.blocks):
+            self.tied.keep_in(self.head)
+            names = {f"{self.names.head}.weight": f"{self.names.embedding}.weight"}
+            self.module.__dict__["_meshweave_tied"] = names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
