@@ -63,7 +63,7 @@ class HostedModel(ParallelModel):
         self.tokens = Tokens(strategy)
         self._arguments = ForwardArguments(module, anatomy.shifts_labels)
         self._drops = RankDropout(self.tokens) if drops(module) else None
-        self._forward = type(module).forward.__get__(module)
+        self._forward = self.tokens.uncompiled(type(module).forward.__get__(module))
         self._taken = set(inspect.signature(type(module).forward).parameters)
         self._new: dict[str, nn.Module] = {}
         self._then: list[Callable[[], None]] = []
@@ -168,7 +168,7 @@ class HostedModel(ParallelModel):
             for number, (layer, use) in enumerate(zip(self.blocks, uses, strict=True))
         ]
         for layer, call in zip(self.blocks, self.calls, strict=True):
-            layer.__dict__["forward"] = call
+            layer.__dict__["forward"] = self.tokens.uncompiled(call.__call__)
         self.calls[-1].is_followed = False
         self._ring_calls = None
         if self.strategy.roles.ring_axis is not None:
