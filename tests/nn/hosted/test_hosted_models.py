@@ -23,7 +23,7 @@ POPULATION = (
     "phi3", "qwen3", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Types whose weights are loaded and which run as a pipeline."""
-TIED = ["biogpt", "cohere", "ernie4_5", "gemma3_text", "opt", "smollm3", "starcoder2"]
+TIED = ["biogpt", "cohere", "ctrl", "ernie4_5", "gemma3_text", "opt", "smollm3", "starcoder2"]
 UNTIED = ["qwen3", "granite", "glm", "gpt_neox", "starcoder2", "gemma2", "olmo2", "phi3"]
 
 

@@ -155,7 +155,7 @@ class HostedEmbedding(ParallelEmbedding):
         """Return this rank's part of the residual of the tokens of the step, whatever part of them is given."""
         tokens = self._tokens
         if tokens.given is not None:
-            return tokens.told(tokens.given)
+            return tokens.stand_in()
         rows = super().forward(tokens.running())
         if self.scale != 1:
             rows = rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)

@@ -147,6 +147,14 @@ class Tokens:
         made: Callable[..., Any] = torch.compiler.disable(run, reason=reason)
         return made
 
+    def stand_in(self) -> Tensor:
+        """Return zeros for the code before the first layer that runs, which may change them in place.
+
+        That layer is given the residual itself.
+        """
+        assert self.given is not None
+        return self.told(torch.zeros_like(self.given, requires_grad=False))
+
     def running(self) -> Tensor:
         """Return the tokens. Raises UnsupportedError outside of a forward pass of the whole model."""
         if self.ids is None:
