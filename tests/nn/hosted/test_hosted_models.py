@@ -42,7 +42,7 @@ def _check_loaded(kind: str, answer: Any) -> None:
 @pytest.mark.gloo
 def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
     cases = [("loaded", "gemma2"), ("dropped", "opt"), ("uneven", "qwen3")]
-    cases += [("checkpointed", "gpt_neox"), ("resumed", "gemma2")]
+    cases += [("checkpointed", "gpt_neox")]
     first, second = _launched(cases, 2, tmp_path)
     _check_loaded("gemma2", first["loaded gemma2"])
     dropped = first["dropped opt"]
@@ -51,7 +51,6 @@ def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
     assert dropped["gradients plain"] == dropped["gradients again"] == dropped["gradients checkpointed"]
     assert first["uneven qwen3"] < 1e-5
     assert first["checkpointed gpt_neox"] < 1e-9
-    assert first["resumed gemma2"] < 1e-9
 
 
 @pytest.mark.gloo
@@ -92,6 +91,8 @@ def test_stages_share_a_table(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_stages_of_ranks_share_a_table(tmp_path: Path) -> None:
+    for answers in _launched([("resumed", kind) for kind in TIED], 2, tmp_path):
+        assert all(off < 1e-9 for off in answers.values()), answers
     for answers in _launched([("tied", kind) for kind in TIED], 4, tmp_path):
         for name, answer in answers.items():
             _check_tied(name, answer)

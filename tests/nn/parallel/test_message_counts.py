@@ -20,7 +20,6 @@ CASES = [
         ("plain llama", {"kv_heads": 2}),
         ("plain gpt", {"is_tied": False}),
         ("qwen3", {}),
-        ("gpt_neox", {}),
     )
     for strategy in ("data_parallel", "zero2", "zero3")
 ]

@@ -51,8 +51,8 @@ class TiedTable:
         (own,) = self._copies.values()
         size = _local(own).numel() + _DIGITS
         mesh = Mesh("tied", (2, *first.shape), ("stage", *first.axes), (*first.ranks, *last.ranks))
-        terms: AxisDims = ("partial", *[""] * len(first.shape))  # type: ignore[assignment]
-        site = MoveSite((Side("", size),), terms, tuple("" for _ in terms))
+        apart: AxisDims = ("",) * len(first.shape)
+        site = MoveSite((Side("", size),), ("partial", *apart), ("", *apart))
         program = move_program(site, mesh, DTYPES[own.dtype])
         self._bound = bind(program, context.rank or 0, {}, context=context)
 
@@ -68,7 +68,7 @@ class TiedTable:
         }
         return cls(copies, places, context) if copies else None
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
         """Give each copy the sum of the gradients of both; ranks of both stages call it.
 
