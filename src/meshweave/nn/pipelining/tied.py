@@ -50,7 +50,8 @@ class TiedTable:
             )
         (own,) = self._copies.values()
         size = _local(own).numel() + _DIGITS
-        mesh = Mesh("tied", (2, *first.shape), ("stage", *first.axes), (*first.ranks, *last.ranks))
+        axes = ("end", *(f"axis{number}" for number in range(len(first.shape))))
+        mesh = Mesh("ends", (2, *first.shape), axes, (*first.ranks, *last.ranks))
         apart: AxisDims = ("",) * len(first.shape)
         site = MoveSite((Side("", size),), ("partial", *apart), ("", *apart))
         program = move_program(site, mesh, DTYPES[own.dtype])
