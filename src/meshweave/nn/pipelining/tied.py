@@ -52,7 +52,7 @@ class TiedTable:
         size = _local(own).numel() + _DIGITS
         axes = ("end", *(f"axis{number}" for number in range(len(first.shape))))
         mesh = Mesh("ends", (2, *first.shape), axes, (*first.ranks, *last.ranks))
-        apart: AxisDims = ("",) * len(first.shape)
+        apart: AxisDims = tuple("" for _ in first.shape)
         site = MoveSite((Side("", size),), ("partial", *apart), ("", *apart))
         program = move_program(site, mesh, DTYPES[own.dtype])
         self._bound = bind(program, context.rank or 0, {}, context=context)
