@@ -37,6 +37,9 @@ LISTED = f"({', '.join(path.rpartition('.')[2] for path in KNOWN)})"
 AT_ONCE = 16
 """Models that one start of the ranks tries: their memory goes with the ranks."""
 
+_BROKEN = ("this context is broken", "calls are out of order", "left early")
+"""What ranks say that are out of step since an earlier run."""
+
 
 def cases(kinds: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """Return the cases: each type by its defaults, and the types that are recognised by odd configs too."""
@@ -72,7 +75,18 @@ def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, 
             named = {f"{name}:{'x'.join(map(str, shape))}": said for name, shape in part[0]["strategies"]}
             return [{"kind": part[0]["kind"], "changes": part[0].get("changes", {}), "strategies": named}]
         return [row for case in part for row in _launched([case], num_ranks)]
-    return list(ranks[0])
+    rows = list(ranks[0])
+    told = [json.dumps(row) for row in rows]
+    broken = next((at for at, text in enumerate(told) if any(words in text for words in _BROKEN)), None)
+    if broken is None or len(part) == len(part[0]["strategies"]) == 1:
+        return rows
+    if len(part) > 1:  # a run that fails breaks what comes after it in the same processes
+        apart = [_launched([part[broken]], num_ranks)[0]]
+        return (
+            rows[:broken] + apart + (_launched(part[broken + 1 :], num_ranks) if part[broken + 1 :] else [])
+        )
+    apart = [_launched([{**part[0], "strategies": [each]}], num_ranks)[0] for each in part[0]["strategies"]]
+    return [{**rows[0], "strategies": {k: v for row in apart for k, v in row["strategies"].items()}}]
 
 
 def options() -> dict[str, dict[str, Any]]:

@@ -148,3 +148,156 @@ def uneven(kind: str, folder: Path) -> float:
     logits = whole(input_ids=tokens, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     return worst(made.module, whole)
+
+
+def _staged(own: Any, schedule: str = "1f1b") -> tuple[Any, Any]:
+    """Return a model of which this rank has one of two stages, and the pipeline."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    number = mesh.get_local_rank("pp")
+    made = parallelize(own, "megatron", mesh["tp"])
+    stage = mw.nn.ParallelStage(made, number, number + 1, 16)
+    return made, mw.pipeline(
+        {number: stage}, schedule, micro_batches=2, meshes=mesh, outputs={number: [stage.example(2)]},
+        loss_fn=stage.loss if number else None,
+    )  # fmt: skip
+
+
+def tied(kind: str, folder: Path) -> dict[str, Any]:
+    """Return how far weights are after steps of a pipeline whose ends share a table, saved and loaded between."""
+    whole = _model(kind)
+    table = whole.get_input_embeddings().weight
+    assert table is whole.get_output_embeddings().weight, kind
+    tokens, targets = small_models.batch()
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    own = copy.deepcopy(whole)
+    for number, schedule in enumerate(("1f1b", "zb-h1")):
+        made, pipeline = _staged(own, schedule)
+        optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+        state = mw.TrainingState([made.module], optimizer, rank=dist.get_rank())
+        if number:
+            state.load(mw.Checkpoints(folder / kind), 1)
+        for model, rates, step in (
+            (whole, reference, lambda: small_models.loss_of(whole, tokens, targets).backward()),
+            (made, optimizer, lambda pipeline=pipeline: pipeline.step(tokens, targets)),
+        ):
+            rates.zero_grad()
+            step()
+            rates.step()
+            assert model
+        if not number:
+            checkpoints = mw.Checkpoints(folder / kind)
+            state.save(checkpoints, 1)
+            checkpoints.wait()
+            own = _model(kind)
+    off = max(_apart(made.module, whole), _of_one_stage(kind, folder / kind, whole, tokens, targets))
+    with torch.no_grad():
+        if pipeline.places.num_stages - 1 in pipeline._stages:
+            made.head.weight.mul_(1.001)
+    try:
+        pipeline.step(tokens, targets)
+    except MeshweaveError as error:
+        return {"off": off, "apart": str(error)}
+    return {"off": off, "apart": "not seen"}
+
+
+def _apart(module: Any, whole: Any) -> float:
+    """Return the largest difference of a weight that a module has."""
+    wanted = dict(whole.named_parameters(remove_duplicate=False))
+    return max(
+        float((_copy(own.detach()) - wanted[name].detach()).abs().max())
+        for name, own in module.named_parameters()
+    )
+
+
+def _of_one_stage(kind: str, folder: Path, whole: Any, tokens: Tensor, targets: Tensor) -> float:
+    """Return how far weights are after the second step where one stage loads what two have saved."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    made = parallelize(_model(kind), "megatron", mesh, check=False)
+    optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+    mw.TrainingState([made.module], optimizer, rank=dist.get_rank()).load(mw.Checkpoints(folder), 1)
+    made.step(tokens, targets)
+    optimizer.step()
+    return _apart(made.module, whole)
+
+
+def compiled(kind: str, folder: Path) -> dict[str, Any]:
+    """Return how far gradients are where layers, or the whole model, are compiled."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole = _model(kind)
+    tokens, targets = small_models.batch()
+    small_models.loss_of(whole, tokens, targets).backward()
+    answers: dict[str, Any] = {}
+    for strategy in ("megatron", "megatron_sp", "zero3"):
+        for what in ("layers", "fullgraph", "model"):
+            torch._dynamo.reset()
+            own = copy.deepcopy(whole)
+            own.zero_grad()
+            made = parallelize(own, strategy, mesh, check=False)
+            run = made.module
+            if what == "model":
+                run = torch.compile(run, backend="eager")
+            else:
+                for layer in made.blocks:
+                    layer.compile(fullgraph=what == "fullgraph", backend="aot_eager")
+            try:
+                run(tokens, targets=targets).loss.backward()
+                answers[f"{strategy} {what}"] = worst(made.module, whole)
+            except Exception as error:
+                answers[f"{strategy} {what}"] = f"{type(error).__name__}: {error}"
+    return answers
+
+
+def checkpointed(kind: str, folder: Path) -> float:
+    """Return how far gradients are of a model with layers that were to be computed again before parallelize."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole = _model(kind)
+    tokens, targets = small_models.batch()
+    small_models.loss_of(whole, tokens, targets).backward()
+    own = _model(kind)
+    own.gradient_checkpointing_enable()
+    made = parallelize(own, "zero3", mesh)
+    made.loss(tokens, targets).backward()
+    return worst(made.module, whole)
+
+
+def sharded(kind: str, folder: Path) -> float:
+    """Return how far gradients are of layers that FSDP2 shards over a data axis beside tensor parallelism."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    whole = _model(kind)
+    made = parallelize(copy.deepcopy(whole), "megatron_sp", mesh["tp"])
+    for layer in made.blocks:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(made.module, mesh=mesh["dp"])
+    tokens, targets = small_models.batch()
+    made.step(*(part.chunk(2)[mesh.get_local_rank("dp")] for part in (tokens, targets)))
+    small_models.loss_of(whole, tokens, targets).backward()
+    return worst(made.module, whole)
+
+
+def resumed(kind: str, folder: Path) -> float:
+    """Return how far weights are from those of steps without a stop; one strategy saves, another loads."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    whole = _model(kind)
+    reference = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    tokens, targets = small_models.batch()
+    own = copy.deepcopy(whole)
+    for number, strategy in enumerate(("megatron_sp", "zero3")):
+        made = parallelize(own, strategy, mesh)
+        optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+        state = mw.TrainingState([made.module], optimizer, rank=dist.get_rank())
+        if number:
+            state.load(mw.Checkpoints(folder / f"resumed {kind}"), 1)
+        reference.zero_grad()
+        small_models.loss_of(whole, tokens, targets).backward()
+        reference.step()
+        optimizer.zero_grad()
+        made.step(tokens, targets)
+        optimizer.step()
+        if not number:
+            checkpoints = mw.Checkpoints(folder / f"resumed {kind}")
+            state.save(checkpoints, 1)
+            checkpoints.wait()
+            own = _model(kind)
+    return _apart(made.module, whole)

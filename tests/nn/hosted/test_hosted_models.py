@@ -23,6 +23,7 @@ POPULATION = (
     "phi3", "qwen3", "smollm3", "stablelm", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Types whose weights are loaded and which run as a pipeline."""
+TIED = ["biogpt", "cohere", "ctrl", "ernie4_5", "gemma3_text", "opt", "smollm3", "starcoder2"]
 UNTIED = ["qwen3", "granite", "glm", "gpt_neox", "starcoder2", "gemma2", "olmo2", "phi3"]
 
 
@@ -41,6 +42,7 @@ def _check_loaded(kind: str, answer: Any) -> None:
 @pytest.mark.gloo
 def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
     cases = [("loaded", "gemma2"), ("dropped", "opt"), ("uneven", "qwen3")]
+    cases += [("checkpointed", "gpt_neox")]
     first, second = _launched(cases, 2, tmp_path)
     _check_loaded("gemma2", first["loaded gemma2"])
     dropped = first["dropped opt"]
@@ -48,6 +50,7 @@ def test_weights_of_files_dropout_and_unequal_shares(tmp_path: Path) -> None:
     assert dropped["plain"] == dropped["again"] == dropped["checkpointed"] != dropped["without"]
     assert dropped["gradients plain"] == dropped["gradients again"] == dropped["gradients checkpointed"]
     assert first["uneven qwen3"] < 1e-5
+    assert first["checkpointed gpt_neox"] < 1e-9
 
 
 @pytest.mark.gloo
@@ -64,6 +67,49 @@ def test_weights_of_files_of_many(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_layers_that_fsdp_shards(tmp_path: Path) -> None:
+    for answers in _launched([("sharded", kind) for kind in UNTIED[:3]], 4, tmp_path):
+        assert all(isinstance(off, float) and off < 1e-9 for off in answers.values()), answers
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_pipelines_of_untied_models(tmp_path: Path) -> None:
     for answers in _launched([("pipelined", kind) for kind in UNTIED], 4, tmp_path):
         assert all(isinstance(off, float) and off < 1e-9 for off in answers.values()), answers
+
+
+@pytest.mark.gloo
+def test_stages_share_a_table(tmp_path: Path) -> None:
+    """Both have the sum of its gradients, optimizers keep the copies equal, and copies that are not are seen."""
+    for answers in _launched([("tied", "gemma2")], 2, tmp_path):
+        _check_tied("tied gemma2", answers["tied gemma2"])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_stages_of_ranks_share_a_table(tmp_path: Path) -> None:
+    for answers in _launched([("resumed", kind) for kind in TIED], 2, tmp_path):
+        assert all(off < 1e-9 for off in answers.values()), answers
+    for answers in _launched([("tied", kind) for kind in TIED], 4, tmp_path):
+        for name, answer in answers.items():
+            _check_tied(name, answer)
+
+
+def _check_tied(name: str, answer: Any) -> None:
+    assert isinstance(answer, dict) and answer["off"] < 1e-9, (name, answer)
+    assert "have grown apart" in answer["apart"], (name, answer)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_layers_are_compiled_or_say_why_not(tmp_path: Path) -> None:
+    kinds = ("qwen3", "gpt_neox")
+    (answers, _) = _launched([("compiled", kind) for kind in kinds], 2, tmp_path)
+    for kind in kinds:
+        found = answers[f"compiled {kind}"]
+        said = found.pop("megatron_sp fullgraph")
+        assert "fullgraph=True" in said, said
+        assert all(isinstance(off, float) and off < 1e-9 for off in found.values()), found

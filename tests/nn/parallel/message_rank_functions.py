@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import reference_models
+import small_models
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,7 @@ def count_all(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str
 
 def _count(case: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = reference_models.make(case["model"], **case.get("options", {})).float()
+    model = _made(case["model"], case.get("options", {})).float()
     tokens, targets = (torch.randint(0, reference_models.words(model), (2 * num_ranks, 8)) for _ in range(2))
     mesh = init_device_mesh("cpu", (num_ranks,))
     theirs, ours = copy.deepcopy(model), parallelize(model, case["strategy"], mesh, check=False)
@@ -44,7 +45,8 @@ def _count(case: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         wrapped = fully_shard(theirs, mesh=mesh, reshard_after_forward=case["strategy"] == "zero3")
 
     def their_loss() -> Tensor:
-        logits = wrapped(tokens[mine])
+        out = wrapped(tokens[mine])
+        logits = getattr(out, "logits", out)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets[mine].flatten())
 
     answer: dict[str, Any] = {}
@@ -71,6 +73,12 @@ def _count(case: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         if all(placement.is_replicate() for placement in p.placements)
     ]
     return answer
+
+
+def _made(kind: str, options: Mapping[str, Any]) -> Any:
+    """Return a plain model, or one of transformers."""
+    is_plain = kind.startswith("plain")
+    return reference_models.make(kind, **options) if is_plain else small_models.make_model(kind, options)
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ CASES = [
         ("plain gpt", {}),
         ("plain llama", {"kv_heads": 2}),
         ("plain gpt", {"is_tied": False}),
+        ("qwen3", {}),
     )
     for strategy in ("data_parallel", "zero2", "zero3")
 ]

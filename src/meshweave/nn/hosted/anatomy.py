@@ -85,6 +85,9 @@ def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
         device=device,
         dtype=torch.float64,
     ).requires_grad_(True)  # frozen or not: the graph of autograd says what flows where
+    for child in copy.modules():
+        if getattr(child, "gradient_checkpointing", False):
+            child.gradient_checkpointing = False  # it hides from derivatives what they are of
     generator = torch.Generator().manual_seed(5)
     words = int(copy.get_submodule(names.embedding).weight.shape[0])
     tokens = torch.randint(0, words, _TOKENS, generator=generator).to(device)

@@ -90,18 +90,22 @@ def _config_of_heads(config: Any, columns: HeadColumns, heads: int, keys: int) -
 def _with_own_heads(attention: nn.Module, heads: int, first: int, end: int) -> Callable[..., Any]:
     """Return the forward of a module of attention, given this rank's part of what has a dim of heads."""
     forward = type(attention).forward.__get__(attention)
-    signature = inspect.signature(forward)
-    names = [name for name in _BY_HEAD if name in signature.parameters]
-    if not names:
+    order = list(inspect.signature(forward).parameters)
+    places = [(order.index(name), name) for name in _BY_HEAD if name in order]
+    if not places:
         return forward  # type: ignore[no-any-return]
 
     def of_heads(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
-        for name in names:
-            value = bound.arguments.get(name)
-            if isinstance(value, Tensor):
-                bound.arguments[name] = _heads_of(value, heads, first, end)
-        return forward(*bound.args, **bound.kwargs)
+        for place, name in places:
+            value = given[place] if place < len(given) else named.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            own = _heads_of(value, heads, first, end)
+            if place < len(given):
+                given = (*given[:place], own, *given[place + 1 :])
+            else:
+                named[name] = own
+        return forward(*given, **named)
 
     return of_heads
 

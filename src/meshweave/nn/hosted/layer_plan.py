@@ -17,6 +17,7 @@ from meshweave.nn.hosted.own_modules import OwnModule, OwnParameters, hosted_nor
 from meshweave.nn.hosted.parts import AttentionPart, InnerPart, LayerAnatomy
 from meshweave.nn.hosted.residual import Tokens
 from meshweave.nn.parallel.parameters import on_meta
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class LayerReplacements:
@@ -39,8 +40,12 @@ class LayerReplacements:
         }
         self.shares_heads = any(dim == "inner" for dim in self.roles.core(True))
 
-    def plan(self) -> None:
-        """Plan all. Raises LayoutError or UnsupportedError where ranks cannot share the layer."""
+    def plan(self) -> ParameterUse:
+        """Plan all, and return the parameters of the layer.
+
+        Raises LayoutError or UnsupportedError where ranks cannot share the layer.
+        """
+        before, own_parameters = set(self.new), list[OwnParameters]()
         self.group_of = {path: group for group in self.parts.groups for path in group}
         made = {path: self._linear(path) for path in self.parts.linears}
         for group in self.parts.groups:
@@ -67,9 +72,11 @@ class LayerReplacements:
             if change is not None:
                 self.then.append(change)
             if keys := self.parts.own.get(own.path):
-                self._own_parameters(owner, own, keys)
+                own_parameters.append(self._own_parameters(owner, own, keys))
+        modules: list[Any] = [module for path, module in self.new.items() if path not in before]
+        return ParameterUse([entries_of([*modules, *own_parameters])])
 
-    def _own_parameters(self, owner: nn.Module, part: AttentionPart, keys: Sequence[str]) -> None:
+    def _own_parameters(self, owner: nn.Module, part: AttentionPart, keys: Sequence[str]) -> OwnParameters:
         inner = {key: owner._parameters[key] for key in keys if (part.path, key) not in self.parts.after}
         rows = self._rows_of(inner, part, 1)
         dims = {key: self.roles.core(True) if key in inner else self.roles.residual for key in keys}
@@ -80,6 +87,7 @@ class LayerReplacements:
             owner.forward = partial(own.call, forward)
 
         self.then.append(take)
+        return own
 
     def _module(self, path: str) -> tuple[str, nn.Module]:
         return f"{self.where}.{path}", on_meta(self.layer.get_submodule(path))

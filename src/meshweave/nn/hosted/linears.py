@@ -28,6 +28,8 @@ class HostedLinear(ParallelLinear):
         self.name = name
         object.__setattr__(self, "tokens", tokens)
         self.order = self._order()
+        roles = tokens.strategy.roles
+        self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
     def join(self, group: HostedGroup) -> None:
         """Compute with the layers of a group."""
@@ -38,8 +40,7 @@ class HostedLinear(ParallelLinear):
         result: Tensor = self.group(self, x)
         if self.order is not None:
             result = result.index_select(-1, self.order.to(result.device))
-        roles = self.layer_strategy.roles
-        self.tokens.place = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
+        self.tokens.place = self._lands
         return result if self.site.is_first else self.tokens.told(result)
 
     def _order(self) -> Tensor | None:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
@@ -25,6 +22,7 @@ from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.drops import RankDropout, drops
 from meshweave.nn.hosted.inputs import HostedArguments, returned, with_own_signature
 from meshweave.nn.hosted.layer_plan import LayerReplacements
+from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherStage, StopError
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
@@ -40,7 +38,7 @@ from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy, overlap_of
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
-from meshweave.nn.parallel.uses import ParameterUse, entries_of
+from meshweave.nn.parallel.uses import ParameterUse, entries_of, used_throughout
 
 
 class HostedModel(ParallelModel):
@@ -65,20 +63,23 @@ class HostedModel(ParallelModel):
         self.names: Any = anatomy.names
         self.tokens = Tokens(strategy)
         self._drops = RankDropout(self.tokens) if drops(module) else None
-        self._forward = type(module).forward.__get__(module)
+        self._forward = self.tokens.uncompiled(type(module).forward.__get__(module))
         self._taken = set(inspect.signature(type(module).forward).parameters)
         self._arguments = self.arguments = HostedArguments(module, anatomy.shifts_labels, strategy, recompute)
         self._new: dict[str, nn.Module] = {}
         self._then: list[Callable[[], None]] = []
         self._plan_ends()
         layers = module.get_submodule(anatomy.names.layers)
-        for number, (layer, parts) in enumerate(zip(layers, anatomy.layers, strict=True)):
+        uses = [
             LayerReplacements(
                 layer, parts, f"{anatomy.names.layers}.{number}", self._new, self._then, self.tokens
             ).plan()
+            for number, (layer, parts) in enumerate(zip(layers, anatomy.layers, strict=True))
+        ]
         self._activations = UnfilledBuffers(module, self._without_memory(), anatomy.buffers)
         idle = self._idle()
-        self._replace(idle)
+        self._replace(idle, uses)
+        self._use = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
         self.report = self._reported(title, proved, idle)
         limits = TokenLimits(self.embedding.words, self.head.site.units)
         self.agreement = StepAgreement(
@@ -134,7 +135,15 @@ class HostedModel(ParallelModel):
             and isinstance(self._new.get(path), OwnModule | None)
         ]
 
-    def _replace(self, idle: list[str]) -> None:
+    def _ends(self, are_before: bool) -> list[Any]:
+        """Return the modules outside of layers that keep parameters: those before the layers, or after them."""
+        anatomy = self.anatomy
+        before = {anatomy.names.embedding, *anatomy.tables, *anatomy.norms_before}
+        before |= {path for path, is_before in anatomy.ends.items() if is_before}
+        names = [path for path in self._new if not path.startswith(f"{anatomy.names.layers}.")]
+        return [self._new[path] for path in names if (path in before) == are_before]
+
+    def _replace(self, idle: list[str], uses: list[ParameterUse]) -> None:
         """Replace the modules by what was planned for them."""
         module, names = self.module, self.anatomy.names
         for name in idle:
@@ -154,9 +163,14 @@ class HostedModel(ParallelModel):
         for change in self._then:
             change()
         self.blocks = list(module.get_submodule(names.layers))
-        self.span = _LayerSpan(len(self.blocks))
-        for number, layer in enumerate(self.blocks):
-            layer.__dict__["forward"] = HostedLayer(layer, number, self)
+        self.span = LayerSpan(len(self.blocks))
+        self.calls = [
+            HostedLayer(layer, number, self, use)
+            for number, (layer, use) in enumerate(zip(self.blocks, uses, strict=True))
+        ]
+        for layer, call in zip(self.blocks, self.calls, strict=True):
+            layer.__dict__["forward"] = self.tokens.uncompiled(call.__call__)
+        self.calls[-1].is_followed = False
         self._ring_calls = None
         if self.strategy.roles.ring_axis is not None:
             self._ring_calls = run_in_ring(module, self.tokens)
@@ -177,7 +191,7 @@ class HostedModel(ParallelModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return this rank's part of the residual before the first layer, of tokens (batch, sequence)."""
-        return self._through(tokens, None, _LayerSpan(0, 0))
+        return self._through(tokens, None, LayerSpan(0, 0))
 
     def run_blocks(
         self, x: Tensor, batch: int, sequence: int, blocks: Iterable[nn.Module] | None = None
@@ -186,22 +200,22 @@ class HostedModel(ParallelModel):
         numbers = [self.blocks.index(block) for block in (self.blocks if blocks is None else blocks)]
         if not numbers:
             return x
-        span = _LayerSpan(numbers[-1] + 1, numbers[0], stops=True)
+        span = LayerSpan(numbers[-1] + 1, numbers[0], stops=True)
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the logits, of the residual after the last layer."""
-        span = _LayerSpan(len(self.blocks), len(self.blocks))
+        span = LayerSpan(len(self.blocks), len(self.blocks))
         return self._through(self._any_tokens(x, batch, sequence), x, span)
 
     def _any_tokens(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         return torch.zeros(batch, sequence, dtype=torch.int64, device=x.device)
 
-    def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
+    def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
         assert input_ids is not None
         (batch, sequence), last = input_ids.shape, inputs.logits_to_keep
         self.tokens.last = last
-        out = self._called(input_ids, None, _LayerSpan(len(self.blocks)), inputs)
+        out = self._called(input_ids, None, LayerSpan(len(self.blocks)), inputs)
         logits, loss = logits_of(out), None
         if inputs.targets is not None:
             loss, whole = self.vocabulary(logits, inputs.targets), None
@@ -209,15 +223,15 @@ class HostedModel(ParallelModel):
             whole = self.vocabulary.whole_logits(logits, batch, min(last or sequence, sequence))
         return returned(inputs, loss, whole, out)
 
-    def _through(self, ids: Tensor, given: Tensor | None, span: _LayerSpan) -> Tensor:
+    def _through(self, ids: Tensor, given: Tensor | None, span: LayerSpan) -> Tensor:
         """Return what a span of the forward pass makes: the residual, or this rank's part of the logits."""
         self.tokens.last = 0
         try:
             return logits_of(self._called(ids, given, span, CallInputs()))
-        except _StopError as stop:
+        except StopError as stop:
             return as_plain(stop.residual)
 
-    def _called(self, ids: Tensor, given: Tensor | None, span: _LayerSpan, inputs: CallInputs) -> Any:
+    def _called(self, ids: Tensor, given: Tensor | None, span: LayerSpan, inputs: CallInputs) -> Any:
         """Return what the forward pass of the model's class does of this rank's part of tokens and inputs."""
         tokens, strategy = self.tokens, self.strategy
         tokens.check(ids)
@@ -256,11 +270,13 @@ class HostedModel(ParallelModel):
         if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
             twice = ", ".join(sorted(self.anatomy.norms_twice))
             raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")
+        self._divide_table(first, end)
         layers = module.get_submodule(names.layers)
-        for number in range(len(self.blocks)):
+        for number, call in enumerate(self.calls):
+            call.opens = False
             if not first <= number < end:
                 form = self.anatomy.layers[number].results
-                layers[number] = _OtherStage(number, self, form)
+                layers[number] = OtherStage(number, self, form)
         before = [
             names.embedding,
             *self.anatomy.tables,
@@ -272,30 +288,7 @@ class HostedModel(ParallelModel):
         gone = ([] if first == 0 else before) + ([] if end == len(self.blocks) else after)
         for path in gone:
             owner, _, name = path.rpartition(".")
-            setattr(module.get_submodule(owner), name, _NotHere(self.tokens))
-
-
-@dataclass(frozen=True)
-class _LayerSpan:
-    """Which layers run.
-
-    Attributes:
-        end: the number after that of the last.
-        first: that of the first, which takes the residual that is given where it is not 0.
-        stops: whether the forward pass ends with the last one.
-    """
-
-    end: int
-    first: int = 0
-    stops: bool = False
-
-
-class _StopError(Exception):
-    """Ends a forward pass where the residual is what is wanted."""
-
-    def __init__(self, residual: Tensor) -> None:
-        super().__init__()
-        self.residual = residual
+            setattr(module.get_submodule(owner), name, NotHere(self.tokens))
 
 
 class HostedHead(ParallelLinear):
@@ -320,102 +313,6 @@ class HostedHead(ParallelLinear):
                 logits = logits + autocast_operands(logits.device.type, own)[0]
             return logits
         return self.alone(rows, *sizes)[0]
-
-
-class HostedLayer:
-    """The forward of a layer: its own, of layers that the running span has."""
-
-    def __init__(self, layer: nn.Module, number: int, model: HostedModel) -> None:
-        self._forward, self._layer = type(layer).forward.__get__(layer), layer
-        self._number, self._model = number, model
-        self._results = model.anatomy.layers[number].results
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        """Return what the layer returns; of one that is not run the residual as it is."""
-        model, span = self._model, self._model.span
-        if given:
-            x, given = given[0], given[1:]
-        else:
-            x = named.pop(key := next(iter(named)))
-            assert isinstance(x, Tensor), key
-        if span.end == 0:
-            raise _StopError(x)
-        if span.first == self._number and model.tokens.given is not None:
-            x = model.tokens.told(model.tokens.given)
-        if not span.first <= self._number < span.end:
-            return passed(model, self._number, x, self._results)
-        result = self._run(x, *given, **named)
-        if span.stops and self._number == span.end - 1:
-            raise _StopError(result[0] if isinstance(result, tuple | list) else result)
-        return result
-
-    def _run(self, *given: Any, **named: Any) -> Any:
-        """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
-        layer, sizes, own = vars(self._layer), self._model.tokens.sizes, "_gradient_checkpointing_func"
-        run = layer.get(own)
-        if run is not None:  # transformers' layers call it with their forward
-            layer[own] = lambda inner, *args, **kwargs: run(
-                partial(self._again, sizes, inner), *args, **kwargs
-            )
-        try:
-            once = partial(self._again, sizes, self._forward)
-            if self._model.recompute and torch.is_grad_enabled():
-                return checkpoint(once, *given, use_reentrant=False, **named)
-            return once(*given, **named)
-        finally:
-            if run is not None:
-                layer[own] = run
-
-    def _again(self, sizes: tuple[int, int], run: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Return what the layer's own forward returns, in a forward pass or long after it."""
-        model, tokens = self._model, self._model.tokens
-        tokens.held, tokens.place = sizes, model.strategy.roles.residual
-        with nullcontext() if tokens.ids is not None else model.dropping():
-            return run(*given, **named)
-
-
-def passed(model: HostedModel, number: int, x: Tensor, results: int) -> Any:
-    """Return the residual in the form of a layer's results; after the last layer that which is given."""
-    tokens = model.tokens
-    if number == len(model.blocks) - 1 and model.span.first > number and tokens.given is not None:
-        x = tokens.told(tokens.given)
-    return x if not results else (x, *[None] * (results - 1))
-
-
-class _OtherStage(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has a layer."""
-
-    def __init__(self, number: int, model: HostedModel, results: int) -> None:
-        super().__init__()
-        object.__setattr__(self, "_stands", (number, model, results))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # as models ask layers for their kind
-            number, model, _ = self._stands
-            return getattr(model.blocks[number], name)
-
-    def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
-        """Return the residual as it is."""
-        number, model, results = self._stands
-        x = next(iter(named.values())) if x is None else x
-        if model.span.end == 0:
-            raise _StopError(x)
-        return passed(model, number, x, results)
-
-
-class _NotHere(nn.Module):  # type: ignore[misc]
-    """Stands where another stage of a pipeline has a table or a norm."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        super().__init__()
-        object.__setattr__(self, "_tokens", tokens)
-
-    def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the residual as it is given."""
-        assert self._tokens.given is not None
-        return self._tokens.told(self._tokens.given)
 
 
 def logits_of(out: Any) -> Tensor:

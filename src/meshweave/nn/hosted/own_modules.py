@@ -155,7 +155,7 @@ class HostedEmbedding(ParallelEmbedding):
         """Return this rank's part of the residual of the tokens of the step, whatever part of them is given."""
         tokens = self._tokens
         if tokens.given is not None:
-            return tokens.told(tokens.given)
+            return tokens.stand_in()
         rows = super().forward(tokens.running())
         if self.scale != 1:
             rows = rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
@@ -163,7 +163,7 @@ class HostedEmbedding(ParallelEmbedding):
 
 
 class HostedNorm(ParallelNorm):
-    """A norm of rows whose features lie on several ranks: of the residual, or of inner features."""
+    """A norm of rows of the residual, or of inner features, by one kernel of torch where a rank has whole rows."""
 
     def __init__(
         self, norm: nn.Module, tokens: Tokens, name: str, dims: AxisDims, side: Side, kind: NormKind
@@ -174,18 +174,21 @@ class HostedNorm(ParallelNorm):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's part of the normalised rows."""
         rows = as_plain(x)
-        if is_flat := rows.ndim == 2:
+        is_flat = rows.ndim == 2
+        if is_flat and not self.has_whole_rows:
             rows = self._tokens.rows_of(rows, self.dims)
         out = super().forward(rows, *self._tokens.sizes)
         if is_flat:
-            return out.flatten(0, 1)
+            return out if self.has_whole_rows else out.flatten(0, 1)
         return self._tokens.told(out) if self.dims == self.layer_strategy.roles.residual else out
 
 
 def hosted_norm(
     norm: nn.Module, tokens: Tokens, name: str, kind: NormKind | str, dims: AxisDims, side: Side
 ) -> nn.Module:
-    """Return what stands for a norm of rows: its own code where a rank has whole rows.
+    """Return what stands for a norm of rows.
+
+    Where a rank has whole rows it is one kernel of torch, or where there is none for it the norm's own code.
 
     Args:
         kind: what it computes, or why that is not known.
@@ -196,9 +199,12 @@ def hosted_norm(
         UnsupportedError: rows lie on several ranks, and it is no norm that is known.
         LayoutError: ranks have copies of features.
     """
-    if side.dim not in dims:
-        return OwnModule(norm, tokens.strategy, name, dims)
     weight = getattr(norm, "weight", None)
+    if side.dim not in dims:
+        has_size = weight is None or weight.numel() == side.size
+        if isinstance(kind, NormKind) and not isinstance(norm, nn.LayerNorm | nn.RMSNorm) and has_size:
+            return HostedNorm(norm, tokens, name, dims, side, kind)
+        return OwnModule(norm, tokens.strategy, name, dims)
     if weight is not None and weight.numel() != side.size:
         raise LayoutError(
             f"{name}: ranks have copies of heads, which a norm over all heads would count twice"

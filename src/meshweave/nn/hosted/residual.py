@@ -6,6 +6,7 @@ fewer tokens of the residual than of attention, as with sequence parallelism, it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -142,6 +143,26 @@ class Tokens:
     def told(self, x: Tensor) -> Tensor:
         """Return this rank's part of the residual as the model's code is to see it."""
         return x if self.ratio == (1, 1) else x.as_subclass(_part_class(self.ratio))
+
+    def uncompiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is not compiled where the residual has another shape than its code is told."""
+        if self.ratio == (1, 1):
+            return run
+        reason = (
+            f"{self.strategy.name} tells the code of a model that a rank has more tokens than it has, which "
+            "graphs do not know: it runs uncompiled, without fullgraph; data_parallel, zero3 and megatron are "
+            "compiled"
+        )
+        made: Callable[..., Any] = torch.compiler.disable(run, reason=reason)
+        return made
+
+    def stand_in(self) -> Tensor:
+        """Return zeros for the code before the first layer that runs, which may change them in place.
+
+        That layer is given the residual itself.
+        """
+        assert self.given is not None
+        return self.told(torch.zeros_like(self.given, requires_grad=False))
 
     def running(self) -> Tensor:
         """Return the tokens. Raises UnsupportedError outside of a forward pass of the whole model."""

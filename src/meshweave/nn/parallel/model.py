@@ -33,7 +33,7 @@ from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, u
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
 from meshweave.nn.parallel.trials import TrialTable
-from meshweave.nn.parallel.uses import ParameterUse, entries_of
+from meshweave.nn.parallel.uses import KeepsParameters, used_throughout
 
 
 class ParallelOutput(NamedTuple):
@@ -92,7 +92,12 @@ class ParallelModel(AroundModule):
         self.agreement = StepAgreement(
             module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
         )
-        self._use = self._used_throughout()
+        self.blocks[-1].is_followed = False
+        first: list[KeepsParameters] = (
+            [self.embedding] if self.positions is None else [self.positions, self.embedding]
+        )
+        layers = [block.use for block in reversed(self.blocks)]
+        self._use = used_throughout(strategy, [self.head, self.norm], layers, first)
         self._placed = PlacedModules(module, names.layers)
         module.forward = self.forward
 
@@ -150,25 +155,6 @@ class ParallelModel(AroundModule):
                 fill(new, module.get_submodule(path), path)
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, new)
-
-    def _used_throughout(self) -> ParameterUse:
-        """Return the parameters that a call uses from its begin to its end, last ones first: their gradients are.
-
-        These are the ends, and of layers what is summed and is not gathered for each use.
-        """
-        frees = not self.strategy.roles.keeps_weights
-        head, first = [self.head, self.norm], [self.embedding] if self.positions is None else [
-            self.positions, self.embedding
-        ]  # fmt: skip
-        layers = [
-            [
-                (module, name)
-                for module, name in block.use.entries
-                if (kept := module.kept[name]).summed and not (kept.gathered and frees)
-            ]
-            for block in reversed(self.blocks)
-        ]
-        return ParameterUse([entries_of(head), *layers, entries_of(first)], BUCKET_BYTES)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -258,18 +244,16 @@ class ParallelModel(AroundModule):
             return self._run(input_ids, inputs)
 
     def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
-        targets = inputs.targets
         if self.strategy.is_alone or torch.compiler.is_compiling() or not self._use.is_here:
-            return self._computed(input_ids, targets)
-        self.blocks[-1].is_followed = False
+            return self._computed(input_ids, inputs)
         with self._use.open([]):
-            return self._computed(input_ids, targets)
+            return self._computed(input_ids, inputs)
 
-    def _computed(self, input_ids: Tensor | None, targets: Tensor | None) -> ParallelOutput:
+    def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
         assert input_ids is not None
         x = self.run_blocks(self.embed(input_ids), *input_ids.shape)
-        if targets is not None:
-            return ParallelOutput(self.head_loss(x, targets), None)
+        if inputs.targets is not None:
+            return ParallelOutput(self.head_loss(x, inputs.targets), None)
         logits = self.local_logits(x, *input_ids.shape)
         return ParallelOutput(None, self.vocabulary.whole_logits(logits, *input_ids.shape))
 
@@ -284,19 +268,28 @@ class ParallelModel(AroundModule):
             block.opens = False
             if not first <= number < end:
                 layers[number] = nn.Identity()
+        self._divide_table(first, end)
         gone = [] if first == 0 else [names.embedding, names.positions]
         gone += [] if end == len(self.blocks) else [names.norm, names.head]
         for path in filter(None, gone):
             owner, _, name = path.rpartition(".")
             setattr(module.get_submodule(owner), name, None)
 
+    def _divide_table(self, first: int, end: int) -> None:
+        """Let the head of a stage without the embedding have their table, under the name that the embedding has.
+
+        States of optimizers are saved under it.
+        """
+        if self.tied is not None and first and end == len(self.blocks):
+            self.tied.keep_in(self.head)
+            names = {f"{self.names.head}.weight": f"{self.names.embedding}.weight"}
+            self.module.__dict__["_meshweave_tied"] = names
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         return self.module(*args, **kwargs)
 
 
-BUCKET_BYTES = 25 << 20
-"""The bytes of parameters after which a bucket is closed: torch's DistributedDataParallel has as many."""
 _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from meshweave.nn.parallel.moves import Mover, PlacedMove
 from meshweave.nn.parallel.ops import multiply
 from meshweave.nn.parallel.parameters import local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.uses import ParameterUse
 
 
 class TiedWeight:
@@ -23,10 +25,15 @@ class TiedWeight:
 
     Where the head uses it as the embedding does, it is gathered once for both. Else the table is moved to where
     the head wants it by gathers and parts, forward, and its gradient back.
+
+    Attributes:
+        keeper: the module whose parameter it is: the embedding, or the head of a stage that has no embedding.
     """
 
     def __init__(self, embedding: ParallelEmbedding, strategy: LayerStrategy) -> None:
         self.embedding, self.strategy = embedding, strategy
+        self.keeper: Any = embedding
+        self._use = embedding.use
         self.site = ProductSite(True, False, embedding.features, embedding.words)
         kept, self.wanted = embedding.kept["weight"], self.site.stored_dims(strategy.roles)
         shared = replace(self.site, leaves_terms=True)
@@ -46,9 +53,14 @@ class TiedWeight:
         head.weight, head.kept = self.embedding.weight, {}
         return head
 
+    def keep_in(self, head: ParallelLinear) -> None:
+        """Take the parameter of the head from now on, whose embedding another stage of a pipeline has."""
+        head.kept["weight"] = self.embedding.kept["weight"]
+        self.keeper, self._use = head, ParameterUse([[(head, "weight")]])
+
     def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the logits."""
-        (weight,) = self.embedding.use() if self.is_shared else local_parts([self.embedding.weight])
+        (weight,) = self._use() if self.is_shared else local_parts([self.keeper.weight])
         for mover in self.movers:
             weight = mover(weight, 1, 1)
         if group.is_alone:

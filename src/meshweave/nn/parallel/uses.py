@@ -20,6 +20,7 @@ from meshweave.execute.torch import compat
 from meshweave.nn.parallel.buckets import KeptParameter, ParameterBucket
 from meshweave.nn.parallel.moves import Mover
 from meshweave.nn.parallel.parameters import local_parts
+from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class KeepsParameters(Protocol):
@@ -34,14 +35,14 @@ class KeepsParameters(Protocol):
     opened: dict[str, Tensor]
 
 
-Entry = tuple[Any, str]
+Entry = tuple[KeepsParameters, str]
 """A module that keeps parameters, and the name of one of them."""
 
 
 _Divided = tuple[list[int], ParameterBucket | None]
 
 
-def entries_of(modules: Sequence[Any]) -> list[Entry]:
+def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
     """Return all parameters that modules keep."""
     return [(module, name) for module in modules for name in module.kept]
 
@@ -103,21 +104,24 @@ class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _GatherAgain(torch.autograd.Function):  # type: ignore[misc]
-    """The result of what uses gathered parameters as it is; its backward part has them again."""
+    """The results of what uses gathered parameters as they are; their backward part has these again."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], x: Tensor) -> Tensor:
-        """Return the result, and keep what gradients need."""
+    def forward(
+        ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], *results: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the results, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
         ctx.buckets = [bucket for bucket, _ in gathered]
         ctx.save_for_backward(*(flat for _, flat in gathered))
-        return x.view_as(x)
+        return tuple([x.view_as(x) for x in results])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
         for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
             bucket.fill_again(flat)
-        return None, grads[0]
+        return None, *grads
 
 
 class ParameterUse:
@@ -219,6 +223,36 @@ class ParameterUse:
         return divided
 
 
+BUCKET_BYTES = 25 << 20
+"""The bytes of parameters after which a bucket is closed: torch's DistributedDataParallel has as many."""
+
+
+def used_throughout(
+    strategy: LayerStrategy,
+    last: Sequence[KeepsParameters],
+    layers: Sequence[ParameterUse],
+    first: Sequence[KeepsParameters],
+) -> ParameterUse:
+    """Return the parameters that a call uses from its begin to its end, last ones first: their gradients are.
+
+    These are the ends, and of layers what is summed and is not gathered for each use.
+
+    Args:
+        last, first: the modules after the layers, and those before them.
+        layers: the parameters of each layer, those of the last layer first.
+    """
+    frees = not strategy.roles.keeps_weights
+    of_layers = [
+        [
+            (module, name)
+            for module, name in use.entries
+            if (kept := module.kept[name]).summed and not (kept.gathered and frees)
+        ]
+        for use in layers
+    ]
+    return ParameterUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
+
+
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
     """Return a parameter as it is used, moved by itself, by ops that a compiler knows."""
     (local,) = local_parts([parameter])
@@ -229,8 +263,8 @@ def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
     return local
 
 
-def run_with(use: ParameterUse, run: Callable[[], Tensor], *, frees: bool, frees_now: bool) -> Tensor:
-    """Return what `run` makes of parameters that are opened for it.
+def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_now: bool) -> Any:
+    """Return what `run` makes of parameters that are opened for it: a tensor, or several.
 
     Args:
         frees: whether gathered parameters are freed after it, and gathered again by the backward pass.
@@ -240,10 +274,14 @@ def run_with(use: ParameterUse, run: Callable[[], Tensor], *, frees: bool, frees
     gathered: list[tuple[GatheredBucket, Tensor]] = []
     with use.open(gathered):
         out = run()
-    if frees and gathered and out.requires_grad:
-        again: Tensor = _GatherAgain.apply(gathered, out)
-        out = again
-        if frees_now and not compat.is_in_backward():
-            for _, flat in gathered:
-                flat.untyped_storage().resize_(0)
-    return out
+    several = list(out) if isinstance(out, tuple | list) else [out]
+    places = [at for at, each in enumerate(several) if isinstance(each, Tensor) and each.requires_grad]
+    if not (frees and gathered and places):
+        return out
+    again = _GatherAgain.apply(gathered, *(several[at] for at in places))
+    for at, each in zip(places, again, strict=True):
+        several[at] = each
+    if frees_now and not compat.is_in_backward():
+        for _, flat in gathered:
+            flat.untyped_storage().resize_(0)
+    return type(out)(several) if isinstance(out, tuple | list) else several[0]

@@ -30,6 +30,7 @@ from meshweave.nn.pipelining.stage_problem import (
     stage_shape,
     whole_backwards,
 )
+from meshweave.nn.pipelining.tied import TiedTable
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class BoundPipeline:
         schedule: the actions of the program.
         bound: the program with its calls.
         functions, gradients: of the stages of this rank, by number.
+        tied: the table that the first and the last stage share, where this rank has a copy.
     """
 
     problem: PipelineProblem
@@ -48,6 +50,7 @@ class BoundPipeline:
     bound: BoundProgram
     functions: Mapping[int, StageFunctions]
     gradients: Mapping[int, StageGradients]
+    tied: TiedTable | None
 
 
 def bind_stages(
@@ -98,7 +101,8 @@ def bind_stages(
     tensors = _tokens(program, rank, context.device)
     tensors |= {f"dw{number}": each.vector for number, each in gradients.items() if each.vector is not None}
     bound = bind(program, rank, tensors, context=context, calls=calls, trace=options.trace)
-    return BoundPipeline(problem, schedule, bound, functions, gradients)
+    tied = TiedTable.of(stages, places, context) if trains else None
+    return BoundPipeline(problem, schedule, bound, functions, gradients, tied)
 
 
 def _stage_functions(

@@ -31,7 +31,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         sequence: tokens of a row.
 
     Raises:
-        LayoutError: there are no such layers, or the model's embedding and head are one tensor on two stages.
+        LayoutError: there are no such layers.
     """
 
     def __init__(self, model: ParallelModel, first: int, end: int, sequence: int) -> None:
@@ -40,12 +40,19 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         if not 0 <= first <= end <= count:
             raise LayoutError(f"a stage of layers {first} to {end}: the model has {count}")
         self.is_first, self.is_last = first == 0, end == count
-        if model.tied is not None and not (self.is_first and self.is_last):
-            raise LayoutError("embedding and head are one tensor, which stages do not share; untie them")
         self._model, self._first, self._end, self._sequence = model, first, end, sequence
         self._features = model.embedding.features
         model.prune(first, end)
         self.module = model.module
+
+    @property
+    def tied(self) -> nn.Parameter | None:
+        """Return the table of embedding and head where another stage has the other of them, and a copy."""
+        model = self._model
+        if model.tied is None or self.is_first == self.is_last:
+            return None
+        table: nn.Parameter = model.tied.keeper.weight
+        return table
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the residual after the stage, as (rows, elements).

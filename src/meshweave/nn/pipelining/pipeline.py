@@ -206,6 +206,8 @@ class Pipeline:
         for gradients in bound.gradients.values() if trains else ():
             gradients.begin()
         self.trace = bound.bound.run()
+        if bound.tied is not None:
+            bound.tied.sum_gradients()
         divisor = self._divisor
         for gradients in bound.gradients.values() if trains else ():
             gradients.end(divisor)

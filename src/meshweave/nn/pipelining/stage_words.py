@@ -47,6 +47,10 @@ def stage_words(
         words[f"modules in training of stage {number}"] = {
             f"{name}.training": str(child.training) for name, child in stage.named_modules()
         }
+        if (table := getattr(stage, "tied", None)) is not None:
+            words[f"weights of parts {own} of the table of embedding and head"] = checksum_words(
+                [("", table)]
+            )
         if getattr(stage, "draws", False):
             state = f"#{int(checksum(torch.get_rng_state())):x}"
             words[f"generator of stage {number} of parts {shared}"] = {"state": state}

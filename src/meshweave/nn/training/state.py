@@ -56,7 +56,8 @@ class TrainingState:
             raise LayoutError(f"two modules have a parameter '{twice}'; names must differ among modules")
         self._ranges: dict[str, Ranges] = {}
         for module in self._modules:
-            self._names |= {parameter: name for name, parameter in module.named_parameters()}
+            tied = vars(module).get("_meshweave_tied", {})
+            self._names |= {parameter: tied.get(name, name) for name, parameter in module.named_parameters()}
             self._ranges |= _fused_ranges(module)
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:

@@ -1,0 +1,150 @@
+"""The layers of a model that runs by its own code: which of them run, and with which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshweave.nn.hosted.residual import Tokens
+from meshweave.nn.parallel.uses import ParameterUse, run_with
+
+if TYPE_CHECKING:
+    from meshweave.nn.hosted.model import HostedModel
+
+
+@dataclass(frozen=True)
+class LayerSpan:
+    """Which layers run.
+
+    Attributes:
+        end: the number after that of the last.
+        first: that of the first, which takes the residual that is given where it is not 0.
+        stops: whether the forward pass ends with the last one.
+    """
+
+    end: int
+    first: int = 0
+    stops: bool = False
+
+
+class StopError(Exception):
+    """Ends a forward pass where the residual is what is wanted."""
+
+    def __init__(self, residual: Tensor) -> None:
+        super().__init__()
+        self.residual = residual
+
+
+class HostedLayer:
+    """The forward of a layer: its own, of layers that the running span has.
+
+    Attributes:
+        use: its parameters.
+        opens, is_followed: as those of `ParallelBlock`.
+    """
+
+    def __init__(self, layer: nn.Module, number: int, model: HostedModel, use: ParameterUse) -> None:
+        self._forward, self._layer = type(layer).forward.__get__(layer), layer
+        self._number, self._model, self.use = number, model, use
+        self.opens, self.is_followed = True, True
+        self._results = model.anatomy.layers[number].results
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns; of one that is not run the residual as it is."""
+        model, span = self._model, self._model.span
+        if given:
+            x, given = given[0], given[1:]
+        else:
+            x = named.pop(key := next(iter(named)))
+            assert isinstance(x, Tensor), key
+        if span.end == 0:
+            raise StopError(x)
+        if span.first == self._number and model.tokens.given is not None:
+            x = model.tokens.told(model.tokens.given)
+        if not span.first <= self._number < span.end:
+            return passed(model, self._number, x, self._results)
+        result = self._run(x, *given, **named)
+        if span.stops and self._number == span.end - 1:
+            raise StopError(result[0] if isinstance(result, tuple | list) else result)
+        return result
+
+    def _run(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
+        layer, sizes, own = vars(self._layer), self._model.tokens.sizes, "_gradient_checkpointing_func"
+        run = layer.get(own)
+        if run is not None:  # transformers' layers call it with their forward
+            layer[own] = lambda inner, *args, **kwargs: run(
+                partial(self._again, sizes, inner), *args, **kwargs
+            )
+        try:
+            once = partial(self._again, sizes, self._forward)
+            if self._model.recompute and torch.is_grad_enabled():
+                return checkpoint(once, *given, use_reentrant=False, **named)
+            return once(*given, **named)
+        finally:
+            if run is not None:
+                layer[own] = run
+
+    def _again(self, sizes: tuple[int, int], run: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Return what the layer's own forward returns, in a forward pass or long after it."""
+        model, tokens = self._model, self._model.tokens
+        tokens.held, tokens.place = sizes, model.strategy.roles.residual
+        with nullcontext() if tokens.ids is not None else model.dropping():
+            if not self.opens or model.strategy.is_alone or torch.compiler.is_compiling():
+                return run(*given, **named)
+            return run_with(
+                self.use,
+                lambda: run(*given, **named),
+                frees=not model.strategy.roles.keeps_weights,
+                frees_now=self.is_followed,
+            )
+
+
+def passed(model: HostedModel, number: int, x: Tensor, results: int) -> Any:
+    """Return the residual in the form of a layer's results; after the last layer that which is given."""
+    tokens = model.tokens
+    if number == len(model.blocks) - 1 and model.span.first > number and tokens.given is not None:
+        x = tokens.told(tokens.given)
+    return x if not results else (x, *[None] * (results - 1))
+
+
+class OtherStage(nn.Module):  # type: ignore[misc]
+    """Stands where another stage of a pipeline has a layer."""
+
+    def __init__(self, number: int, model: HostedModel, results: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "_stands", (number, model, results))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # as models ask layers for their kind
+            number, model, _ = self._stands
+            return getattr(model.blocks[number], name)
+
+    def forward(self, x: Tensor | None = None, *given: Any, **named: Any) -> Any:
+        """Return the residual as it is."""
+        number, model, results = self._stands
+        x = next(iter(named.values())) if x is None else x
+        if model.span.end == 0:
+            raise StopError(x)
+        return passed(model, number, x, results)
+
+
+class NotHere(nn.Module):  # type: ignore[misc]
+    """Stands where another stage of a pipeline has a table or a norm."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        object.__setattr__(self, "_tokens", tokens)
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return what stands for the residual until the first layer that runs."""
+        return self._tokens.stand_in()
