@@ -317,12 +317,13 @@ def _no_file(rng: random.Random, path: Path) -> None:
         )
 
 
-def _spoil(rng: random.Random, path: Path, kind: Kind) -> tuple[bytes, Callable[[], None]]:
-    """Return the mutated file, and the action that puts it, or something that is no file, in its place."""
+def _spoil(rng: random.Random, path: Path, kind: Kind) -> tuple[str, bytes, Callable[[], None]]:
+    """Return a good file, the mutated one, and what puts that, or something that is no file, in its place."""
     if rng.random() < 0.06:
-        return b"", partial(_no_file, random.Random(rng.random()), path)
-    data = mutated(rng, kind.grammar, rng.choice(kind.seeds), rng.choice(kind.seeds))
-    return data, partial(path.write_bytes, data)  # type: ignore[return-value]
+        return kind.seeds[0], b"", partial(_no_file, random.Random(rng.random()), path)
+    seed = rng.choice(kind.seeds)
+    data = mutated(rng, kind.grammar, seed, rng.choice(kind.seeds))
+    return seed, data, partial(path.write_bytes, data)  # type: ignore[return-value]
 
 
 def _clear(path: Path) -> None:
@@ -333,25 +334,31 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_LONGEST_S, _LONGEST_UNMUTATED_S = 60.0, 300.0
-_unmutated_s: dict[str, float] = {}
+_LONGEST_S = 60.0
+_unmutated_s: dict[tuple[str, str], float] = {}
 
 
-def _allowed_s(folder: Path, table: dict[str, Kind], command: str) -> float:
-    """Return the processor seconds that mutations of a command may take: three times its own, or `CPU_S`."""
-    if command not in _unmutated_s:
-        args = command_line(folder, table, "", command)
-        _unmutated_s[command] = run_forked(
-            _case_action(args, folder, lambda: None), _LONGEST_UNMUTATED_S
-        ).cpu_s
-    return max(CPU_S, 3 * _unmutated_s[command])
+def _allowed_s(folder: Path, table: dict[str, Kind], command: str, spoilt: str, seed: str) -> float:
+    """Return the processor seconds that mutations of a command and file may take: three times theirs, or `CPU_S`.
+
+    Those are not measured beyond a third of `_LONGEST_S`, where a case is ended.
+    """
+    if (command, seed) not in _unmutated_s:
+        args = command_line(folder, table, spoilt, command)
+        put = partial((folder / table[spoilt].file).write_text, seed) if spoilt else lambda: None
+        outcome = run_forked(_case_action(args, folder, put), _LONGEST_S / 3)  # type: ignore[arg-type]
+        _unmutated_s[command, seed] = outcome.cpu_s
+    return max(CPU_S, 3 * _unmutated_s[command, seed])
 
 
-def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
-    """Yield `count` cases, all commands in turn; the same seed makes the same. Many are of the whole catalog."""
+def sweep(folder: Path, seed: int, count: int, only: Sequence[int] = ()) -> Iterator[SweepCase]:
+    """Yield `count` cases, all commands in turn, or `only` some; many are of the whole catalog.
+
+    The same seed and count make the same cases.
+    """
     table = kinds(folder, is_whole=count >= 1000)
     scratch = folder / "scratch"
-    for number in range(count):
+    for number in only or range(count):
         rng = random.Random(f"{seed}:{number}")
         verb = list(COMMANDS)[number % len(COMMANDS)]
         command = rng.choice(COMMANDS[verb])
@@ -366,15 +373,19 @@ def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
             args, spoilt = settings_args(rng), ""
         _clear(scratch)
         scratch.mkdir()
-        data, put = b"", lambda: None
+        good, data, put = "", b"", lambda: None
         if spoilt:
             path = folder / table[spoilt].file
             _clear(path)
-            data, put = _spoil(rng, path, table[spoilt])
+            good, data, put = _spoil(rng, path, table[spoilt])
         outcome = run_forked(_case_action(args, folder, put))
         allowed_s: float = CPU_S
         if outcome.is_late:
-            allowed_s = _allowed_s(folder, table, unmutated(verb, command))
+            _clear(scratch)
+            scratch.mkdir()
+            if spoilt:
+                _clear(path)
+            allowed_s = _allowed_s(folder, table, unmutated(verb, command), spoilt, good)
             _clear(scratch)
             scratch.mkdir()
             if spoilt:

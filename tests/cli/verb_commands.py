@@ -140,6 +140,8 @@ def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 def unmutated(verb: str, command: str) -> str:
     """Return the command whose processor time those of a verb are held against: of a study all of it."""
+    if verb == "reproduce all":
+        return "reproduce all --out all"
     return verb if verb.startswith("reproduce ") else command
 
 
