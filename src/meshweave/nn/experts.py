@@ -167,7 +167,7 @@ class ExpertExchange:
         own = cell_counts(kept[None], experts)[:, 0]
         sizes = [*kept.shape, x.shape[1], list(DTYPES).index(x.dtype)]
         said = torch.from_numpy(np.concatenate([sizes, own])).to(self.context.device)
-        all_said = gathered(said, self.context, ranks).numpy()
+        all_said = gathered(said, self.context, ranks, "the counts of all ranks").numpy()
         self._check_alike(all_said[:, : len(sizes)])
         counts = all_said[:, len(sizes) :].T
         mine = counts.reshape(len(ranks), -1, len(ranks))[ranks.index(self.rank)]

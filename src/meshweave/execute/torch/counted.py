@@ -21,8 +21,6 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.ir.program.counts import CountValues
 
-_WHAT = "the counts of all ranks"
-
 
 class CountedProgram:
     """A program with counts, bound anew at each run.
@@ -73,10 +71,14 @@ class CountedProgram:
         return bound
 
 
-def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...]) -> Tensor:
+def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what: str) -> Tensor:
     """Return the equally many values of all ranks, (ranks, values), on the host.
 
-    Collective among them, and a call: a rank that refuses it, or is in another one, ends the wait of the others.
+    Collective among them, and a call: a rank that refuses it, or is in another one, ends the wait of the others,
+    once they have agreed on something.
+
+    Args:
+        what: completes "waiting for ..." in errors.
 
     Raises:
         BindError: another rank refuses this call, or is in another one.
@@ -88,7 +90,7 @@ def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...]) -> T
     out = [torch.empty_like(values) for _ in ranks]
     others = [rank for rank in members if rank != context.rank]
     group = context.group_of(members)
-    with order.sequence(members).bind(_WHAT), context.guard(_WHAT, others) as wait:
+    with order.sequence(members).bind(what), context.guard(what, others) as wait:
         try:
             work = dist.all_gather(out, values, group=group, async_op=True)
             work.wait(wait.timeout)
