@@ -204,7 +204,8 @@ class ExpertExchange:
     ) -> BoundProgram:
         """Run one of the exchanges; `tensors` are its inputs by buffer."""
         dtype = next(iter(tensors.values())).dtype
-        problem = self._problem(part, *handle.choices.shape, hidden, DTYPES[dtype])
+        tokens, top_k = handle.choices.shape
+        problem = self._problem(part, tokens, top_k, hidden, DTYPES[dtype])
         program = self._programs.get(problem)
         if program is None:
             config = next(self.entry.candidates(problem))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import CheckpointError, LayoutError
+from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.call_order import call_order, share_refusal
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.weights.blocks import Block, block_of, boxes_of, sizes_of
 from meshweave.nn.weights.checkpoint import INDEX_FILE, SINGLE_FILE, safetensors_library
 from meshweave.nn.weights.slots import Mapped, slots_of, stored_as
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """The bytes of one file of a sharded checkpoint unless its writer says otherwise."""
+_TITLE = "save_weights"
+_LONGEST = timedelta(minutes=30)
+"""For a wait for ranks that answer: the first one writes gigabytes to what may be a slow disk meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,12 @@ class _Piece:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def save_weights(
-    module: nn.Module, folder: Path | str, *, mapping: Mapped = None, file_bytes: int = DEFAULT_FILE_BYTES
+    module: nn.Module,
+    folder: Path | str,
+    *,
+    mapping: Mapped = None,
+    file_bytes: int = DEFAULT_FILE_BYTES,
+    context: TorchContext | None = None,
 ) -> tuple[Path, ...]:
     """Write the tensors of a module, whole, as safetensors; all ranks call it, each with what it has of the model.
 
@@ -47,6 +59,8 @@ def save_weights(
     Args:
         mapping: where a tensor is to be stored, as for `load_weights`.
         file_bytes: the most bytes of tensors in one file; more than one file makes an index.
+        context: liveness of waits for other ranks, and the deadline of those that are silent; default: that of the
+            default process group.
 
     Returns:
         The files, on rank 0; nothing on the others.
@@ -55,7 +69,19 @@ def save_weights(
         CheckpointError: the first rank cannot write; on all ranks.
         LayoutError: ranks differ in what a tensor is, or do not have all of it.
         UnsupportedError: safetensors is not installed.
+        BindError: another rank refuses what it was given.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
+    context = context or TorchContext.default()
+    ranks = tuple(range(context.num_ranks))
+    with share_refusal(context, ranks, _TITLE):
+        return _saved(module, Path(folder), mapping, file_bytes, context)
+
+
+def _saved(
+    module: nn.Module, folder: Path, mapping: Mapped, file_bytes: int, context: TorchContext
+) -> tuple[Path, ...]:
+    """Do what `save_weights` says."""
     safetensors_library()
     own = {}
     pieces = []
@@ -67,35 +93,58 @@ def save_weights(
             local, block, shape = local.t(), block[::-1], shape[::-1]
         own[stored.name] = local.contiguous()
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
-    senders = _senders(_all_pieces(pieces))
+    senders = _senders(_all_pieces(pieces, context))
     files = _files_of(senders, file_bytes)
-    rank, written, wrong = _rank(), [], [""]
+    rank, written, wrong = context.rank or 0, [], [""]
     for number, group in enumerate(files):
-        whole = {name: _gathered(senders[name], own.get(name), rank) for name in group}
+        with _waiting(context, f"the weights of file {number + 1} of {len(files)}"):
+            whole = {name: _gathered(senders[name], own.get(name), rank) for name in group}
         try:
             if rank == 0 and not wrong[0]:
-                written.append(_write(Path(folder), number, len(files), whole))
+                written.append(_write(folder, number, len(files), whole))
                 if len(files) == number + 1 > 1:
-                    _write_index(Path(folder), files, senders)
+                    _write_index(folder, files, senders)
         except Exception as error:  # the others send on, and are told below
             wrong = [f"{folder} cannot be written: {type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(wrong, 0)
+    if context.is_distributed:
+        with _waiting(context, "the first rank to write the weights"):
+            dist.broadcast_object_list(wrong, 0)
     if wrong[0]:
         raise CheckpointError(wrong[0])
     return tuple(written)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+@contextlib.contextmanager
+def _waiting(context: TorchContext, what: str) -> Iterator[None]:
+    """Name who is lost while ranks wait for each other in the default process group, or has refused to go on.
+
+    Ranks that are silent for the deadline of the context are lost; one that answers may take longer.
+    """
+    if not context.is_distributed or context.num_ranks == 1:
+        yield
+        return
+    ranks, order = tuple(range(context.num_ranks)), call_order(context)
+    others = [rank for rank in ranks if rank != context.rank]
+    seconds, live = _LONGEST.total_seconds(), context.liveness
+    guard = live.guard(what, seconds, peers=others) if live else context.guard(what, others)
+    with order.sequence(ranks).bind(what), guard:
+        try:
+            yield
+        except RuntimeError:
+            order.explain_failure()
+            raise
 
 
-def _all_pieces(pieces: list[_Piece]) -> list[list[_Piece]]:
-    if not dist.is_initialized():
-        return [pieces]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, pieces)
-    return everybody
+def _all_pieces(pieces: Sequence[_Piece], context: TorchContext) -> list[list[_Piece]]:
+    """Return what each rank has; all ranks call it."""
+    own = json.dumps([[each.name, each.shape, str(each.dtype)[6:], each.block] for each in pieces])
+    said = exchange(context, tuple(range(context.num_ranks)), own, "all ranks to say what they have")
+    return [[_piece_of(*each) for each in json.loads(words)] for words in said.values()]
+
+
+def _piece_of(name: str, shape: list[int], dtype: str, block: list[list[list[int]]]) -> _Piece:
+    runs = tuple(tuple((start, stop) for start, stop in each) for each in block)
+    return _Piece(name, tuple(shape), getattr(torch, dtype), runs)
 
 
 def _senders(everybody: Sequence[Sequence[_Piece]]) -> dict[str, list[tuple[int, _Piece]]]:
