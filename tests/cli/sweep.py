@@ -159,8 +159,8 @@ def kinds(folder: Path, is_whole: bool = False) -> dict[str, Kind]:
 
     Good files of clusters, models and programs are a few, or the whole catalog and table of algorithms.
     """
-    clusters = (CLUSTER, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
-    clusters = _catalog_seeds("clusters", clusters, is_whole)
+    small = (CLUSTER, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
+    clusters = _catalog_seeds("clusters", small, is_whole)
     models = _catalog_seeds("models", (MODEL,), is_whole)
     configs = (CONFIG, CONFIG | {"model_type": "gpt2", "n_embd": 64, "quantization": {"a": [1]}})
     labs = tuple(path.read_text() for path in sorted((ROOT / "examples" / "labs").glob("torus*.toml")))
