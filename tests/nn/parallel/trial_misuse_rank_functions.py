@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import reference_models
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.parallel.trials import Trials
 
@@ -35,11 +38,11 @@ def _change(name: str, change: Callable[[Any], Any]) -> Way:
     return lambda given: given.options.update({name: change(given.options[name])})
 
 
-def _raise_in_forward(given: SimpleNamespace) -> None:
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
+def _raise_in_step(given: SimpleNamespace) -> None:
+    def fail(count: int) -> None:
         raise OSError("the disk of this rank is full")
 
-    next(each for each in given.model.modules() if isinstance(each, nn.Embedding)).register_forward_hook(hook)
+    given.in_step = fail
 
 
 def _kept_in(words: str) -> Way:
@@ -65,14 +68,10 @@ BY_ONE: dict[str, tuple[Way, str]] = {
     "other steps": (_set(steps=2), "other trials"),
     "a sequence more": (_change("tokens", lambda t: torch.cat([t, t])), "other"),
     "other tokens": (_change("tokens", lambda t: t.flip(0)), "other tokens"),
-    "an error in a forward pass": (_raise_in_forward, "OSError"),
+    "an error in a step": (_raise_in_step, "OSError"),
 }
 """What one rank has otherwise, and a word of the error on all."""
 BY_ALL: dict[str, tuple[Way, str]] = {
-    "rows that do not divide": (
-        lambda g: g.options.update(tokens=g.options["tokens"][:3], targets=g.options["targets"][:3]),
-        "no plan could be tried",
-    ),
     "no rows": (
         lambda g: g.options.update(tokens=g.options["tokens"][:0], targets=g.options["targets"][:0]),
         "no plan could be tried",
@@ -107,12 +106,20 @@ def _given(num_ranks: int, folder: Path) -> SimpleNamespace:
     torch.manual_seed(0)
     model = reference_models.make("plain llama").float()
     tokens, targets = torch.randint(0, reference_models.words(model), (2, 2 * num_ranks, 8))
-    options = {"tokens": tokens, "targets": targets, "most": 2, "steps": 1}
-    return SimpleNamespace(model=model, options=options, folder=folder)
+    options = {"tokens": tokens, "targets": targets, "most": 4, "steps": 1}
+    return SimpleNamespace(model=model, options=options, folder=folder, in_step=lambda count: None)
 
 
 def _tried(given: SimpleNamespace, torch_context: TorchContext) -> None:
-    parallelize(given.model, "auto", trials=Trials(**given.options), check=False, context=torch_context)
+    """Try plans; `in_step` is called in each step of a trial, with how many there were."""
+    own, counts = ParallelModel.step, itertools.count(1)
+
+    def step(model: ParallelModel, *args: Any) -> Any:
+        given.in_step(next(counts))
+        return own(model, *args)
+
+    with mock.patch.object(ParallelModel, "step", step):
+        parallelize(given.model, "auto", trials=Trials(**given.options), check=False, context=torch_context)
 
 
 def misuse(context: RankContext, payload: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -143,17 +150,17 @@ def die_in_a_trial(context: RankContext, payload: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     torch_context = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     given = _given(context.num_ranks, Path(payload["folder"]))
-    calls: list[float] = []
+    begun: list[float] = []
 
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        calls.append(time.monotonic())
-        if context.rank == ODD and len(calls) == payload["call"]:
+    def die(count: int) -> None:
+        begun.append(time.monotonic())
+        if context.rank == ODD and count == payload["call"]:
             os.kill(os.getpid(), getattr(signal, payload["signal"]))
 
-    next(each for each in given.model.modules() if isinstance(each, nn.Embedding)).register_forward_hook(hook)
+    given.in_step = die
     try:
         _tried(given, torch_context)
     except MeshweaveError as error:
-        said = [type(error).__name__, list(getattr(error, "missing", ())), time.monotonic() - calls[-1]]
+        said = [type(error).__name__, list(getattr(error, "missing", ())), time.monotonic() - begun[-1]]
         Path(payload["folder"], f"{context.rank}.json").write_text(json.dumps(said))
         raise

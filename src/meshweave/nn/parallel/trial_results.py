@@ -20,13 +20,20 @@ class MeasuredPlan(Protocol):
     """A plan that was tried; see `Trial`."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Return which of its times correct those of others."""
+
     @property
-    def words(self) -> str: ...
+    def words(self) -> str:
+        """Return what it is called."""
+
     @property
-    def predicted_s(self) -> float | None: ...
+    def predicted_s(self) -> float | None:
+        """Return what a step should take, None where nobody says."""
+
     @property
-    def measured_s(self) -> float | None: ...
+    def measured_s(self) -> float | None:
+        """Return what a step took, None where it was not run."""
 
 
 def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> None:
