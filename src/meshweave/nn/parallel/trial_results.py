@@ -54,7 +54,9 @@ def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> Non
         if trial.measured_s is not None
     ]
     try:
-        Path(path).write_text(json.dumps({"trials": rows}, indent=1) + "\n", encoding="utf-8")
+        partial = Path(path).with_name(f".{Path(path).name}.partial")
+        partial.write_text(json.dumps({"trials": rows}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise LayoutError(f"trials cannot be kept in {path}: {error.strerror}; give another file") from error
 
