@@ -116,6 +116,7 @@ UNLIKE: dict[str, tuple[Way, str]] = {
 
 SETTINGS: dict[str, tuple[Way, str]] = {
     "no ranks": (_settings(ranks=()), "ranks"),
+    "one rank": (_settings(ranks=2), "ranks"),
     "a rank twice": (_settings(ranks=(0, 1, 1)), "ranks"),
     "ranks that are not there": (_settings(ranks=(0, 1, 2, 3)), "ranks"),
     "ranks in words": (_settings(ranks="01"), "ranks"),

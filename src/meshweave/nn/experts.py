@@ -135,6 +135,8 @@ class ExpertExchange:
             RankLostError, DeadlineError: other ranks are missing or late.
         """
         with share_refusal(self.context, self.mesh.ranks, "combine of experts"):
+            if not isinstance(handle, DispatchHandle):
+                raise LayoutError(f"combine takes the handle that dispatch returned, not {_kind(handle)}")
             wanted = sum(handle.rows_per_expert), handle.hidden
             _check_tensor("rows of experts", x, wanted, handle.dtype)
             if gates is None:
@@ -310,8 +312,9 @@ def _is_whole(value: Any) -> bool:
 
 def _check_exchange(ranks: Sequence[int], num_experts: int, capacity: int | None) -> None:
     """Raise LayoutError where ranks cannot have such experts."""
-    if not len(ranks) or not all(map(_is_whole, ranks)) or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise LayoutError(f"ranks are different whole numbers from 0 on, not {printable(tuple(ranks))}")
+    is_whole = isinstance(ranks, Sequence) and all(map(_is_whole, ranks))
+    if not is_whole or not 0 < len(set(ranks)) == len(ranks) or min(ranks) < 0:
+        raise LayoutError(f"ranks are different whole numbers from 0 on, not {printable(ranks)}")
     if not _is_whole(num_experts) or num_experts < 1 or num_experts % len(ranks):
         raise LayoutError(
             f"{printable(num_experts)} experts are no multiple of {len(ranks)} ranks, each of which has as many"
@@ -326,18 +329,14 @@ def _kind(value: Any) -> str:
     """Return in words what something is that was given for a tensor."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    name = "a tensor" if not hasattr(value, "device_mesh") else "a DTensor"
-    return f"{name} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    name = "DTensor" if hasattr(value, "device_mesh") else "tensor"
+    return f"a {name} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
 
 
 def _check_tensor(what: str, value: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Raise LayoutError where `value` is no plain tensor of this shape and dtype."""
-    if (
-        not isinstance(value, Tensor)
-        or hasattr(value, "device_mesh")
-        or value.shape != shape
-        or value.dtype != dtype
-    ):
+    is_plain = isinstance(value, Tensor) and not hasattr(value, "device_mesh")
+    if not is_plain or value.shape != shape or value.dtype != dtype:
         words = f"{shape} of {DTYPES[dtype]}"
         raise LayoutError(f"{what} are {_kind(value)}; those of this dispatch are a tensor {words}")
 

@@ -201,7 +201,7 @@ def _apart(made: Any, whole: Any) -> str:
         for (_, got), (_, right) in zip(made.module.named_parameters(), whole.named_parameters(), strict=True)
         if right.grad is not None
     )
-    is_right = abs(loss - float(wanted)) < 1e-9 and worst < 1e-9
+    is_right = abs(loss - float(wanted)) < 1e-6 and worst < 1e-6  # norms of transformers are of float32
     return "" if is_right else f"wrong: loss {loss} for {float(wanted)}, gradients off by {worst}"
 
 
