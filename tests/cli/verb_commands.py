@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {config} --cluster {cluster} --batch 4 --sequence 64 --fix dp=4",
         "plan {config} --cluster dgx-b200:4 --batch 4 --sequence 64 --stack ideal --precision mxfp8 --fix dp=4",
         "plan {experts} --cluster dgx-h100:8 --batch 8 --sequence 64 --fix tp=2,ep=2,etp=2",
-        "plan {experts} --cluster {cluster} --batch 4 --sequence 64 --fix ep=2 --stack meshweave-eager",
+        "plan {experts} --cluster {cluster} --batch 4 --sequence 64 --fix ep=2 --stack ideal",
         "plan {experts} --cluster dgx-h100:8 --batch 8 --sequence 64 --fix ep=8 --precision fp8-block",
         "plan {experts} --cluster tpu-v4-pod:4 --batch 4 --sequence 64 --fix dp=4,pp=1 --stack ideal --table",
     ),
