@@ -232,7 +232,7 @@ def of_transformers(context: RankContext, payload: Mapping[str, Any]) -> dict[st
                 model = make(config)
             is_compared = device == "cpu" and number != 1
             if device == "cpu":
-                model = model.double() if is_compared else model.bfloat16()
+                model = model.double().eval() if is_compared else model.bfloat16()  # no dropout
             whole = copy.deepcopy(model)
             try:
                 made = parallelize(model, strategy, mesh)
