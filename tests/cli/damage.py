@@ -99,6 +99,31 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 
+_EXPERTS = CONFIG | {"num_experts_per_tok": 2, "intermediate_size": 128}
+EXPERTS_CONFIGS = (
+    _EXPERTS | {"model_type": "mixtral", "num_local_experts": 8},
+    _EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 8, "head_dim": 64, "sliding_window": 16},
+    _EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 128, "head_dim": 64},
+    _EXPERTS
+    | {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+)
+"""Models of experts: whole layers, with windows, and with latent attention, groups and dense layers before."""
+
 NUMBERS = (
     "-1",
     "0",

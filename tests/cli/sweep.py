@@ -7,6 +7,7 @@ makes cases from a seed and yields them with what is wrong; each runs in a fork 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -21,18 +22,22 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from damage import CLUSTER, CONFIG, HOSTS, MODEL, TREE
+from damage import CLUSTER, CONFIG, EXPERTS_CONFIGS, HOSTS, MODEL, TREE
 from file_mutations import NUMBERS, SIGNS, STRINGS, mutated
 from forked import CPU_S, Outcome, run_forked
 from verb_commands import COMMANDS, odd_options, unmutated
 
+from meshweave.algorithms.contract import Algorithm
+from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.table import ALGORITHMS
 from meshweave.base.errors import UnsupportedError
 from meshweave.calibrate import device, tpu_compiler
 from meshweave.check import runner, verifier
 from meshweave.cli import calibrate
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import catalog_text
+from meshweave.describe.catalog import catalog_text, cluster_names, model_names
 from meshweave.describe.machine.measured_file import SHIPPED
+from meshweave.ir.program.text import to_text
 from meshweave_lab.lab import Lab
 from meshweave_studies.tpu import compiled
 
@@ -83,6 +88,8 @@ size = 2
 p2p_bytes_per_s = 1e10
 group_bytes_per_s = 3e10
 """
+EXPERTS_PLANS = ("--fix tp=2,ep=2,etp=2", "--fix ep=8,tp=1 --precision fp8-block")
+"""Options of plans of layers of experts; the second one's products run below 16 bits."""
 SCHEDULES = ("1f1b --stages 4 --micro-batches 4", "zb-h1 --stages 2 --micro-batches 3 --with-transfers")
 
 
@@ -109,8 +116,8 @@ def _said(*args: str) -> str:
     return out.getvalue()
 
 
-def programs() -> tuple[str, ...]:
-    """Return the texts of small programs of several families, and some lowered."""
+def programs(is_whole: bool) -> tuple[str, ...]:
+    """Return the texts of small programs of several families, some lowered; of the whole table if asked."""
     small = ("--set", "m=16", "--set", "n=16", "--set", "k=16")
     shown = [
         _said(
@@ -120,15 +127,41 @@ def programs() -> tuple[str, ...]:
         *(_said("show", name, *small) for name in ("summa", "cannon", "cosma")),
         *(_said("show", name) for name in ("1f1b", "t3_ring", "reshard_broadcast", "atp")),
         _said("show", "collective", "--m", "8", "--n", "8", "--k", "8", "--expand"),
+        *_counted_programs(),
     ]
+    if is_whole:
+        shown += (to_text(entry.program(*_first(entry))) for entry in ALGORITHMS.values())
     return (PROGRAM, PROGRAM, *shown)
 
 
-def kinds(folder: Path) -> dict[str, Kind]:
-    """Return the kinds of files that verbs read; a good file of each is written to `folder`."""
-    clusters = (CLUSTER, CLUSTER, HOSTS, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
-    clusters += tuple(catalog_text("clusters", name) for name in ("tpu-v4-pod", "p3.8xlarge", "h100-node"))
-    models = (MODEL, MODEL, *(catalog_text("models", name) for name in ("gpt3", "llama-3-8b")))
+def _first(entry: Algorithm[Any, Any]) -> tuple[Any, Any]:
+    """Return the first example of an algorithm, and its first config."""
+    problem = next(entry.examples())
+    return problem, next(entry.candidates(problem))
+
+
+def _counted_programs() -> Iterator[str]:
+    """Yield the programs of experts whose counts are known when they run only."""
+    for entry in ALGORITHMS.values():
+        if isinstance(entry, ExpertsAlgorithm):
+            yield to_text(entry.counted_program(*_first(entry)))
+
+
+def _catalog_seeds(kind: str, small: tuple[str, ...], is_whole: bool) -> tuple[str, ...]:
+    """Return small descriptions, each as often as it takes to be half of all, and those of the catalog."""
+    names = cluster_names() if kind == "clusters" else model_names()
+    named = tuple(catalog_text(kind, name) for name in (names if is_whole else names[:: len(names) // 4]))
+    return small * max(1, len(named) // len(small)) + named
+
+
+def kinds(folder: Path, is_whole: bool = False) -> dict[str, Kind]:
+    """Return the kinds of files that verbs read; a good file of each is written to `folder`.
+
+    Good files of clusters, models and programs are a few, or the whole catalog and table of algorithms.
+    """
+    small = (CLUSTER, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
+    clusters = _catalog_seeds("clusters", small, is_whole)
+    models = _catalog_seeds("models", (MODEL,), is_whole)
     configs = (CONFIG, CONFIG | {"model_type": "gpt2", "n_embd": 64, "quantization": {"a": [1]}})
     labs = tuple(path.read_text() for path in sorted((ROOT / "examples" / "labs").glob("torus*.toml")))
     table = {
@@ -136,12 +169,13 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "cluster_json": Kind("json", "cluster.json", _tables_as_json(clusters)),
         "model": Kind("toml", "model.toml", models),
         "config": Kind("json", "config.json", tuple(map(json.dumps, configs))),
+        "experts": Kind("json", "experts.json", tuple(map(json.dumps, EXPERTS_CONFIGS))),
         "lab": Kind("toml", "lab.toml", labs),
         "matrix": Kind("toml", "matrix.toml", (MATRIX,)),
         "kernels": Kind("toml", "kernels.toml", (_catalog("h100-sxm5-80gb.toml"), _catalog("tpu-v5e.toml"))),
         "measured": Kind("csv", "measured.csv", tuple(map(_few_rows, map(_catalog, SHIPPED)))),
         "runs": Kind("csv", "runs.csv", (_few_rows(_published("training_runs.csv"), 4),)),
-        "program": Kind("program", "program.txt", programs()),
+        "program": Kind("program", "program.txt", programs(is_whole)),
         "schedule": Kind(
             "csv", "schedule.csv", tuple(_said("pipeline", *args.split()) for args in SCHEDULES)
         ),
@@ -159,6 +193,8 @@ def kinds(folder: Path) -> dict[str, Kind]:
         _said(*step.split(), "--fix", f"{fix},strategy=megatron")
         for fix in ("tp=8", "tp=4,dp=2", "tp=2,pp=4")
     )
+    experts = f"plan {folder / 'good-experts.json'} --cluster dgx-h100:8 --batch 8 --sequence 64 --json"
+    steps += tuple(_said(*experts.split(), *options.split()) for options in EXPERTS_PLANS)
     table |= {"plan": Kind("json", "plan.json", plans), "step": Kind("json", "step.json", steps)}
     for name in ("plan", "step"):
         (folder / f"good-{table[name].file}").write_text(table[name].seeds[0])
@@ -190,40 +226,18 @@ def command_line(folder: Path, table: dict[str, Kind], mutated_kind: str, comman
 
 def settings_args(rng: random.Random) -> list[str]:
     """Return a command line whose values of --set, --shape, --from and kin are mutated."""
-    names = (
-        "meshslice",
-        "summa",
-        "1f1b",
-        "cosma",
-        "universal",
-        "reshard_broadcast",
-        "t3_ring",
-        "25d",
-        "atp",
-        "fsdp",
-    )
-    fields = (
-        "m",
-        "n",
-        "k",
-        "mesh_shape",
-        "rows",
-        "stages",
-        "microbatches",
-        "a",
-        "b",
-        "dtype",
-        "shape",
-        "dataflow",
-    )
+    names = list(ALGORITHMS)
+    name = rng.choice(names)
+    known = [field.name for field in dataclasses.fields(next(ALGORITHMS[name].examples()))]
+    field = rng.choice(known) if rng.random() < 0.8 else rng.choice(("", "x", *names))
     values = (*NUMBERS, *STRINGS, "2x2", "2x4 S0R", "S0R", "1x1", "4x4 S01R", "300x300 S0S1", *SIGNS)
     value = rng.choice(values)[:100_000].replace("\\ud800", "\udcff")
-    setting = f"{rng.choice(fields)}={value}"
+    setting = f"{field}={value}"
     return rng.choice(
         (
-            ["show", rng.choice(names), "--set", setting],
-            ["simulate", rng.choice(names), "--set", setting, "--cluster", "tpu-v4-pod"],
-            ["tune", "algorithm", rng.choice(names), "--set", setting],
+            ["show", name, "--set", setting],
+            ["simulate", name, "--set", setting, "--cluster", rng.choice(("tpu-v4-pod", "dgx-h100"))],
+            ["tune", "algorithm", name, "--set", setting],
             [
                 "show",
                 "meshslice",
@@ -303,12 +317,13 @@ def _no_file(rng: random.Random, path: Path) -> None:
         )
 
 
-def _spoil(rng: random.Random, path: Path, kind: Kind) -> tuple[bytes, Callable[[], None]]:
-    """Return the mutated file, and the action that puts it, or something that is no file, in its place."""
+def _spoil(rng: random.Random, path: Path, kind: Kind) -> tuple[str, bytes, Callable[[], None]]:
+    """Return a good file, the mutated one, and what puts that, or something that is no file, in its place."""
     if rng.random() < 0.06:
-        return b"", partial(_no_file, random.Random(rng.random()), path)
-    data = mutated(rng, kind.grammar, rng.choice(kind.seeds), rng.choice(kind.seeds))
-    return data, partial(path.write_bytes, data)  # type: ignore[return-value]
+        return kind.seeds[0], b"", partial(_no_file, random.Random(rng.random()), path)
+    seed = rng.choice(kind.seeds)
+    data = mutated(rng, kind.grammar, seed, rng.choice(kind.seeds))
+    return seed, data, partial(path.write_bytes, data)  # type: ignore[return-value]
 
 
 def _clear(path: Path) -> None:
@@ -319,25 +334,31 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_LONGEST_S, _LONGEST_UNMUTATED_S = 60.0, 300.0
-_unmutated_s: dict[str, float] = {}
+_LONGEST_S = 60.0
+_unmutated_s: dict[tuple[str, str], float] = {}
 
 
-def _allowed_s(folder: Path, table: dict[str, Kind], command: str) -> float:
-    """Return the processor seconds that mutations of a command may take: three times its own, or `CPU_S`."""
-    if command not in _unmutated_s:
-        args = command_line(folder, table, "", command)
-        _unmutated_s[command] = run_forked(
-            _case_action(args, folder, lambda: None), _LONGEST_UNMUTATED_S
-        ).cpu_s
-    return max(CPU_S, 3 * _unmutated_s[command])
+def _allowed_s(folder: Path, table: dict[str, Kind], command: str, spoilt: str, seed: str) -> float:
+    """Return the processor seconds that mutations of a command and file may take: three times theirs, or `CPU_S`.
+
+    Those are not measured beyond a third of `_LONGEST_S`, where a case is ended.
+    """
+    if (command, seed) not in _unmutated_s:
+        args = command_line(folder, table, spoilt, command)
+        put = partial((folder / table[spoilt].file).write_text, seed) if spoilt else lambda: None
+        outcome = run_forked(_case_action(args, folder, put), _LONGEST_S / 3)  # type: ignore[arg-type]
+        _unmutated_s[command, seed] = outcome.cpu_s
+    return max(CPU_S, 3 * _unmutated_s[command, seed])
 
 
-def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
-    """Yield `count` cases, all commands in turn. The same seed and count make the same cases."""
-    table = kinds(folder)
+def sweep(folder: Path, seed: int, count: int, only: Sequence[int] = ()) -> Iterator[SweepCase]:
+    """Yield `count` cases, all commands in turn, or `only` some; many are of the whole catalog.
+
+    The same seed and count make the same cases.
+    """
+    table = kinds(folder, is_whole=count >= 1000)
     scratch = folder / "scratch"
-    for number in range(count):
+    for number in only or range(count):
         rng = random.Random(f"{seed}:{number}")
         verb = list(COMMANDS)[number % len(COMMANDS)]
         command = rng.choice(COMMANDS[verb])
@@ -352,15 +373,19 @@ def sweep(folder: Path, seed: int, count: int) -> Iterator[SweepCase]:
             args, spoilt = settings_args(rng), ""
         _clear(scratch)
         scratch.mkdir()
-        data, put = b"", lambda: None
+        good, data, put = "", b"", lambda: None
         if spoilt:
             path = folder / table[spoilt].file
             _clear(path)
-            data, put = _spoil(rng, path, table[spoilt])
+            good, data, put = _spoil(rng, path, table[spoilt])
         outcome = run_forked(_case_action(args, folder, put))
         allowed_s: float = CPU_S
         if outcome.is_late:
-            allowed_s = _allowed_s(folder, table, unmutated(verb, command))
+            _clear(scratch)
+            scratch.mkdir()
+            if spoilt:
+                _clear(path)
+            allowed_s = _allowed_s(folder, table, unmutated(verb, command), spoilt, good)
             _clear(scratch)
             scratch.mkdir()
             if spoilt:

@@ -22,6 +22,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {model} --cluster {cluster} --batch 4 --sequence 64 --fix tp=2",
         "plan {config} --cluster {cluster} --batch 4 --sequence 64 --fix dp=4",
         "plan {config} --cluster dgx-b200:4 --batch 4 --sequence 64 --stack ideal --precision mxfp8 --fix dp=4",
+        "plan {experts} --cluster dgx-h100:8 --batch 8 --sequence 64 --fix tp=2,ep=2,etp=2",
+        "plan {experts} --cluster {cluster} --batch 4 --sequence 64 --fix ep=2 --stack ideal",
+        "plan {experts} --cluster dgx-h100:8 --batch 8 --sequence 64 --fix ep=8 --precision fp8-block",
+        "plan {experts} --cluster tpu-v4-pod:4 --batch 4 --sequence 64 --fix dp=4,pp=1 --stack ideal --table",
     ),
     "support": ("support {model} {cluster}:4", "support {config} dgx-b200:4 --sequence 4096 --json"),
     "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
@@ -32,6 +36,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
             "simulate {plan} --cluster {cluster} --pass forward",
         ),
         *("simulate {step}", "simulate {step} --against estimate", "simulate t3_ring --cluster t3-8 --fast"),
+        *(
+            "simulate experts_hierarchical --cluster {cluster}",
+            "simulate experts_fused --cluster dgx-h100 --set top_k=1",
+        ),
     ),
     "reshard": (
         "reshard {model} --from 2x2 --to 1x4 --cluster p3.8xlarge",
@@ -50,7 +58,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "simulate-gpu": ("simulate-gpu {program} --cluster t3-8", "simulate-gpu t3_ring --cluster {cluster}"),
     "compile": ("compile {plan} --layer out", "compile {plan} --emission all --text x.txt"),
     "cluster new": ("cluster new --chip h100 --hosts 2 --nic 400Gb", "cluster new --chip mi300x --json"),
-    "catalog": ("catalog", "catalog models gpt3", "catalog clusters dgx-h100 --toml", "catalog kernels"),
+    "catalog": (
+        "catalog",
+        "catalog models gpt3",
+        "catalog clusters dgx-h100 --toml",
+        "catalog kernels",
+        "catalog models deepseek-v3 --toml",
+    ),
     "calibrate": (
         *("calibrate --lab {lab} --out x.toml", "calibrate --ranks 2 --out x.toml"),
         *("calibrate --device cpu --out x.toml", "calibrate --device tpu-v4 --out x.toml"),
@@ -127,6 +141,8 @@ def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 def unmutated(verb: str, command: str) -> str:
     """Return the command whose processor time those of a verb are held against: of a study all of it."""
+    if verb == "reproduce all":
+        return "reproduce all --out all"
     return verb if verb.startswith("reproduce ") else command
 
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import save_file  # noqa: E402
 
-from meshweave.base.errors import DescriptionError, LayoutError  # noqa: E402
-from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.base.errors import BindError, DescriptionError, LayoutError, RankLostError  # noqa: E402
+from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
 from meshweave.nn.weights import StoredTensor, load_weights, save_weights  # noqa: E402
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -112,3 +112,17 @@ def test_hugging_face_reads_what_was_saved_and_is_read(
         config.save_pretrained(tmp_path / "ours")
         again = model_class.from_pretrained(tmp_path / "ours").eval()
         assert torch.equal(again(tokens).logits, expected)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_while_weights_are_saved_is_named(tmp_path: Path, how: str) -> None:
+    payload = {"how": how, "deadline_s": 5.0, "folder": str(tmp_path)}
+    with pytest.raises((RankLostError, RankError, BindError), match="rank 1"):
+        launch("weights_rank_functions:save_with_a_lost_rank", 3, payload, timeout_s=60, env=HERE)
+    for rank in (0, 2):
+        error, missing, text, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (error, missing) == ("RankLostError", [1]) or (how == "raise" and "rank 1" in text), text
+        assert seconds < 10
+    assert not list(tmp_path.glob("*.safetensors"))

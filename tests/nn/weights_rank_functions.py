@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.ranks.job import RankContext
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import layout_on
 from meshweave.nn.weights import StoredTensor, load_weights, save, save_weights
 
@@ -82,3 +89,29 @@ def load_and_save(context: Any, payload: Mapping[str, Any]) -> tuple[list[str], 
         wrong += [name for name, one in stored.items() if not torch.equal(written.pop(name), one)]
         wrong += [f"{name} is extra" for name in written]
     return wrong, written_here
+
+
+def save_with_a_lost_rank(context: RankContext, payload: Mapping[str, Any]) -> None:
+    """Save while rank 1 ends or stops itself, or raises, and write down what the others are told."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (context.num_ranks,), mesh_dim_names=("a",))
+    module = torch.nn.Linear(8, 8 * context.num_ranks)
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    torch_context = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    began = time.monotonic()
+    if context.rank == 1:
+        save._gathered = lambda *given: _end_as(payload["how"])  # type: ignore[assignment]
+    try:
+        save_weights(module, payload["folder"], context=torch_context)
+    except MeshweaveError as error:
+        missing, seconds = list(getattr(error, "missing", ())), time.monotonic() - began
+        said = [type(error).__name__, missing, str(error), seconds]
+        Path(payload["folder"], f"{context.rank}.json").write_text(json.dumps(said))
+        raise
+
+
+def _end_as(how: str) -> None:
+    if how == "raise":
+        raise OSError("the disk of this rank is full")
+    os.kill(os.getpid(), getattr(signal, how))

@@ -12,22 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
 from meshweave.algorithms.experts.direct import DirectAllToAll
 from meshweave.algorithms.experts.functions import gate_gradient
 from meshweave.algorithms.experts.problem import ExpertsProblem, Part
-from meshweave.algorithms.experts.routing import cell_counts
+from meshweave.algorithms.experts.routing import cell_counts, within_capacity
 from meshweave.algorithms.table import algorithm
-from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError, printable
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.bind import BoundProgram
+from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import CountedProgram, gathered
 from meshweave.lower import lower_one_sided
+from meshweave.nn.parallel.agreed import agree, difference
 from meshweave.nn.products import DTYPES
+
+_SIZES = ("tokens", "experts a token", "hidden", "dtype")
+"""What ranks tell each other of a dispatch before their counts; tokens alone may differ."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class DispatchHandle:
         rows_per_expert: how many rows each expert of this rank has, in their order.
         num_dropped: the own pairs of a token and an expert that were dropped.
         num_tokens: the own tokens; `choices` may have more rows, that name no expert.
+        hidden, dtype: of the tokens; rows that are combined have the same.
     """
 
     choices: Tensor
@@ -47,6 +55,8 @@ class DispatchHandle:
     rows_per_expert: tuple[int, ...]
     num_dropped: int
     num_tokens: int
+    hidden: int
+    dtype: torch.dtype
 
 
 class ExpertExchange:
@@ -60,7 +70,8 @@ class ExpertExchange:
 
     Raises:
         UnsupportedError: there is no such algorithm for experts.
-        BindError: this process is none of the ranks.
+        LayoutError: the experts are no multiple of the ranks, the capacity takes none, or a rank repeats.
+        BindError: this process is none of the ranks, or one of them is not there.
     """
 
     def __init__(
@@ -77,12 +88,18 @@ class ExpertExchange:
         chosen = algorithm(entry)
         if not isinstance(chosen, ExpertsAlgorithm):
             raise UnsupportedError(f"'{entry}' is no algorithm for experts")
+        _check_exchange(ranks, num_experts, capacity)
         self.entry, self.capacity, self.num_experts = chosen, capacity, num_experts
         self.mesh = Mesh("ep", (len(ranks),), ("x",), tuple(ranks))
+        if (refusal := chosen.refusal(self._problem("dispatch", 1, 1, 1, "float32"))) is not None:
+            raise UnsupportedError(f"'{entry}' does not exchange rows between {len(ranks)} ranks: {refusal}")
         self.rank = self.context.rank if self.context.rank is not None else ranks[0]
         if self.rank not in self.mesh:
             raise BindError(f"rank {self.rank} is none of the ranks {tuple(ranks)} that have experts")
+        if max(ranks) >= self.context.num_ranks:
+            raise BindError(f"there is no rank {max(ranks)}; there are {self.context.num_ranks} ranks")
         self._programs: dict[ExpertsProblem, CountedProgram] = {}
+        self._is_agreed = False
 
     def dispatch(self, x: Tensor, choices: Tensor) -> tuple[Tensor, DispatchHandle]:
         """Return the rows of this rank's experts, (rows, hidden), by expert, source and token, and the handle.
@@ -92,48 +109,98 @@ class ExpertExchange:
         Args:
             x: the own tokens, (tokens, hidden).
             choices: their different experts, integers (tokens, top_k); -1 for none.
+
+        Raises:
+            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds of
+                them, or have other exchanges.
+            BindError: another rank refuses what it was given.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
-        handle = self._handle(choices, x.shape[0])
-        rows: Tensor = _DispatchRows.apply(x, self, handle)
+        with share_refusal(self.context, self.mesh.ranks, "dispatch to experts"):
+            if not self._is_agreed:
+                self._agree()
+            handle = self._handle(x, _checked_choices(x, choices, self.num_experts))
+            rows: Tensor = _DispatchRows.apply(x, self, handle)
         return rows, handle
 
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
         """Return for each own token the sum of its rows, each times its gate, (tokens, hidden).
 
         Args:
-            x: what experts made of the rows of the dispatch, in their order.
+            x: what experts made of the rows of the dispatch, in their order, as wide and of the same dtype.
             gates: the weights of choices, (tokens, top_k); None for 1.
+
+        Raises:
+            LayoutError: rows or gates are not those of the dispatch.
+            BindError: another rank refuses what it was given.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
-        if gates is None:
-            gates = x.new_ones((handle.num_tokens, handle.choices.shape[1]))
-        summed: Tensor = _CombineRows.apply(x, gates, self, handle)
+        with share_refusal(self.context, self.mesh.ranks, "combine of experts"):
+            if not isinstance(handle, DispatchHandle):
+                raise LayoutError(f"combine takes the handle that dispatch returned, not {_kind(handle)}")
+            wanted = sum(handle.rows_per_expert), handle.hidden
+            _check_tensor("rows of experts", x, wanted, handle.dtype)
+            if gates is None:
+                gates = x.new_ones((handle.num_tokens, handle.choices.shape[1]))
+            _check_tensor("gates", gates, (handle.num_tokens, handle.choices.shape[1]), handle.dtype)
+            summed: Tensor = _CombineRows.apply(x, gates, self, handle)
         return summed
 
     # --- what both are made of ------------------------------------------------------------------------
 
-    def _handle(self, choices: Tensor, num_tokens: int) -> DispatchHandle:
-        kept = choices.detach().to(torch.int32).clone()
-        wanted = int((kept >= 0).sum())
-        if self.capacity is not None:
-            self._drop(kept)
-        own = torch.from_numpy(cell_counts(kept[None].cpu().numpy(), self.num_experts)[:, 0])
-        said = torch.cat([torch.tensor([num_tokens, kept.shape[1]]), own]).to(self.context.device)
-        all_said = gathered(said, self.context, self.mesh.ranks).numpy()
-        if (all_said[:, 1] != kept.shape[1]).any():
-            raise BindError(f"ranks have {all_said[:, 1].tolist()} experts a token; it must be one number")
-        counts = all_said[:, 2:].T
-        place = self.mesh.ranks.index(self.rank)
-        mine = counts.reshape(len(self.mesh.ranks), -1, len(self.mesh.ranks))[place]
-        padded = kept.new_full((int(all_said[:, 0].max()), kept.shape[1]), -1)
-        padded[:num_tokens] = kept
-        dropped = wanted - int(own.sum())
-        return DispatchHandle(padded, counts, tuple(mine.sum(axis=1).tolist()), dropped, num_tokens)
+    def _agree(self) -> None:
+        """Make sure, once, that all ranks have the same exchange: messages of other ones would not fit.
 
-    def _drop(self, choices: Tensor) -> None:
-        """Set choices beyond the capacity to -1, in the order of tokens."""
-        flat = choices.view(-1)
-        for expert in range(self.num_experts):
-            flat[(flat == expert).nonzero()[self.capacity :, 0]] = -1
+        They form the group of their counts too, so that who refuses what it is given keeps none in that.
+        """
+        settings = {
+            "ranks": str(self.mesh.ranks),
+            "experts": str(self.num_experts),
+            "algorithm": self.entry.name,
+            "capacity": str(self.capacity),
+        }
+        agree(self.context, self.mesh.ranks, {"exchange of experts": settings}, "all to exchange tokens")
+        if self.context.is_distributed:
+            self.context.group_of(tuple(sorted(self.mesh.ranks)))
+        self._is_agreed = True
+
+    def _handle(self, x: Tensor, choices: NDArray[Any]) -> DispatchHandle:
+        ranks, experts = self.mesh.ranks, self.num_experts
+        kept = within_capacity(choices, 1, experts, self.capacity)
+        own = cell_counts(kept[None], experts)[:, 0]
+        sizes = [*kept.shape, x.shape[1], list(DTYPES).index(x.dtype)]
+        said = torch.from_numpy(np.concatenate([sizes, own])).to(self.context.device)
+        all_said = gathered(said, self.context, ranks, "the counts of all ranks").numpy()
+        self._check_alike(all_said[:, : len(sizes)])
+        counts = all_said[:, len(sizes) :].T
+        mine = counts.reshape(len(ranks), -1, len(ranks))[ranks.index(self.rank)]
+        padded = np.full((max(int(all_said[:, 0].max()), 1), kept.shape[1]), -1, np.int32)
+        padded[: len(kept)] = kept
+        dropped = int((choices >= 0).sum()) - int(own.sum())
+        return DispatchHandle(
+            torch.from_numpy(padded).to(x.device),
+            counts,
+            tuple(mine.sum(axis=1).tolist()),
+            dropped,
+            len(kept),
+            x.shape[1],
+            x.dtype,
+        )
+
+    def _check_alike(self, sizes: NDArray[Any]) -> None:
+        """Raise LayoutError, on all ranks, where they give tokens of other sizes, but for how many there are."""
+        if (sizes[:, 1:] == sizes[0, 1:]).all():
+            return
+        said = {
+            rank: dict(zip(_SIZES[1:], [str(top_k), str(hidden), list(DTYPES.values())[dtype]], strict=True))
+            for rank, (_, top_k, hidden, dtype) in zip(self.mesh.ranks, sizes.tolist(), strict=True)
+        }
+        raise LayoutError(difference("tokens of a dispatch", said))
+
+    def _problem(self, part: Part, tokens: int, top_k: int, hidden: int, dtype: str) -> ExpertsProblem:
+        return ExpertsProblem(
+            self.mesh, tokens, top_k, self.num_experts, hidden, 1, dtype, part, capacity=self.capacity
+        )
 
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
@@ -141,17 +208,7 @@ class ExpertExchange:
         """Run one of the exchanges; `tensors` are its inputs by buffer."""
         dtype = next(iter(tensors.values())).dtype
         tokens, top_k = handle.choices.shape
-        problem = ExpertsProblem(
-            self.mesh,
-            max(tokens, 1),
-            top_k,
-            self.num_experts,
-            hidden,
-            1,
-            DTYPES[dtype],
-            part,
-            capacity=self.capacity,
-        )
+        problem = self._problem(part, tokens, top_k, hidden, DTYPES[dtype])
         program = self._programs.get(problem)
         if program is None:
             config = next(self.entry.candidates(problem))
@@ -162,7 +219,8 @@ class ExpertExchange:
                 calls=self.entry.functions(problem),
                 lowered=lower_one_sided if self.entry.is_one_sided else None,
             )
-        return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
+        with share_refusal(self.context, self.mesh.ranks, f"{part} of experts"):
+            return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
 
     def padded(self, tokens: Tensor, handle: DispatchHandle) -> Tensor:
         """Return tokens with rows of zeros after them, as many as the rank with most tokens has."""
@@ -236,7 +294,11 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
     Args:
         rows: (rows, k).
         weights: (groups, k, n).
+        rows_per_group: integers whose sum is that of the rows.
+
+    Raises LayoutError where these do not fit each other.
     """
+    _check_groups(rows, weights, rows_per_group)
     _, k, n = weights.shape
     is_aligned = k * rows.element_size() % 16 == 0 and n * rows.element_size() % 16 == 0
     if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -247,3 +309,97 @@ def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]
         return product
     parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
+
+
+# --- what is given -------------------------------------------------------------------------------------------
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_exchange(ranks: Sequence[int], num_experts: int, capacity: int | None) -> None:
+    """Raise LayoutError where ranks cannot have such experts."""
+    is_whole = isinstance(ranks, Sequence) and all(map(_is_whole, ranks))
+    if not is_whole or not 0 < len(set(ranks)) == len(ranks) or min(ranks) < 0:
+        raise LayoutError(f"ranks are different whole numbers from 0 on, not {printable(ranks)}")
+    if not _is_whole(num_experts) or num_experts < 1 or num_experts % len(ranks):
+        raise LayoutError(
+            f"{printable(num_experts)} experts are no multiple of {len(ranks)} ranks, each of which has as many"
+        )
+    if capacity is not None and (not _is_whole(capacity) or capacity < 1):
+        raise LayoutError(
+            f"a capacity is a whole number of tokens from 1 on, or None, not {printable(capacity)}"
+        )
+
+
+def _kind(value: Any) -> str:
+    """Return in words what something is that was given for a tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    name = "DTensor" if hasattr(value, "device_mesh") else "tensor"
+    return f"a {name} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def _check_tensor(what: str, value: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raise LayoutError where `value` is no plain tensor of this shape and dtype."""
+    is_plain = isinstance(value, Tensor) and not hasattr(value, "device_mesh")
+    if not is_plain or value.shape != shape or value.dtype != dtype:
+        words = f"{shape} of {DTYPES[dtype]}"
+        raise LayoutError(f"{what} are {_kind(value)}; those of this dispatch are a tensor {words}")
+
+
+def _checked_choices(x: Any, choices: Any, num_experts: int) -> NDArray[np.int64]:
+    """Return the experts of tokens x on the host. Raises LayoutError where they do not fit, or are not there."""
+    is_plain = isinstance(x, Tensor) and not hasattr(x, "device_mesh")
+    if not is_plain or x.ndim != 2 or x.shape[1] < 1 or x.dtype not in DTYPES:
+        raise LayoutError(
+            f"tokens are {_kind(x)}; they are a tensor (tokens, hidden) of this rank, of floats or integers"
+        )
+    if (
+        not isinstance(choices, Tensor)
+        or choices.shape[:-1] != x.shape[:1]
+        or choices.is_floating_point()
+        or choices.is_complex()
+        or choices.dtype == torch.bool
+    ):
+        raise LayoutError(
+            f"choices are {_kind(choices)}; they are integers, the experts of each of {x.shape[0]} tokens, "
+            "(tokens, top_k), -1 for none"
+        )
+    table: NDArray[np.int64] = choices.detach().to("cpu", torch.int64).numpy()
+    if not 1 <= table.shape[1] <= num_experts:
+        raise LayoutError(f"choices are {_kind(choices)}: a token takes 1 to all of {num_experts} experts")
+    if table.size and (table.min() < -1 or table.max() >= num_experts):
+        token, place = np.argwhere((table < -1) | (table >= num_experts))[0]
+        raise LayoutError(
+            f"token {token} takes expert {table[token, place]}; there are experts 0 to {num_experts - 1}, "
+            "and -1 for none"
+        )
+    ordered = np.sort(table, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        token, place = np.argwhere(twice)[0]
+        raise LayoutError(
+            f"token {token} takes expert {ordered[token, place]} twice; add up its gates instead"
+        )
+    return table
+
+
+def _check_groups(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> None:
+    """Raise LayoutError where groups of rows do not fit their matrices: some rows would have no product."""
+    if (
+        rows.ndim != 2
+        or weights.ndim != 3
+        or rows.shape[1] != weights.shape[1]
+        or rows.dtype != weights.dtype
+    ):
+        raise LayoutError(
+            f"rows are {_kind(rows)} and matrices {_kind(weights)}; rows are (rows, k) and matrices "
+            "(groups, k, n) of one dtype"
+        )
+    sizes = list(rows_per_group)
+    if len(sizes) != weights.shape[0] or any(size < 0 for size in sizes) or sum(sizes) != rows.shape[0]:
+        raise LayoutError(
+            f"groups of {printable(sizes)} rows are not {rows.shape[0]} rows for {weights.shape[0]} matrices"
+        )

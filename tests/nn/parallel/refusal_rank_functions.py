@@ -61,7 +61,8 @@ def _tokens(mesh: DeviceMesh) -> dict[str, list[str]]:
         (tokens, _with(targets, -1)), (tokens.float(), targets), (tokens, targets[:, :4]),
         (tokens, targets.float()),
         (tokens.repeat(1, 5), targets.repeat(1, 5)), (tokens[:0], targets[:0]), (tokens[0], targets[0]),
-        (_with(tokens, 99), None), (tokens, _with(targets, -100)),
+        (_with(tokens, 99), None), (tokens.to("meta"), targets), (tokens, targets.to("meta")),
+        (tokens, _with(targets, -100)),
     )  # fmt: skip
     said = {}
     for strategy in STRATEGIES:

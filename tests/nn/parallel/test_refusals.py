@@ -18,6 +18,7 @@ OF_TOKENS = (
     "tokens are float32; give int64 or int32", "targets are of shape (4, 4), tokens of (4, 8)",
     "targets are float32; give int64", "a sequence of 40 tokens, and the model has 32 learned positions",
     "tokens are of shape (0, 8)", "tokens are of shape (8,)", "tokens[1, 2] is 99",
+    "tokens are on the meta device", "targets are on the meta device",
 )  # fmt: skip
 OF_MODELS = {
     "layer_twice": "transformer.h.0.ln_1.weight and transformer.h.1.ln_1.weight are one parameter",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +15,13 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 import torch
 
 from meshweave.algorithms.step import Parallelism
-from meshweave.base.errors import LayoutError, PlanError
+from meshweave.base.errors import LayoutError, PlanError, RankLostError
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.parallel.trials import Trial, Trials, TrialTable, corrections_of, keep_results
+from meshweave.nn.parallel.trial_results import corrections_of, keep_results
+from meshweave.nn.parallel.trials import Trial, Trials, TrialTable
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+DEADLINE_S = 5.0
 
 
 def _table(within: float = 0.05, **seconds: float | None) -> TrialTable:
@@ -35,8 +40,8 @@ def test_plain_data_parallelism_wins_where_others_are_about_as_fast() -> None:
 
 def test_measured_times_correct_later_predictions_by_kind(tmp_path: Path) -> None:
     path = tmp_path / "machine.trials.json"
-    keep_results(path, _table(data_parallel=1.5, megatron=3.0))
-    keep_results(path, _table(megatron=5.0))
+    keep_results(path, _table(data_parallel=1.5, megatron=3.0).trials)
+    keep_results(path, _table(megatron=5.0).trials)
     assert corrections_of(path) == {"data": 1.5, "tensor": 4.0}
     plans = [(Parallelism(tensor=4), 1.0), (Parallelism(data=2, tensor=2), 0.5), (Parallelism(data=4), 3.0)]
     tokens = torch.zeros(1, 1)
@@ -68,3 +73,65 @@ def test_a_model_by_the_fastest_plan_of_those_tried(tmp_path: Path) -> None:
         assert answer["is_same"] and answer["chosen"] in answer["table"]
         assert answer["next"][0] == pytest.approx(measured[0])
     assert answers[0]["rows"] == answers[1]["rows"] and answers[0]["loss"] == answers[1]["loss"]
+
+
+def _check_misuse(tmp_path: Path, table: str) -> None:
+    sys.path.insert(0, HERE["PYTHONPATH"])
+    from trial_misuse_rank_functions import TABLES
+
+    payload = {"table": table, "deadline_s": DEADLINE_S, "folder": str(tmp_path)}
+    said = launch("trial_misuse_rank_functions:misuse", 2, payload, timeout_s=400, env=HERE)
+    for name, (_, word) in TABLES[table].items():
+        for rank, answers in enumerate(said):
+            answer = answers[name]
+            is_own = name == "an error in a step" and rank == 1
+            assert answer["error"] == "raw OSError" if is_own else "raw" not in answer["error"], (
+                name,
+                answer,
+            )
+            assert answer["error"] and word in answer["text"], (name, rank, answer)
+            assert is_own or "\n" not in answer["text"], (name, rank, answer)
+            assert answer["seconds"] < DEADLINE_S + 5, (name, rank, answer)
+
+
+@pytest.mark.gloo
+def test_what_one_rank_tries_otherwise_is_named_on_all(tmp_path: Path) -> None:
+    _check_misuse(tmp_path, "one")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_what_cannot_be_tried_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    _check_misuse(tmp_path, "all")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_in_a_trial_is_named(tmp_path: Path, name: str, call: int) -> None:
+    payload = {"signal": name, "call": call, "deadline_s": DEADLINE_S, "folder": str(tmp_path)}
+    with pytest.raises(RankLostError, match="rank 1"):
+        launch("trial_misuse_rank_functions:die_in_a_trial", 3, payload, timeout_s=100, env=HERE)
+    for rank in (0, 2):
+        error, missing, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (error, missing) == ("RankLostError", [1]), (rank, error, missing)
+        assert seconds < DEADLINE_S + 5
+
+
+def test_files_of_kept_trials_are_read_whole_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    row = {"kind": "data", "words": "x", "predicted_s": 1.0, "measured_s": 1.0}
+    odd: list[Any] = [[], {}, {"trials": 5}, {"trials": [1]}, {"trials": [row | {"kind": 3}]}]
+    odd += [{"trials": [row | {name: value}]} for name in row if name.endswith("_s") for value in ("x", -1.0)]
+    odd += [{"trials": [row | {"measured_s": value}]} for value in (None, float("nan"), 10**400)]
+    for content in odd:
+        path.write_text(json.dumps(content), encoding="utf-8")
+        with pytest.raises(LayoutError, match="no file of kept trials"):
+            corrections_of(path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(LayoutError, match="no file of kept trials"):
+        corrections_of(path)
+    with pytest.raises(LayoutError, match="no file of kept trials"):
+        corrections_of(tmp_path)
+    assert corrections_of(tmp_path / "none.json") == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 from plain_models import PlainAttention, PlainGpt, PlainLlama, PlainLlamaLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshweave.base.errors import MeshweaveError
@@ -183,11 +185,35 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "Helium": ("Helium", {"head_dim": 8}, False),
     "Ernie4_5": ("Ernie4_5", {}, False),
 }  # fmt: skip
-"""Models of transformers: class, sizes, and whether layers here compute them."""
+"""Models of transformers: class, sizes, and whether every strategy runs them; others run by their own code."""
+
+
+def _apart(made: Any, whole: Any) -> str:
+    """Return "" where a step has the loss and the gradients of the original, else what it has."""
+    generator = torch.Generator().manual_seed(7)
+    tokens, targets = torch.randint(0, 48, (2, 4, 8), generator=generator)
+    loss = float(made.step(tokens, targets))
+    logits = whole(tokens).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wanted.backward()
+    worst = max(
+        float((_full(got.grad) - right.grad).abs().max())
+        for (_, got), (_, right) in zip(made.module.named_parameters(), whole.named_parameters(), strict=True)
+        if right.grad is not None
+    )
+    is_right = abs(loss - float(wanted)) < 1e-6 and worst < 1e-6  # norms of transformers are of float32
+    return "" if is_right else f"wrong: loss {loss} for {float(wanted)}, gradients off by {worst}"
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def of_transformers(context: RankContext, payload: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is said of models of transformers, with memory and on the meta device."""
+    """Return what is said of models of transformers, with memory and on the meta device; "" where they are exact.
+
+    Those with memory are of float64 and take a step beside the original; by the second strategy, of bfloat16.
+    """
     import transformers
 
     torch.set_num_threads(1)
@@ -204,9 +230,13 @@ def of_transformers(context: RankContext, payload: Mapping[str, Any]) -> dict[st
             torch.manual_seed(3)  # processes start with seeds of their own
             with torch.device(device):
                 model = make(config)
+            is_compared = device == "cpu" and number != 1
+            if device == "cpu":
+                model = model.double().eval() if is_compared else model.bfloat16()  # no dropout
+            whole = copy.deepcopy(model)
             try:
-                parallelize(model.bfloat16() if device == "cpu" else model, strategy, mesh)
-                said[f"{name}, {strategy}, {device}"] = ""
+                made = parallelize(model, strategy, mesh)
+                said[f"{name}, {strategy}, {device}"] = _apart(made, whole) if is_compared else ""
             except MeshweaveError as error:
                 said[f"{name}, {strategy}, {device}"] = f"{type(error).__name__}: {error}"
             except Exception:

@@ -51,32 +51,37 @@ def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
     return (dy[tokens] * gates.reshape(-1)[weights][:, None])[None]
 
 
-def _taken(b: Array, choices: Array) -> tuple[Array, Array]:
-    """Return the row of each choice, (tokens, top_k, features), and 1 for those that are kept, else 0."""
+def _taken(b: Array, choices: Array) -> tuple[Array, NDArray[Any]]:
+    """Return the row of each choice, (tokens, top_k, features), 0 where it is dropped, and which are kept."""
     _, rows, kept = _packing(choices)
     b = _cells(b, b.shape[-1])
     if not b.shape[0]:
-        zero = numbers_like(np.zeros((*rows.shape, b.shape[-1])), b)
-        return zero, numbers_like(kept, b)
-    return b[rows], numbers_like(kept, b)
+        return numbers_like(np.zeros((*rows.shape, b.shape[-1])), b), kept
+    return _only(b[rows], kept), kept
+
+
+def _only(values: Array, kept: NDArray[Any]) -> Array:
+    """Return values that are made for this, with 0 where they are not kept, also in place of NaN and infinity."""
+    if not kept.all():
+        values[~kept] = 0
+    return values
 
 
 def weigh(b: Array, gates: Array, choices: Array) -> Array:
     """Return for each token the sum of its rows, each times its gate."""
     taken, kept = _taken(b, choices)
-    return (taken * (gates * kept)[..., None]).sum(1)
+    return (taken * _only(gates * 1, kept)[..., None]).sum(1)
 
 
 def add_rows(b: Array, choices: Array) -> Array:
     """Return for each token the sum of its rows."""
-    taken, kept = _taken(b, choices)
-    return (taken * kept[..., None]).sum(1)
+    return _taken(b, choices)[0].sum(1)
 
 
 def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
     """Return the gradient of each gate: its row times that of the token."""
     taken, kept = _taken(b, choices)
-    return (taken * dy[:, None, :]).sum(-1) * kept
+    return _only((taken * dy[:, None, :]).sum(-1), kept)
 
 
 def sigmoid(x: Array) -> Array:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshweave.execute.calls import Calls
 from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.ir.program.counts import CountValues
@@ -72,12 +73,31 @@ class CountedProgram:
         return bound
 
 
-def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...]) -> Tensor:
-    """Return the equally many values of all ranks, (ranks, values), on the host. Collective among them."""
+def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what: str) -> Tensor:
+    """Return the equally many values of all ranks, (ranks, values), on the host.
+
+    Collective among them, and a call: a rank that refuses it, or is in another one, ends the wait of the others,
+    once they have agreed on something.
+
+    Args:
+        what: completes "waiting for ..." in errors.
+
+    Raises:
+        BindError: another rank refuses this call, or is in another one.
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
     if len(ranks) == 1 or not context.is_distributed:
         return values.cpu()[None]
+    order, members = call_order(context), tuple(sorted(ranks))
     out = [torch.empty_like(values) for _ in ranks]
-    with context.guard("the counts of all ranks", ranks):
-        dist.all_gather(out, values, group=context.group_of(tuple(sorted(ranks))))
-    by_rank = dict(zip(sorted(ranks), out, strict=True))
+    others = [rank for rank in members if rank != context.rank]
+    group = context.group_of(members)
+    with order.sequence(members).bind(what), context.guard(what, others) as wait:
+        try:
+            work = dist.all_gather(out, values, group=group, async_op=True)
+            work.wait(wait.timeout)
+        except RuntimeError:
+            order.explain_failure()
+            raise
+    by_rank = dict(zip(members, out, strict=True))
     return torch.stack([by_rank[rank] for rank in ranks]).cpu()

@@ -42,6 +42,7 @@ REMEDIES = {
     "progress": "every rank takes as many forward and optimizer steps, and clears gradients alike",
     "optimizer": "make the same optimizer, with the same settings, on every rank",
     "gradients": "every rank runs the same backward passes, and clips and scales gradients alike",
+    "trials": "every rank tries the same plans, for as long",
     "copies": "ranks that have copies change them alike: load the same weights, and change none by hand",
 }
 """What would be right, by subject."""

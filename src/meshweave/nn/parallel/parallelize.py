@@ -98,7 +98,7 @@ def parallelize(
         }
         options |= {"broadcast_weights": broadcast_weights, "debug_every": debug_every}
         chosen: ParallelModel = by_trial(
-            module, device_mesh, trials, partial(parallelize, **options), check=check
+            module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
         )
         return chosen
     own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")

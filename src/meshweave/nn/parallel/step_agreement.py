@@ -161,7 +161,7 @@ class StepAgreement:
         """Send a number that stands for words and tensors; return what waits and says whether all are equal."""
         number: Any = int(digest(words)[:15], 16)
         for at, given in enumerate(tensors):
-            if given is not None:
+            if given is not None and not given.is_meta:
                 number = number + checksum(given) * (1 + at * _STRIDE)
         number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
@@ -233,12 +233,15 @@ def _explained(order: CallOrder) -> Iterator[None]:
 
 
 def _kind(given: Tensor | None) -> str:
-    return "none" if given is None else f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
+    if given is None:
+        return "none"
+    where = " on the meta device" if given.is_meta else ""
+    return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}{where}"
 
 
 def _values(given: Tensor | None) -> dict[str, str]:
     """Return the first values of tokens or targets, and the checksum of all."""
-    if given is None:
+    if given is None or given.is_meta:
         return {}
     first = ", ".join(map(str, given.flatten()[:_SHOWN].tolist()))
     return {"the first values": first, "the values": f"#{int(checksum(given)):x}"}

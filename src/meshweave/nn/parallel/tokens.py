@@ -62,6 +62,8 @@ class TokenLimits:
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         if given.dtype not in dtypes:
             return f"{name} are {str(given.dtype).removeprefix('torch.')}; give {known}"
+        if given.is_meta:
+            return f"{name} are on the meta device, where nothing has numbers; give them on that of the model"
         if given.ndim != 2 or not given.numel():
             return (
                 f"{name} are of shape {tuple(given.shape)}; give (batch, sequence), and at least one of each"

@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshweave.algorithms.block.data_parallel import DataParallel, ZeroThree
 from meshweave.algorithms.step import Parallelism
-from meshweave.base.errors import LayoutError, MeshweaveError, PlanError
+from meshweave.base.errors import (
+    DeadlineError,
+    LayoutError,
+    MeshweaveError,
+    PlanError,
+    RankLostError,
+    printable,
+)
 from meshweave.base.units import format_bytes
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.torch.call_order import share_refusal
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counted import gathered
+from meshweave.nn.parallel.agreed import agree, without_addresses
+from meshweave.nn.parallel.trial_results import corrections_of, is_number, keep_results, usable_corrections
 
 PLAIN, SHARDED = DataParallel.name, ZeroThree.name
 """The strategy that wins where others are about as fast, and the other one that is always tried."""
+_TITLE = "trials of plans"
 _MEMORY = Path("/proc/meminfo")
 
 
@@ -99,7 +113,10 @@ class Trials:
         seconds: after which none begins.
         steps: of a trial, after one that is not counted.
         within: the share by which another plan must be faster than plain data parallelism.
-        results: a file beside the machine's constants, in which measured times are kept.
+        results: a file beside the machine's constants, in which the first rank keeps measured times.
+
+    Raises:
+        LayoutError: a number is not of its kind, or a plan not beside its seconds.
     """
 
     tokens: Tensor
@@ -111,13 +128,30 @@ class Trials:
     within: float = 0.05
     results: str | Path | None = None
 
-    def candidates(self) -> list[Trial]:
-        """Return what is tried: the plans that were given, and both plain ones."""
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tensor) or not isinstance(self.targets, Tensor):
+            raise LayoutError("trials take a batch: Trials(tokens, targets), two tensors")
+        if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
+            raise LayoutError(f"trials are at least 1, not most={printable(self.most)}")
+        _check_numbers(self.steps, self.seconds, self.within)
+        for each in self.plans:
+            is_pair = isinstance(each, tuple | list) and len(each) == 2
+            if not is_pair or not (each[1] is None or is_number(each[1], least=1e-12)):
+                raise LayoutError(
+                    f"a plan to try is a pair: the plan, and its predicted seconds or None; not {printable(each)}"
+                )
+
+    def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
+        """Return what is tried: the plans that were given, and both plain ones.
+
+        Args:
+            factors: by kind of plan, what steps took to what was predicted; None for those in `results`.
+        """
         given = [Trial.of(plan, seconds) for plan, seconds in self.plans]
         said = {trial.kind: trial.predicted_s for trial in reversed(given)}
         plain = [Trial.of(PLAIN, said.get("data")), Trial.of(SHARDED, said.get("zero"))]
         others = [trial for trial in given if trial.kind not in ("data", "zero")]
-        factors = corrections_of(self.results)
+        factors = corrections_of(self.results) if factors is None else factors
         every = [replace(trial, factor=factors.get(trial.kind, 1.0)) for trial in (*plain, *others)]
         first, rest = every[: len(plain)], every[len(plain) :]
         rest.sort(key=lambda trial: math.inf if trial.expected_s is None else trial.expected_s)
@@ -164,58 +198,113 @@ def run_trials(
     seconds: float = 60.0,
     within: float = 0.05,
     needed_bytes: int = 0,
+    context: TorchContext | None = None,
 ) -> TrialTable:
     """Run plans for a few steps each, and return the table; all ranks of the world call it with the same ones.
+
+    What a trial raises for its plan, model or batch is why it was not run; lost ranks and errors that are not this
+    library's end all trials, on all ranks.
 
     Args:
         start: returns what makes one step by a plan. It is called and dropped before the next one.
         steps: of each, after one that is not counted.
         seconds: after which no trial begins, nor a step of one that has made one.
         needed_bytes: what a rank needs for a trial.
+        context: deadline and liveness of waits between steps; default: that of the default process group.
 
     Raises:
         PlanError: none could be run.
+        LayoutError: ranks try other plans, or a number is not of its kind.
+        BindError: another rank has met an error.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
-    free_bytes = least_of(available_bytes())
-    began, table = time.monotonic(), []
-    for trial in candidates:
-        passed_s = -least_of(-(time.monotonic() - began))
-        if needed_bytes > free_bytes:
-            lacks = f"{format_bytes(needed_bytes)} needed on each rank, {format_bytes(int(free_bytes))} free"
-            table.append(replace(trial, refused=lacks))
-        elif passed_s > seconds:
-            table.append(replace(trial, refused=f"{seconds:g} s had passed"))
-        else:
-            table.append(_tried(trial, start, steps, began + seconds))
-        gc.collect()
-    return TrialTable(tuple(table), within)
+    among = _Ranks.of(context)
+    with share_refusal(among.context, among.ranks, _TITLE):
+        _check_numbers(steps, seconds, within)
+        plans = {str(n): without_addresses(repr(each.plan)) for n, each in enumerate(candidates)}
+        settings = {"steps": str(steps), "seconds": str(seconds), "within": str(within)}
+        agree(among.context, among.ranks, {"trials": {**plans, **settings}}, "all to try the same plans")
+        free_bytes = among.least(available_bytes())
+        began, table = time.monotonic(), []
+        for trial in candidates:
+            passed_s = among.most(time.monotonic() - began)
+            if needed_bytes > free_bytes:
+                needed, free = format_bytes(needed_bytes), format_bytes(int(free_bytes))
+                table.append(replace(trial, refused=f"{needed} needed on each rank, {free} free"))
+            elif passed_s > seconds:
+                table.append(replace(trial, refused=f"{seconds:g} s had passed"))
+            else:
+                table.append(_tried(trial, start, steps, began + seconds, among))
+            gc.collect()
+        return TrialTable(tuple(table), within)
 
 
-def _tried(trial: Trial, start: Callable[[Any], Callable[[], object]], steps: int, until: float) -> Trial:
-    try:
-        step = start(trial.plan)
-    except MeshweaveError as error:  # on all ranks: it is the plan or the model that does not do
-        return replace(trial, refused=" ".join(str(error).split()))
+def _tried(
+    trial: Trial, start: Callable[[Any], Callable[[], object]], steps: int, until: float, among: _Ranks
+) -> Trial:
     times: list[float] = []
-    for number in range(steps + 1):
+    step, refused = _refusal_of(lambda: start(trial.plan))
+    number = 0
+    while among.least(not refused) and number <= steps:
         began = time.monotonic()
-        step()
-        took_s = -least_of(-(time.monotonic() - began))
+        _, refused = _refusal_of(step)
+        took_s = among.most(time.monotonic() - began)
         if number or steps == 0:
             times.append(took_s)
-        if times and least_of(until - time.monotonic()) < 0:
-            break
+        if times and among.least(until - time.monotonic()) < 0:
+            number = steps
+        number += 1
+    if not among.least(not refused):
+        return replace(trial, refused=refused or "another rank refuses it")
     return replace(trial, measured_s=statistics.median(times))
 
 
-def least_of(value: float) -> float:
-    """Return the least of a number on all ranks; all of them call it."""
-    own = torch.tensor([value], dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        own = own.cuda()
-    dist.all_reduce(own, dist.ReduceOp.MIN)
-    least: float = own.item()
-    return least
+def _refusal_of(call: Callable[[], Any]) -> tuple[Any, str]:
+    """Return the result of a call, and why there is none: the plan, the model or the batch does not do."""
+    try:
+        return call(), ""
+    except (RankLostError, DeadlineError):
+        raise
+    except MeshweaveError as error:
+        return None, " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks of the world, as they compare numbers within the deadline of a context."""
+
+    context: TorchContext
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: TorchContext | None) -> _Ranks:
+        """Return those of a context, or of the default one of the devices that the world communicates on."""
+        if context is None:
+            context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
+        return cls(context, tuple(range(context.num_ranks)))
+
+    def least(self, value: float) -> float:
+        """Return the least of a number on all ranks; all of them call it."""
+        own = torch.tensor([value], dtype=torch.float64, device=self.context.device)
+        return float(gathered(own, self.context, self.ranks, "the times of all ranks").min())
+
+    def most(self, value: float) -> float:
+        """Return the greatest of a number on all ranks; all of them call it."""
+        return -self.least(-value)
+
+    def of_first(self, make: Callable[[], Any], what: str) -> Any:
+        """Return what the first rank makes, of JSON; all ranks call it."""
+        own = json.dumps(make()) if self.context.rank in (0, None) else ""
+        return json.loads(exchange(self.context, self.ranks, own, what)[0])
+
+
+def _check_numbers(steps: Any, seconds: Any, within: Any) -> None:
+    """Raise LayoutError where trials have no such length."""
+    if not isinstance(steps, int) or not is_number(steps):
+        raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
+    for name, value in (("seconds", seconds), ("within", within)):
+        if not is_number(value, most=math.inf):
+            raise LayoutError(f"{name} of trials is a number from 0 on, not {printable(value)}")
 
 
 def available_bytes() -> float:
@@ -231,9 +320,11 @@ def available_bytes() -> float:
 def needed_bytes_of(module: nn.Module) -> int:
     """Return what a trial needs on a rank at most: the model again, its gradients, and two states of an optimizer.
 
-    Raises LayoutError where the model has no memory.
+    Raises LayoutError where the model has no memory, or nothing to train.
     """
     total = 0
+    if next(module.parameters(), None) is None:
+        raise LayoutError("a model without parameters cannot be tried: there is nothing to train")
     for parameter in module.parameters():
         if parameter.device.type == "meta":
             raise LayoutError("a model on the meta device cannot be tried; give a plan, or fill it first")
@@ -248,6 +339,7 @@ def by_trial(
     make: Callable[..., Any],
     *,
     check: bool,
+    context: TorchContext | None = None,
 ) -> Any:
     """Return the `ParallelModel` of a module by the fastest plan tried; all ranks of the world call it.
 
@@ -256,11 +348,34 @@ def by_trial(
         check: whether the one that stays is proved.
 
     Raises:
-        LayoutError: there is a mesh, or nothing to try.
+        LayoutError: there is a mesh, or nothing to try; the file of kept trials is none, or cannot be written.
         PlanError: nothing could be tried.
+        BindError, RankLostError, DeadlineError: as `run_trials`.
     """
-    if trials is None or device_mesh is not None:
+    if not isinstance(trials, Trials) or device_mesh is not None:
         raise LayoutError("plan 'auto' takes trials=mw.nn.Trials(tokens, targets), and makes its own mesh")
+    among = _Ranks.of(context)
+    with share_refusal(among.context, among.ranks, _TITLE):
+        factors = among.of_first(
+            lambda: usable_corrections(trials.results), "the first rank to read kept trials"
+        )
+        table = run_trials(
+            trials.candidates(factors), _starter(module, trials, make), steps=trials.steps, seconds=trials.seconds,
+            within=trials.within, needed_bytes=needed_bytes_of(module), context=context,
+        )  # fmt: skip
+        among.of_first(
+            lambda: keep_results(trials.results, table.trials), "the first rank to keep the trials"
+        )
+    plan = table.chosen.plan
+    model = make(module, plan, mesh_for(plan, module), check=check)
+    model.trials = table
+    return model
+
+
+def _starter(
+    module: nn.Module, trials: Trials, make: Callable[..., Any]
+) -> Callable[[Any], Callable[[], object]]:
+    """Return what puts a plan into a copy of a model, and returns what makes one step of it."""
 
     def start(plan: Any) -> Callable[[], object]:
         made = make(copy.deepcopy(module), plan, mesh_for(plan, module), check=False)
@@ -275,18 +390,7 @@ def by_trial(
 
         return step
 
-    table = run_trials(
-        trials.candidates(), start, steps=trials.steps, seconds=trials.seconds, within=trials.within,
-        needed_bytes=needed_bytes_of(module),
-    )  # fmt: skip
-    if trials.results is not None:
-        if dist.get_rank() == 0:
-            keep_results(trials.results, table)
-        dist.barrier()
-    plan = table.chosen.plan
-    model = make(module, plan, mesh_for(plan, module), check=check)
-    model.trials = table
-    return model
+    return start
 
 
 def mesh_for(plan: Any, module: nn.Module) -> DeviceMesh | None:
@@ -295,40 +399,3 @@ def mesh_for(plan: Any, module: nn.Module) -> DeviceMesh | None:
         return None
     kind = next(module.parameters()).device.type
     return init_device_mesh(kind, (dist.get_world_size(),))
-
-
-# --- what is kept --------------------------------------------------------------------------------------------
-
-
-def keep_results(path: str | Path, table: TrialTable) -> None:
-    """Add the measured times of a table to a file."""
-    rows = _kept(path) + [
-        {
-            "kind": trial.kind,
-            "words": trial.words,
-            "predicted_s": trial.predicted_s,
-            "measured_s": trial.measured_s,
-        }
-        for trial in table.trials
-        if trial.measured_s is not None
-    ]
-    Path(path).write_text(json.dumps({"trials": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def corrections_of(path: str | Path | None) -> dict[str, float]:
-    """Return by kind of plan the median of measured to predicted times in a file."""
-    ratios: dict[str, list[float]] = {}
-    for row in _kept(path) if path is not None else []:
-        if row["predicted_s"]:
-            ratios.setdefault(row["kind"], []).append(row["measured_s"] / row["predicted_s"])
-    return {kind: statistics.median(values) for kind, values in ratios.items()}
-
-
-def _kept(path: str | Path) -> list[dict[str, Any]]:
-    if not Path(path).exists():
-        return []
-    try:
-        rows: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))["trials"]
-    except (ValueError, KeyError, TypeError):
-        raise LayoutError(f"{path} is no file of kept trials; give another, or remove it") from None
-    return rows

@@ -7,11 +7,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import CheckpointError, LayoutError
+from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.call_order import call_order, share_refusal
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.weights.blocks import Block, block_of, boxes_of, sizes_of
 from meshweave.nn.weights.checkpoint import INDEX_FILE, SINGLE_FILE, safetensors_library
 from meshweave.nn.weights.slots import Mapped, slots_of, stored_as
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """The bytes of one file of a sharded checkpoint unless its writer says otherwise."""
+_TITLE = "save_weights"
+_LONGEST = timedelta(minutes=30)
+"""For a wait for ranks that answer: the first one writes gigabytes to what may be a slow disk meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,12 @@ class _Piece:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def save_weights(
-    module: nn.Module, folder: Path | str, *, mapping: Mapped = None, file_bytes: int = DEFAULT_FILE_BYTES
+    module: nn.Module,
+    folder: Path | str,
+    *,
+    mapping: Mapped = None,
+    file_bytes: int = DEFAULT_FILE_BYTES,
+    context: TorchContext | None = None,
 ) -> tuple[Path, ...]:
     """Write the tensors of a module, whole, as safetensors; all ranks call it, each with what it has of the model.
 
@@ -52,6 +63,8 @@ def save_weights(
     Args:
         mapping: where a tensor is to be stored, as for `load_weights`.
         file_bytes: the most bytes of tensors in one file; more than one file makes an index.
+        context: liveness of waits for other ranks, and the deadline of those that are silent; default: that of the
+            default process group.
 
     Returns:
         The files, on rank 0; nothing on the others.
@@ -60,7 +73,19 @@ def save_weights(
         CheckpointError: a rank cannot write; on all ranks.
         LayoutError: ranks differ in what a tensor is, or do not have all of it.
         UnsupportedError: safetensors is not installed.
+        BindError: another rank refuses what it was given.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
+    context = context or TorchContext.default()
+    ranks = tuple(range(context.num_ranks))
+    with share_refusal(context, ranks, _TITLE):
+        return _saved(module, Path(folder), mapping, file_bytes, context)
+
+
+def _saved(
+    module: nn.Module, folder: Path, mapping: Mapped, file_bytes: int, context: TorchContext
+) -> tuple[Path, ...]:
+    """Do what `save_weights` says."""
     safetensors_library()
     own = {}
     pieces = []
@@ -72,24 +97,25 @@ def save_weights(
             local, block, shape = local.t(), block[::-1], shape[::-1]
         own[stored.name] = local.contiguous()
         pieces.append(_Piece(stored.name, shape, local.dtype, block))
-    senders = _senders(_all_pieces(pieces))
+    senders = _senders(_all_pieces(pieces, context))
     files = _files_of(senders, file_bytes)
-    rank, wrong, writers = _rank(), "", _writers(Path(folder))
+    rank, wrong, writers = context.rank or 0, "", _writers(folder, context)
     device = next((each.device for each in own.values()), torch.device("cpu"))
     for number, group in enumerate(files):
         writer = writers[number % len(writers)]
-        whole = {name: _gathered(senders[name], own.get(name), rank, writer, device) for name in group}
+        with _waiting(context, f"the weights of file {number + 1} of {len(files)}"):
+            whole = {name: _gathered(senders[name], own.get(name), rank, writer, device) for name in group}
         if rank == writer and not wrong:
-            wrong = _tried(folder, partial(_write, Path(folder), _name(number, len(files)), whole))
-    wrong = _first_of_all(wrong)  # the others have sent on, and are told now
+            wrong = _tried(folder, partial(_write, folder, _name(number, len(files)), whole))
+    wrong = _first_of_all(wrong, context)  # the others have sent on, and are told now
     if not wrong and rank == 0:
-        wrong = _tried(folder, lambda: _finish(Path(folder), files, senders))
-    if wrong := _first_of_all(wrong):
+        wrong = _tried(folder, lambda: _finish(folder, files, senders))
+    if wrong := _first_of_all(wrong, context):
         raise CheckpointError(wrong)
-    return () if rank else tuple(Path(folder) / _name(number, len(files)) for number in range(len(files)))
+    return () if rank else tuple(folder / _name(number, len(files)) for number in range(len(files)))
 
 
-def _tried(folder: Path | str, do: Callable[[], object]) -> str:
+def _tried(folder: Path, do: Callable[[], object]) -> str:
     """Do something; return in words why it failed, "" where it did not."""
     try:
         do()
@@ -98,45 +124,70 @@ def _tried(folder: Path | str, do: Callable[[], object]) -> str:
     return ""
 
 
-def _first_of_all(wrong: str) -> str:
+def _first_of_all(wrong: str, context: TorchContext) -> str:
     """Return the first rank's words that are not empty, on all ranks."""
-    if not dist.is_initialized():
-        return wrong
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, wrong)
-    return next(filter(None, said), "")
+    return next(filter(None, _said_by_all(wrong, context, "all ranks to write the weights")), "")
 
 
-def _writers(folder: Path) -> list[int]:
+def _writers(folder: Path, context: TorchContext) -> list[int]:
     """Return the ranks that see a file that rank 0 writes into a folder; rank 0 alone where it cannot."""
-    if not dist.is_initialized():
+    if not context.is_distributed or context.num_ranks == 1:
         return [0]
-    probe = [f".{os.getpid()}-{time.time_ns()}.probe"]
-    dist.broadcast_object_list(probe, 0)
-    path = folder / probe[0]
-    if dist.get_rank() == 0:
+    what = "the first rank to say where it writes"
+    path = folder / _said_by_all(f".{os.getpid()}-{time.time_ns()}.probe", context, what)[0]
+    if context.rank == 0:
         with contextlib.suppress(OSError):  # what cannot be written is told by whoever writes files
             folder.mkdir(parents=True, exist_ok=True)
             path.touch()
-    dist.barrier()
-    sees: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sees, path.is_file())
-    if dist.get_rank() == 0:
+    with _waiting(context, "the first rank to make the folder of the weights"):
+        dist.barrier()
+    sees = _said_by_all(str(path.is_file()), context, "all ranks to look into the folder of the weights")
+    if context.rank == 0:
         with contextlib.suppress(OSError):
             path.unlink()
-    return [0, *(rank for rank, is_seen in enumerate(sees) if is_seen and rank)]
+    return [0, *(rank for rank, is_seen in enumerate(sees) if is_seen == str(True) and rank)]
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _said_by_all(words: str, context: TorchContext, what: str) -> list[str]:
+    """Return what each rank says, once all have come: one that writes may take longer than the deadline."""
+    if not context.is_distributed or context.num_ranks == 1:
+        return [words]
+    with _waiting(context, what):
+        dist.barrier()
+    return list(exchange(context, tuple(range(context.num_ranks)), words, what).values())
 
 
-def _all_pieces(pieces: list[_Piece]) -> list[list[_Piece]]:
-    if not dist.is_initialized():
-        return [pieces]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, pieces)
-    return everybody
+@contextlib.contextmanager
+def _waiting(context: TorchContext, what: str) -> Iterator[None]:
+    """Name who is lost while ranks wait for each other in the default process group, or has refused to go on.
+
+    Ranks that are silent for the deadline of the context are lost; one that answers may take longer.
+    """
+    if not context.is_distributed or context.num_ranks == 1:
+        yield
+        return
+    ranks, order = tuple(range(context.num_ranks)), call_order(context)
+    others = [rank for rank in ranks if rank != context.rank]
+    seconds, live = _LONGEST.total_seconds(), context.liveness
+    guard = live.guard(what, seconds, peers=others) if live else context.guard(what, others)
+    with order.sequence(ranks).bind(what), guard:
+        try:
+            yield
+        except RuntimeError:
+            order.explain_failure()
+            raise
+
+
+def _all_pieces(pieces: Sequence[_Piece], context: TorchContext) -> list[list[_Piece]]:
+    """Return what each rank has; all ranks call it."""
+    own = json.dumps([[each.name, each.shape, str(each.dtype)[6:], each.block] for each in pieces])
+    said = exchange(context, tuple(range(context.num_ranks)), own, "all ranks to say what they have")
+    return [[_piece_of(*each) for each in json.loads(words)] for words in said.values()]
+
+
+def _piece_of(name: str, shape: list[int], dtype: str, block: list[list[list[int]]]) -> _Piece:
+    runs = tuple(tuple((start, stop) for start, stop in each) for each in block)
+    return _Piece(name, tuple(shape), getattr(torch, dtype), runs)
 
 
 def _senders(everybody: Sequence[Sequence[_Piece]]) -> dict[str, list[tuple[int, _Piece]]]:

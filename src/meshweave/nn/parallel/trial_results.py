@@ -1,0 +1,98 @@
+"""Times of trials that are kept in a file, and what later predictions are corrected by."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshweave.base.errors import LayoutError
+
+
+def is_number(value: Any, least: float = 0.0, most: float = 1e300) -> bool:
+    """Return whether a value is a number from `least` to `most`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+class MeasuredPlan(Protocol):
+    """A plan that was tried; see `Trial`."""
+
+    @property
+    def kind(self) -> str:
+        """Return which of its times correct those of others."""
+
+    @property
+    def words(self) -> str:
+        """Return what it is called."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Return what a step should take, None where nobody says."""
+
+    @property
+    def measured_s(self) -> float | None:
+        """Return what a step took, None where it was not run."""
+
+
+def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> None:
+    """Add the measured times of trials to a file, if there is one.
+
+    Raises LayoutError where it cannot be written.
+    """
+    if path is None:
+        return
+    rows = _kept(path) + [
+        {
+            "kind": trial.kind,
+            "words": trial.words,
+            "predicted_s": trial.predicted_s,
+            "measured_s": trial.measured_s,
+        }
+        for trial in trials
+        if trial.measured_s is not None
+    ]
+    try:
+        partial = Path(path).with_name(f".{Path(path).name}.partial")
+        partial.write_text(json.dumps({"trials": rows}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise LayoutError(f"trials cannot be kept in {path}: {error.strerror}; give another file") from error
+
+
+def corrections_of(path: str | Path | None) -> dict[str, float]:
+    """Return by kind of plan the median of measured to predicted times in a file."""
+    ratios: dict[str, list[float]] = {}
+    for row in _kept(path) if path is not None else []:
+        if row["predicted_s"]:
+            ratios.setdefault(row["kind"], []).append(row["measured_s"] / row["predicted_s"])
+    return {kind: statistics.median(values) for kind, values in ratios.items()}
+
+
+def usable_corrections(path: str | Path | None) -> dict[str, float]:
+    """Return the corrections of a file in which trials can be kept. Raises LayoutError for any other."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise LayoutError(f"trials cannot be kept in {path}: there is no such folder")
+    return corrections_of(path)
+
+
+def _kept(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))["trials"]
+        is_right = isinstance(rows, list) and all(map(_is_kept_row, rows))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        is_right = False
+    if not is_right:
+        raise LayoutError(f"{path} is no file of kept trials; give another, or remove it")
+    return rows
+
+
+def _is_kept_row(row: Any) -> bool:
+    """Return whether a row is one that `keep_results` writes."""
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return False
+    predicted, measured = row.get("predicted_s"), row.get("measured_s")
+    return (predicted is None or is_number(predicted)) and is_number(measured)
