@@ -13,6 +13,7 @@ from meshweave.algorithms.contract import is_accurate
 from meshweave.algorithms.step import SoftwareStack, Step, StepProblem, least_memory, memory_of, step_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP
 from meshweave.algorithms.step.program_memory import program_memory
+from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
@@ -84,6 +85,18 @@ def test_plans_choose_by_what_the_program_holds(step: Step) -> None:
         assert of_program == inside or step.problem.has_dropout  # masks are added, which no program has
     assert step.memory == memory_of(step.problem, step.parallelism)
     assert least_memory(step.problem, step.parallelism).total <= step.memory.total
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_memory_of_each_schedule_is_counted(schedule: str) -> None:
+    """Of the whole table: also of one that splits some backward parts of a stage and not others."""
+    model = mw.Transformer("tiny", 8, 64, 4, 4, 16, 128, 4096, False, "made up", tied_embeddings=False)
+    virtual = next(vp for vp in (1, 2) if SCHEDULES[schedule].takes(2, vp, 8))
+    step = mw.step(model, "dgx-a100:2", 8, 64, stack="ideal", pp=2, vp=virtual, schedule=schedule)
+    program = TRAINING_STEP.program(step.problem, step.parallelism)
+    assert TRAINING_STEP.memory_accuracy is not None
+    for stage, claimed in enumerate(program_memory(step.stages)):
+        assert is_accurate(TRAINING_STEP.memory_accuracy, claimed, peak_bytes(program, stage))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

@@ -180,9 +180,9 @@ def framework_memory(
     )
 
 
-_SURELY_KEPT = 0.97
+_SURELY_KEPT = 0.93
 """The share of what closed forms keep of a layer that every program keeps: where a ring of attention takes turns,
-the last ones keep some per cent less."""
+or attention alone is computed again, the last ones keep some per cent less."""
 
 
 def least_held(
@@ -194,8 +194,10 @@ def least_held(
 ) -> Memory:
     """Return what the program of a step holds at least on some pipeline ranks: states, and what layers keep.
 
-    Nothing is kept that the program does not keep: scores, masks, a second tensor of the gate. Arguments are those
-    of `framework_memory`.
+    Nothing is kept that the program does not keep: scores, masks, a second tensor of the gate. When as many
+    micro-batches are kept as ever are, a backward part begins: it has the gradient of the residual, what the first
+    of its layers has computed again, and under ZeRO-3 the weights of that layer. Arguments are those of
+    `framework_memory`.
     """
     known = problem.cache("bare")
     if not known:
@@ -213,8 +215,14 @@ def least_held(
     rows = []
     for rank in ranks:
         layer = (_bytes_of_kinds(bare, p, p.recompute, kinds[rank]) if kinds else sizes).layer
-        share = _SURELY_KEPT if p.context > 1 else 1.0
-        kept = math.floor(share * stashes[rank] * layers[rank] * layer / p.virtual_stages)
+        share = _SURELY_KEPT if p.context > 1 or p.recompute == "selective" else 1.0
+        begins = 0 if kinds or not layers[rank] else sizes.residual
+        if begins and p.recompute == "full":
+            begins += max(sizes.again - sizes.layer, 0)
+        if begins and p.zero == 3:
+            whole = problem.item_bytes * layer_parameters(problem, p).total
+            begins += whole - whole // p.shards
+        kept = math.floor(share * (stashes[rank] * layers[rank] * layer / p.virtual_stages + begins))
         fragments = round(problem.stack.fragmentation * kept)
         rows.append(RankMemory(*state_bytes(problem, p, counts[rank]), kept, 0, fragments, *outside))
     return Memory(tuple(rows))

@@ -87,6 +87,11 @@ class _Pieces:
         self._always = {weight.name for weight in unit.weights} | {*PER_MICRO_BATCH, *CONSTANTS, "loss"}
 
     @cached_property
+    def unsplit(self) -> _Pieces:
+        """Return the same where gradients of weights are a part of the backward part."""
+        return _Pieces(self.unit, is_split=False, runs_once=self._runs_once)
+
+    @cached_property
     def _last_part(self) -> dict[str, PartKind]:
         """Return the last part that reads each buffer between parts."""
         return {
@@ -292,7 +297,8 @@ class _Walk:
     def _unit(
         self, pieces: _Pieces, part: PartKind, unit: Unit, count: int, *, is_gathered: bool
     ) -> Iterator[tuple[int, int]]:
-        held = pieces.held[part][not self._begins(unit, part)]
+        of = pieces if part in pieces.parts else pieces.unsplit  # a schedule may split some backward parts
+        held = of.held[part][not self._begins(unit, part)]
         whole = 0 if is_gathered else self._gathered(unit, part, count)
         if whole and unit.name == "head":  # until its backward part
             is_new, is_over = self._begins(unit, "whole"), part != "forward"

@@ -101,11 +101,11 @@ def _import_all() -> None:
 def node_types() -> NodeTypes:
     """Return the types of nodes by name: those of this folder, and those of installed packages."""
     _import_all()
-    found: dict[str, type[LayerNode]] = {}
+    by_name: dict[str, type[LayerNode]] = {}
     todo = LayerNode.__subclasses__()
     while todo:
         own = todo.pop()
         todo += own.__subclasses__()
         if not own.__abstractmethods__:
-            found.setdefault(own.__name__, own)
-    return dict(sorted(found.items()))
+            by_name.setdefault(own.__name__, own)
+    return dict(sorted(by_name.items()))
