@@ -24,7 +24,7 @@ from meshweave.nn.parallel.features import (
 from meshweave.nn.parallel.known import is_hosted, recognised, title_of
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.optimizers import watch_optimizers
-from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, resolve
+from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, device_type_of, resolve
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.seeds import seed_alike
 from meshweave.nn.parallel.structure import ModelMap, check_modules
@@ -61,8 +61,8 @@ def parallelize(
             `device_mesh`; a `Parallelism`, a `Step`, what `meshweave.plan` returned, or the path of a plan file;
             or "auto", with `trials`, for the fastest of some that are tried.
         device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
-            and "summa_block", three for "25d_block". None makes one of all ranks, on
-            CPUs, for a plan with sizes.
+            and "summa_block", three for "25d_block". None makes one of all ranks, on the
+            model's kind of device, for a plan with sizes.
         mapping: which modules of the model are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
@@ -101,7 +101,8 @@ def parallelize(
             module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
         )
         return chosen
-    own = context or TorchContext.default(device_mesh.device_type if device_mesh is not None else "cpu")
+    device = device_type_of(module) if device_mesh is None else device_mesh.device_type
+    own = context or TorchContext.default(device)
     given = {
         "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
         "debug_every": debug_every,
@@ -112,7 +113,11 @@ def parallelize(
         before = dict(module.named_parameters())
         with without_adapters(module, mapping is None and is_hosted(module)) as adapters:
             model = _made(
-                module, mapping, resolve(plan, device_mesh, config, overlap, context), check, debug_every
+                module,
+                mapping,
+                resolve(plan, device_mesh, config, overlap, context, device),
+                check,
+                debug_every,
             )
             put_in(model, adapters)
     seed_alike(model.strategy)

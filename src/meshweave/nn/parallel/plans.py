@@ -6,6 +6,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshweave.algorithms.block import BlockAlgorithm, BlockConfig
@@ -47,10 +49,12 @@ def resolve(
     config: BlockConfig | None,
     overlap: Overlap | None = None,
     context: TorchContext | None = None,
+    device: str = "cpu",
 ) -> ResolvedPlan:
     """Return what a plan stands for on a device mesh, or on all ranks where there is none.
 
     Args:
+        device: the type of device of the mesh that is made where there is none.
         overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
         context: that programs run in; None for the default one.
 
@@ -64,22 +68,30 @@ def resolve(
         config = config or best_config(plan.problem, plan.parallelism)
         plan = plan.parallelism
     if isinstance(plan, Parallelism):
-        return _of_parallelism(plan, device_mesh, config, context)
+        return _of_parallelism(plan, device_mesh, config, context, device)
     if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith(".json")):
         plan = load_plan(Path(plan))
         for sentence in catalog_differences(plan):
             warnings.warn(sentence, stacklevel=2)
     if isinstance(plan, Plan):
         place = 1 if device_mesh is not None else _place_without_pipeline(plan)
-        return resolve(planned_step(plan, place=place), device_mesh, config, overlap, context)
+        return resolve(planned_step(plan, place=place), device_mesh, config, overlap, context, device)
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
         if not sizes:
             raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
         shape = tuple(int(size) for size in sizes.split("x"))
-        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, "cpu")
+        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, device)
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
+
+
+def device_type_of(module: nn.Module) -> str:
+    """Return the type of device on which a model trains: its own; of one on the meta device that of its ranks."""
+    own = next((parameter.device.type for parameter in module.parameters()), "meta")
+    if own != "meta":
+        return own
+    return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
 
 def _place_without_pipeline(plan: Plan) -> int:
@@ -118,6 +130,7 @@ def _of_parallelism(
     device_mesh: DeviceMesh | None,
     config: BlockConfig | None,
     context: TorchContext | None,
+    device: str,
 ) -> ResolvedPlan:
     """Return the strategy of degrees: of data and of context around that of tensor parallelism."""
     p = parallelism
@@ -147,7 +160,7 @@ def _of_parallelism(
     if device_mesh is not None:
         _check_order(p, device_mesh, axes)
     _, sizes, strides = zip(*axes, strict=True)
-    mesh = device_mesh or device_mesh_for(entry, sizes, "cpu", strides)
+    mesh = device_mesh or device_mesh_for(entry, sizes, device, strides)
     strategy = LayerStrategy.of(entry.name, mesh, config, entry, context)
     return ResolvedPlan(strategy, p.recompute == "full")
 
