@@ -1,6 +1,6 @@
 """How many examples Hypothesis draws, and whether it draws anew: a number per test, scaled by one profile.
 
-`ci` (the default) draws 20 % of the numbers that the tests give, and the same examples in every run: a test that
+`ci` (the default) draws 15 % of the numbers that the tests give, and the same examples in every run: a test that
 begins to fail does so because of the change. `random` draws as many, anew in every run, to explore:
 `pytest tests/ir --hypothesis-profile random`. `slow` (`make slow`) draws three times as many, anew. `sanitize`
 (`.ci/sanitize`) draws a quarter, the same in every run, for instrumented code takes several times as long. None
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-_PERCENT = {"ci": 20, "random": 20, "slow": 300, "sanitize": 25}
+_PERCENT = {"ci": 15, "random": 15, "slow": 300, "sanitize": 25}
 _DRAWN_ANEW = ("random", "slow")
 
 

@@ -161,7 +161,7 @@ class Plan(Record):
         """
         from meshweave.tune.plan_summary import product_lines, step_lines
 
-        return "\n".join(product_lines(self) if self.steps is None else step_lines(self, price))
+        return "\n".join(product_lines(self) if self.steps is None else step_lines(self, self.steps, price))
 
     def __str__(self) -> str:
         """Return the summary."""

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from meshweave.algorithms.step.stacks import IDEAL, fitted_as
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.scores import error_of_runs_like
-from meshweave.tune.plan_records import StepRecord, StepsRecord
+from meshweave.tune.plan_records import DescriptionRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
 
-if TYPE_CHECKING:
-    from meshweave.tune.plan import Plan
+
+class PlannedProducts(Protocol):
+    """An algorithm of a plan of products at its best."""
+
+    algorithm: str
+    mesh_shape: tuple[int, ...]
+    block_s: float
+    utilisation: float
 
 
-def headline(plan: Plan) -> str:
+class Planned(Protocol):
+    """What a plan is made for, and what was chosen: the fields of a `Plan`."""
+
+    model: str
+    cluster: str
+    num_chips: int
+    batch: int
+    sequence: int
+    dtype: str
+    steps: StepsRecord | None
+    not_priced: tuple[str, ...]
+    unmeasured: str
+    description: DescriptionRecord | None
+
+    @property
+    def candidates(self) -> Sequence[PlannedProducts]:
+        """Return the algorithms of a plan of products, the fastest first."""
+
+
+def headline(plan: Planned) -> str:
     """Return what is planned: model, chips, and tokens of a step."""
     return (
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
@@ -23,18 +48,18 @@ def headline(plan: Plan) -> str:
     )
 
 
-def outcome(plan: Plan) -> str:
+def outcome(plan: Planned) -> str:
     """Return what was chosen, and how long it takes."""
     if plan.steps is None and not plan.candidates:
         return "nothing that fits"
     if plan.steps is None:
-        best = plan.best
+        best = plan.candidates[0]
         return f"{best.algorithm} on {'x'.join(map(str, best.mesh_shape))}, {format_s(best.block_s)} a block"
     best_step = plan.steps.best
     return f"{choice_text(best_step.degrees)}, {format_s(best_step.step_s)} a step"
 
 
-def product_lines(plan: Plan) -> Iterator[str]:
+def product_lines(plan: Planned) -> Iterator[str]:
     """Yield the lines of a plan of products: each algorithm at its best."""
     yield headline(plan)
     for candidate in plan.candidates:
@@ -43,13 +68,12 @@ def product_lines(plan: Plan) -> Iterator[str]:
         yield f"{candidate.algorithm}: {format_s(candidate.block_s)} a block on {mesh}, {utilisation}"
 
 
-def step_lines(plan: Plan, price: float | None) -> Iterator[str]:
+def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterator[str]:
     """Yield the lines of a plan of a step: the best and the runner-up with reasons, the error, what to do next.
 
     Args:
         price: of a chip-hour, in dollars, which adds the price of tokens; None leaves it out.
     """
-    steps = plan.step
     yield headline(plan) + (f", products of layers in {steps.precision}" if steps.precision else "")
     if steps.priced_as:
         yield f"note: {steps.priced_as}"

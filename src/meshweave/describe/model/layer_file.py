@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, fields
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-import meshweave.describe.model as package
 from meshweave.base.errors import DescriptionError, did_you_mean, listed, printable
 from meshweave.base.installed import all_offered
 from meshweave.describe.files import FileModel
@@ -92,8 +92,9 @@ def _adapter(own: type[LayerNode]) -> TypeAdapter[LayerNode]:
 
 @cache
 def _import_all() -> None:
-    for module in iter_modules(package.__path__):
-        import_module(f"{package.__name__}.{module.name}")
+    room = __name__.rpartition(".")[0]
+    for module in iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{room}.{module.name}")
     for _ in all_offered("meshweave.nodes"):
         pass
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshweave.nn.hosted.parts import Anatomy
 from meshweave.nn.hosted.residual import Tokens
+from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.uses import ParameterUse, run_with
-
-if TYPE_CHECKING:
-    from meshweave.nn.hosted.model import HostedModel
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,27 @@ class LayerSpan:
     end: int
     first: int = 0
     stops: bool = False
+
+
+class RunsLayers(Protocol):
+    """The model that layers are of.
+
+    Attributes:
+        anatomy: its parts.
+        tokens: those of the step that runs.
+        span: which layers run.
+        recompute: whether the backward part computes layers again.
+    """
+
+    anatomy: Anatomy
+    tokens: Tokens
+    span: LayerSpan
+    strategy: LayerStrategy
+    recompute: bool
+    blocks: list[nn.Module]
+
+    def dropping(self) -> AbstractContextManager[Any]:
+        """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
 
 
 class StopError(Exception):
@@ -50,7 +70,7 @@ class HostedLayer:
         opens, is_followed: as those of `ParallelBlock`.
     """
 
-    def __init__(self, layer: nn.Module, number: int, model: HostedModel, use: ParameterUse) -> None:
+    def __init__(self, layer: nn.Module, number: int, model: RunsLayers, use: ParameterUse) -> None:
         self._forward, self._layer = type(layer).forward.__get__(layer), layer
         self._number, self._model, self.use = number, model, use
         self.opens, self.is_followed = True, True
@@ -107,7 +127,7 @@ class HostedLayer:
             )
 
 
-def passed(model: HostedModel, number: int, x: Tensor, results: int) -> Any:
+def passed(model: RunsLayers, number: int, x: Tensor, results: int) -> Any:
     """Return the residual in the form of a layer's results; after the last layer that which is given."""
     tokens = model.tokens
     if number == len(model.blocks) - 1 and model.span.first > number and tokens.given is not None:
@@ -118,7 +138,7 @@ def passed(model: HostedModel, number: int, x: Tensor, results: int) -> Any:
 class OtherStage(nn.Module):  # type: ignore[misc]
     """Stands where another stage of a pipeline has a layer."""
 
-    def __init__(self, number: int, model: HostedModel, results: int) -> None:
+    def __init__(self, number: int, model: RunsLayers, results: int) -> None:
         super().__init__()
         object.__setattr__(self, "_stands", (number, model, results))
 
