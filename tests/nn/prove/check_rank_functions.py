@@ -221,6 +221,8 @@ def of_transformers(context: RankContext, payload: Mapping[str, Any]) -> dict[st
     for number, (strategy, shape) in enumerate(payload["strategies"]):
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("depth", "row", "col")[-len(shape) :])
         for at, (name, (kind, sizes, _)) in enumerate(TRANSFORMERS.items()):
+            if name not in payload.get("models", TRANSFORMERS):
+                continue
             own = {"n_embd": 32, "n_head": 4, "n_layer": 3} if kind == "GPT2" else {**SIZES, **sizes}
             config = getattr(transformers, f"{kind}Config")(**own)
             if kind == "GPT2":

@@ -51,6 +51,7 @@ class TiedWeight:
         stored = None if self.is_shared else self.wanted
         head = ParallelLinear(linear, self.strategy, place="in", name=name, stored=stored)
         head.weight, head.kept = self.embedding.weight, {}
+        head.layouts["weight"] = self.embedding.layouts["weight"]
         return head
 
     def keep_in(self, head: ParallelLinear) -> None:
