@@ -356,21 +356,26 @@ class Cannon(Matmul2d):
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        """Return the square mesh of so many chips, where there is one."""
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield the one config: nothing is left to choose."""
         yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program: a skew, then for each row of the mesh a product and a shift by one."""
         return build(problem, all_steps(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the skeleton of the same steps, which is priced without the program."""
         return build_skeleton(problem, all_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank receives, by "mesh.axis"."""
         return traffic(problem, rank, problem.mesh_shape[0])
 
 
