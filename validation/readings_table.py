@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from meshweave_studies.alpacomm.readings import RIVAL_ROWS
+from meshweave_studies.atp.readings import SIMULATED_ROWS
 from meshweave_studies.meshslice.readings import MEASURED_ROWS, READINGS, PaperReading
+from meshweave_studies.t3.readings import SUB_LAYER_ROWS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "meshslice-readings.md"
@@ -23,12 +25,21 @@ README = Path(__file__).parent / "README.md"
 PAPERS = {
     "Slicing, all-factors": "slicing-pvc-node-h100-node",
     "Slicing, cut": "slicing-cut",
+    "Slicing, shapes": "slicing-shapes",
     "AlpaComm, bandwidth": "alpacomm-p3.8xlarge",
     "AlpaComm, messages": "alpacomm-messages",
     "AlpaComm, alpa": "alpacomm-alpa",
     "AlpaComm, alpa-messages": "alpacomm-alpa-messages",
-    "ATP": "atp",
-    "T3": "t3",
+    "ATP, rates": "atp",
+    "ATP, framework": "atp-framework",
+    "ATP, framework-overlap": "atp-framework-overlap",
+    "ATP, framework-four-bytes": "atp-framework-four-bytes",
+    "Zero Bubble": "zero-bubble-dgx-a100",
+    "T3, table-1": "t3",
+    "T3, occupancy": "t3-occupancy",
+    "T3, link-75": "t3-link-75",
+    "T3, occupancy-75": "t3-occupancy-75",
+    "T3, rows": "t3-rows",
 }
 MARKS = {"holds": "", "near": " ~", "differs": " x"}
 
@@ -160,6 +171,88 @@ def _of(paper: str) -> dict[str, str]:
     return {name.split(", ")[1]: stem for name, stem in PAPERS.items() if name.startswith(f"{paper}, ")}
 
 
+CLAIMS = {
+    "MeshSlice": (
+        ("over Wang, end to end, GPT-3, 256 chips", "meshslice-public", "end_to_end", "gpt3"),
+        ("over Wang, end to end, Megatron-NLG", "meshslice-public", "end_to_end", "megatron-nlg"),
+        ("over Collective, 16 products", "meshslice-public", "products_over_collective", "both"),
+        ("over Wang, 16 products", "meshslice-public", "products_over_wang", "both"),
+        ("best mesh over a bad one", "meshslice-public", "mesh_effect", "gpt3"),
+    ),
+    "Slicing": (
+        ("column block and inner product lead, PVC", "slicing-pvc-node-h100-node", "leaders", "pvc-mlp1"),
+        ("outer product and 2D block lead, PVC", "slicing-pvc-node-h100-node", "leaders", "pvc-mlp2"),
+        ("at or ahead of DTensor, MLP-1, PVC", "slicing-pvc-node-h100-node", "ahead_of_dtensor", "pvc-mlp1"),
+        (
+            "at or ahead of DTensor, MLP-2, H100",
+            "slicing-pvc-node-h100-node",
+            "ahead_of_dtensor",
+            "h100-mlp2",
+        ),
+    ),
+    "AlpaComm": (
+        ("broadcast over all-gather, case 4", "alpacomm-p3.8xlarge", "reordered", "case4"),
+        ("eager-1F1B, GPT 1.3B", "alpacomm-p3.8xlarge", "end_to_end", "GPT 1.3B (2, 2, 2)"),
+        ("eager-1F1B, U-Transformer 2.1B", "alpacomm-p3.8xlarge", "end_to_end", "U-Transformer 2.1B"),
+        (
+            "share of the bound, U-Transformer 2.1B",
+            "alpacomm-p3.8xlarge",
+            "share_of_bound",
+            "U-Transformer 2.1B",
+        ),
+    ),
+    "ATP": (
+        ("over Megatron-LM, IC1, the most", "atp", "largest_gain", "ic1"),
+        ("the same, framework", "atp-framework", "largest_gain", "ic1"),
+        ("over Megatron-LM, IC2, the most", "atp", "largest_gain", "ic2"),
+        ("the same, framework", "atp-framework", "largest_gain", "ic2"),
+        ("IC3, M3, no chunks", "atp", "table3_baseline", "ic3-m3"),
+        ("the same, framework", "atp-framework", "table3_baseline", "ic3-m3"),
+        ("IC2, M4, 2 chunks", "atp", "table3_chunk2", "ic2-m4"),
+        ("the same, framework", "atp-framework", "table3_chunk2", "ic2-m4"),
+    ),
+    "T3": (
+        ("T3-MCA, 16 sub-layers", "t3", "mca", "geomean"),
+        ("T3, 16 sub-layers", "t3", "t3", "geomean"),
+        ("accesses of DRAM", "t3", "traffic", "mean"),
+        ("training, T3-MCA", "t3", "training_counted", "T3-MCA, geomean"),
+    ),
+    "Zero Bubble": (
+        ("ZB-1p over 1F1B, 6.2B, 64 micro-batches", "zero-bubble-dgx-a100", "zb_1p_kernels", "6.2B, 64"),
+        ("ZB-2p over 1F1B, 6.2B, 64 micro-batches", "zero-bubble-dgx-a100", "zb_2p_kernels", "6.2B, 64"),
+    ),
+}
+"""What papers claim first: in words, and the saved row that has it. Chosen by abstracts and conclusions."""
+
+
+def claims_table() -> str:
+    """Return each paper's first claims beside ours, with verdicts."""
+    lines = ["| | claim | published | ours | |", "|---|---|---:|---:|---|"]
+    for paper, claims in CLAIMS.items():
+        for what, stem, name, subject in claims:
+            row = next(one for one in load(stem) if (one["id"], one["model"]) == (name, subject))
+            published = f"{row['published']:.4g} {row['unit']}"
+            lines.append(f"| {paper} | {what} | {published} | {row['ours']:.4g} | {row['verdict']} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_3() -> str:
+    """Return how the rows of ATP's table 3 come out by machine under each reading: hold, near, differ."""
+    stems = _of("ATP")
+    lines = [f"| table 3, hold / near / differ | {' | '.join(stems)} |", f"|---|{'---|' * len(stems)}"]
+    for machine in ("ic1", "ic2", "ic3", "ic4"):
+        cells = []
+        for stem in stems.values():
+            rows = [
+                row
+                for row in load(stem)
+                if row["counts"] and row["id"].startswith("table3_") and row["model"].startswith(machine)
+            ]
+            cells.append(" / ".join(map(str, verdicts(rows))))
+        lines.append(f"| {machine.upper()} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 T3_ROWS = {
     "ideal_overlap": "ideal overlap, % faster (the row that the machine was checked against)",
     "t3": "T3, % faster",
@@ -210,11 +303,15 @@ def readme() -> str:
     """Return README.md of this folder with its tables as they should be."""
     text = README.read_text(encoding="utf-8")
     tables = {
+        "claims": claims_table(),
         "counts": counts_table(),
         "readings": readings_table(),
         "slicing": beside(_of("Slicing")),
         "alpacomm": beside(_of("AlpaComm"), RIVAL_ROWS),
+        "atp": beside(_of("ATP"), SIMULATED_ROWS),
+        "atp-table-3": table_3(),
         "t3": t3_table(),
+        "t3-readings": beside(_of("T3"), SUB_LAYER_ROWS),
         "t3-orderings": t3_orderings(),
     }
     for name, table_text in tables.items():

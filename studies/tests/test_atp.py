@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.table import algorithm
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.ir.analysis.validate import validate
 from meshweave_studies import papers
 from meshweave_studies.atp.figures import FIGURES, figures
+from meshweave_studies.atp.framework import (
+    config_of,
+    framework_s,
+    on_one_stream,
+    one_after_another,
+    step_problem,
+)
+from meshweave_studies.atp.readings import READINGS as NAMED
+from meshweave_studies.atp.readings import SIMULATED_ROWS
 from meshweave_studies.atp.rows import OURS, rows
 from meshweave_studies.atp.study import (
+    LOAD,
     MODELS,
     READINGS,
     AtpStudy,
     Case,
     cluster_of,
-    config_of,
     flops_per_layer,
-    on_one_stream,
     paper_mesh,
     with_unfused_attention,
 )
@@ -134,6 +145,39 @@ def test_one_stream_gives_the_same_result() -> None:
     assert validate(program).skipped == ()
     used = {bound.op.lane for bound in program.ops_on_rank(0) if getattr(bound.op, "over", None)}
     assert used == {"stream"}
+
+
+def test_one_after_another_takes_as_long_as_its_ops() -> None:
+    entry = algorithm("atp")
+    problem = next(problem for problem in entry.examples() if min(problem.mesh_shape) > 1)
+    program = one_after_another(entry.program(problem, config_of("atp", problem.mesh_shape, 1)))
+    assert validate(program).skipped == ()
+    assert {bound.op.lane for bound in program.ops_on_rank(0)} == {"all"}
+
+
+def test_a_framework_costs_time_and_hides_less() -> None:
+    case = Case.of("ic3-m2")
+    step = step_problem(cluster_of(case.machine, 8), MODELS[case.model], LOAD)
+    serial, beside = (framework_s(step, "atp", (8, 1), 1, overlaps) for overlaps in (False, True))
+    assert beside < serial
+    hidden = [
+        framework_s(step, "atp", (8, 1), 2, overlaps) - whole
+        for overlaps, whole in ((False, serial), (True, beside))
+    ]
+    assert hidden[0] == pytest.approx(hidden[1]) and hidden[0] < 0  # chunks are of the forward pass alone
+    bare = step_problem(cluster_of(case.machine, 8), MODELS[case.model], LOAD)
+    bare = replace(bare, stack=SoftwareStack(sustains=True), attention="flash")
+    assert framework_s(bare, "atp", (8, 1), 1, False) < serial
+    assert AtpStudy(reading=NAMED["framework"]).seconds(case, (8, 1)) == serial
+    assert AtpStudy(reading=NAMED["framework-overlap"]).seconds(case, (8, 1)) == beside
+
+
+def test_readings_of_a_framework_cover_rows_that_are_there() -> None:
+    assert set(SIMULATED_ROWS) <= set(OURS)
+    with pytest.raises(UnsupportedError, match="says nothing about row table2"):
+        papers.reproduce_atp(papers.select("atp", ["table2"]), reading="framework")
+    with pytest.raises(UnsupportedError, match="has no figures"):
+        papers.reproduce_atp(papers.select("atp", figures=["10"]), reading="framework")
 
 
 def test_flops_are_those_of_table_2() -> None:

@@ -111,7 +111,7 @@ def test_python_callers_get_what_the_command_prints(capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_every_paper_goes_into_one_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, _ = called(capsys, "reproduce", "all", "--papers", "slicing", "--out", str(tmp_path))
-    assert status == 0 and out.count("written to") == 2
+    assert status == 0 and out.count("written to") == 3
     page = (tmp_path / "README.md").read_text()
     saved = json.loads((tmp_path / "slicing-cut.json").read_text())["rows"]
     holds = sum(row["counts"] and row["verdict"] == "holds" for row in saved)

@@ -8,9 +8,11 @@ import pytest
 
 from meshweave.algorithms.universal import UniversalConfig, universal_program
 from meshweave.cli.app import run_app
+from meshweave.cost.compute import call_s
 from meshweave.describe.layout.shapes import near_square
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
+from meshweave.ir.work import Compute
 from meshweave_studies.published import published_rows
 from meshweave_studies.slicing import rows as paper
 from meshweave_studies.slicing.figures import figure
@@ -26,7 +28,7 @@ from meshweave_studies.slicing.partitionings import (
     local_products,
     partitioned_problem,
 )
-from meshweave_studies.slicing.readings import READINGS
+from meshweave_studies.slicing.readings import READINGS, with_waves
 from meshweave_studies.slicing.study import LAYERS, LAYERS_ON_MACHINES, STATIONARY, SlicingStudy
 from meshweave_studies.verdict import Tolerance
 
@@ -129,6 +131,16 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "figures: 2, 3" in capsys.readouterr().err
 
 
+def test_products_in_whole_waves_are_never_faster_than_at_the_peak() -> None:
+    for name in ("h100-node", "pvc-node"):
+        cluster = load_cluster(name)
+        chip = with_waves(cluster).chip
+        for m, n, k in ((128, 49152, 1536), (1000, 6144, 12288), (16384, 6144, 12288), (100, 100, 12288)):
+            work = Compute("matmul", 2 * m * n * k, dims=(m, n, k), item_bytes=4, dtype="float32")
+            assert call_s(work, chip) >= call_s(work, cluster.chip)
+    assert with_waves(load_cluster("dgx-a100")) == load_cluster("dgx-a100")
+
+
 def test_a_reading_says_which_factors_are_tried(
     study: SlicingStudy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,4 +153,4 @@ def test_a_reading_says_which_factors_are_tried(
     for partitioning in (BLOCK, COLUMN, TRADITIONAL):
         assert set(cut.copies(case, partitioning)) < set(everything.copies(case, partitioning))
     assert run_app(["reproduce", "slicing", "--reading", "whole"]) == 2
-    assert "readings: all-factors, cut" in capsys.readouterr().err
+    assert "readings: all-factors, cut, shapes" in capsys.readouterr().err

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.gpu import load_gpu
 from meshweave.execute.numpy import run_numpy
@@ -27,8 +28,10 @@ from meshweave_studies.t3.programs import (
     overlapped_program,
     sequential_program,
 )
+from meshweave_studies.t3.readings import READINGS, SUB_LAYER_ROWS, VARIATIONS, T3Reading
 from meshweave_studies.t3.rows import OURS, PAPER
 from meshweave_studies.t3.study import (
+    FUSED_ALONE,
     GPU,
     GPU_2X,
     NEAR_MEMORY,
@@ -103,6 +106,49 @@ def test_fewer_compute_units_take_longer(study: T3Study) -> None:
     assert few.kernel_ps("all_gather") >= whole.kernel_ps("all_gather")  # one unit can fill the link
 
 
+def test_a_fused_product_without_communication_stores_all_and_sends_nothing(study: T3Study) -> None:
+    fused, alone = (study.run(GpuJob(SMALL, what)) for what in (T3, FUSED_ALONE))
+    assert alone.counters["sent_bytes"] == 0 < fused.counters["sent_bytes"]
+    assert alone.traffic_bytes[Source.PRODUCT_WRITE] == SMALL.rows * SMALL.columns * 2
+    assert (
+        sum(alone.traffic_bytes[of] for of in (Source.REDUCE_SCATTER_READ, Source.REDUCE_SCATTER_WRITE)) == 0
+    )
+    assert [name for name, _, _ in alone.spans] == ["product"]
+    assert alone.kernel_ps("product") <= fused.kernel_ps("product")
+
+
+@pytest.mark.parametrize("reading", [*READINGS.values(), *VARIATIONS.values()], ids=lambda one: one.name)
+def test_a_reading_changes_what_it_says_and_nothing_else(reading: T3Reading) -> None:
+    before, after = load_gpu(GPU).model_dump(by_alias=True), reading.gpu(GPU).model_dump(by_alias=True)
+
+    def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in table.items():
+            out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        return out
+
+    changed = {key: value for key, value in flat(after).items() if flat(before)[key] != value}
+    assert changed == {
+        key: list(value) if isinstance(value, tuple) else value for key, value in reading.changes
+    }
+    assert not reading.changes or changed
+
+
+def test_a_slower_link_takes_longer_and_a_threshold_is_used() -> None:
+    slow = simulate_job(GpuJob(SMALL, SEQUENTIAL), READINGS["link-75"])
+    assert slow.kernel_ps("all_gather") > simulate_job(GpuJob(SMALL, SEQUENTIAL)).kernel_ps("all_gather")
+    held = simulate_job(GpuJob(SMALL, T3_MCA), VARIATIONS["threshold 5"])
+    assert held.counters["threshold"] == 5
+
+
+def test_a_reading_of_sub_layers_has_their_rows_alone() -> None:
+    assert set(SUB_LAYER_ROWS) <= set(OURS)
+    with pytest.raises(UnsupportedError, match="says nothing about row generation"):
+        reproduce_t3(select("t3", ["generation"]), reading="occupancy")
+    with pytest.raises(UnsupportedError, match="has no figures"):
+        reproduce_t3(select("t3", figures=["14"]), reading="occupancy")
+
+
 def test_runs_are_kept_and_do_not_depend_on_company(study: T3Study) -> None:
     job, other = GpuJob(SMALL, SEQUENTIAL), GpuJob(SMALL, T3)
     seen: list[tuple[int, int]] = []
@@ -139,7 +185,7 @@ def test_theory_of_a_reduce_scatter(study: T3Study) -> None:
     """3/4 of the bytes over a link and three hops; the last part of four is read twice and written by memory."""
     theory, simulated = ring_times(study, 6)
     assert theory == pytest.approx(0.75 * 6 * 2**20 / 150e9 + 1.5e-6)
-    assert last_sum_s(6) == pytest.approx(3 * 1.5 * 2**20 / 1.024e12)
+    assert last_sum_s(study, 6) == pytest.approx(3 * 1.5 * 2**20 / 1.024e12)
     assert simulated > theory
 
 
@@ -172,9 +218,9 @@ def test_gains() -> None:
 def known(study: T3Study, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reproductions find the run of one small sub-layer for every job, and simulate none."""
     runs = {what: study.run(GpuJob(SMALL, what)) for what in (SEQUENTIAL, T3, T3_MCA, NEAR_MEMORY)}
-    whole = T3Study({job: runs.get(job.what, runs[NEAR_MEMORY]) for job in every_job()})
-    monkeypatch.setattr("meshweave_studies.papers.T3Study", lambda: whole)
-    monkeypatch.setattr("meshweave_studies.t3.study.simulate_job", lambda job: pytest.fail(str(job)))
+    whole = T3Study(_known={job: runs.get(job.what, runs[NEAR_MEMORY]) for job in every_job()})
+    monkeypatch.setattr("meshweave_studies.papers.T3Study", lambda reading: whole)
+    monkeypatch.setattr("meshweave_studies.t3.study.simulate_job", lambda job, reading: pytest.fail(str(job)))
 
 
 @pytest.mark.usefixtures("known")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections import Counter
 from pathlib import Path
 from statistics import mean
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from meshweave_studies.alpacomm.readings import RIVAL_ROWS
+from meshweave_studies.t3.readings import TABLE_1, VARIATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "validation" / "README.md").read_text(encoding="utf-8")
 GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
 U_TRANSFORMERS = tuple(f"U-Transformer {size}" for size in ("1B", "2.1B", "2.1B, fp32", "2.1B, fitted"))
+SUB_LAYER_READINGS = ("occupancy", "link-75", "occupancy-75", "rows")
 GAINS = ("zb_1p", "zb_2p", "interleaved")
 
 
@@ -138,3 +141,84 @@ def test_zero_bubble() -> None:
 
 def errors_of(name: str) -> list[float]:
     return [100 * (row["ours"] / row["published"] - 1) for row in ZERO_BUBBLE if row["id"] == name]
+
+
+def test_the_page_of_t3s_constants_is_that_of_the_saved_numbers() -> None:
+    script = runpy.run_path(str(ROOT / "validation" / "t3_constants.py"))
+    rows = script["saved"]()
+    assert set(rows) <= {TABLE_1, *VARIATIONS}
+    assert script["OUT"].with_suffix(".md").read_text(encoding="utf-8") == script["page"](rows)
+
+
+def test_prose_of_few_micro_batches() -> None:
+    details = [row["detail"] for row in ALPACOMM if row["id"] == "few_micro_batches"]
+    slower = [dict(part.split(": ") for part in detail.split("; ")[1].split(", ")) for detail in details]
+    assert {of["2"] for of in slower} == {"0.0 %"} and len(slower) == 4
+    least = min(float(of[count].removesuffix(" %")) for of in slower for count in ("3", "8", "16"))
+    assert f"with 3 and more overlap alone is {least:.0f} % slower at least" in " ".join(
+        section("Training").split()
+    )
+
+
+def test_prose_of_atps_readings() -> None:
+    rows = [row for row in saved("atp-framework") if row["counts"]]
+    table_3 = [row for row in rows if row["id"].startswith("table3_")]
+    differ = {row["model"] for row in table_3 if row["verdict"] == "differs"}
+    assert {model for model in differ if model[:3] in ("ic2", "ic3")} == {"ic3-m2"}
+    assert "all rows of IC2 and IC3 hold or are near, but for M2 on IC3" in " ".join(
+        section("Readings of ATP").split()
+    )
+    for name in ("atp-framework", "atp-framework-overlap", "atp-framework-four-bytes"):
+        of = counts([row for row in saved(name) if row["counts"]])
+        assert of["holds"] + of["near"] < 2 / 3 * of.total()
+    choices = [
+        row["ours"] for row in rows if row["id"] == "simulated_choice" and row["model"][:3] in ("ic2", "ic3")
+    ]
+    assert set(choices) == {2}
+
+
+def test_prose_of_slicings_shapes() -> None:
+    before, after = (
+        {(row["id"], row["model"]): row for row in saved(name) if row["counts"]}
+        for name in ("slicing-pvc-node-h100-node", "slicing-shapes")
+    )
+    missed = {key for key, row in before.items() if row["verdict"] == "differs"}
+    mended = {key for key in missed if after[key]["verdict"] == "holds"}
+    named = ("column_over_inner", "pvc-mlp1"), ("leaders", "pvc-mlp2"), ("c_stays_on_h100", "h100-mlp2")
+    assert len(missed) == 9 and mended == set(named)
+    assert all(after[key]["ours"] < 0.5 for key in named[1:])
+
+
+def test_prose_of_t3s_constants() -> None:
+    rows = runpy.run_path(str(ROOT / "validation" / "t3_constants.py"))["saved"]()
+    base = rows[TABLE_1]["mca_faster"]
+    quiet = [
+        name
+        for name in rows
+        if name.split(" ")[0] in ("threshold", "memory.starvation", "memory.age_limit", "memory.turn_limit")
+    ]
+    assert len(quiet) == 10
+    assert all(abs(rows[name]["mca_faster"] - base) <= 1.05 for name in quiet)
+    assert set(rows) == {TABLE_1, *VARIATIONS}
+
+
+def test_prose_of_t3s_readings() -> None:
+    holds = {
+        name: counts([row for row in saved(f"t3-{name}") if row["counts"]])["holds"]
+        for name in SUB_LAYER_READINGS
+    }
+    assert max(holds, key=lambda name: holds[name]) == "occupancy"
+    verdicts = {(row["id"], row["model"]): row["verdict"] for row in saved("t3-link-75")}
+    held = (
+        ("mca", "geomean"),
+        ("mca", "max"),
+        ("ideal_case", "T-NLG TP 16, FC-1"),
+        ("ideal_case", "Mega-GPT-2 TP 16, OP"),
+    )
+    assert {verdicts[row] for row in held} == {"holds"}
+    assert {verdicts["near_memory", degree] for degree in ("TP 8", "TP 16")} == {"differs"}
+    for path in (ROOT / "validation" / "results").glob("t3*.json"):
+        if "figure" not in path.name and "constants" not in path.name:
+            of = {(row["id"], row["model"]): row for row in saved(path.stem)}
+            assert of["t3", "geomean"]["ours"] > of["t3", "geomean"]["published"]
+            assert of["mca_over_t3", "geomean"]["verdict"] == "differs"

@@ -9,11 +9,13 @@ from functools import partial
 from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave_studies import papers
 from meshweave_studies.alpacomm.readings import READINGS as ALPACOMM_READINGS
+from meshweave_studies.atp.readings import READINGS as ATP_READINGS
 from meshweave_studies.meshslice.readings import READINGS as MESHSLICE_READINGS
 from meshweave_studies.meshslice.times import Reading
 from meshweave_studies.papers import ProgressBar
 from meshweave_studies.reproduction import Reproduction
 from meshweave_studies.slicing.readings import READINGS as SLICING_READINGS
+from meshweave_studies.t3.readings import READINGS as T3_READINGS
 from meshweave_studies.verdict import DIFFERS, HOLDS, NEAR
 
 
@@ -46,9 +48,11 @@ def every_run() -> Iterator[PaperRun]:
         yield _run(papers.SLICING, reading, partial(papers.reproduce_slicing, reading=reading))
     for reading in ALPACOMM_READINGS:
         yield _run(papers.ALPACOMM, reading, partial(papers.reproduce_alpacomm, reading=reading))
-    yield _run(papers.ATP, "", papers.reproduce_atp)
+    for reading in ATP_READINGS:
+        yield _run(papers.ATP, reading, partial(papers.reproduce_atp, reading=reading))
     yield _run(papers.ZERO_BUBBLE, "", papers.reproduce_zero_bubble)
-    yield _run(papers.T3, "", papers.reproduce_t3)
+    for reading in T3_READINGS:
+        yield _run(papers.T3, reading, partial(papers.reproduce_t3, reading=reading))
 
 
 def _run(paper: str, reading: str, compute: Callable[..., Reproduction]) -> PaperRun:

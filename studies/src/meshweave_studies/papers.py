@@ -22,6 +22,7 @@ from meshweave_studies.alpacomm import readings as alpacomm_readings
 from meshweave_studies.alpacomm import rows as alpacomm_rows
 from meshweave_studies.alpacomm.study import AlpaCommStudy
 from meshweave_studies.atp import figures as atp_figures
+from meshweave_studies.atp import readings as atp_readings
 from meshweave_studies.atp import rows as atp_rows
 from meshweave_studies.atp.study import MACHINES as ATP_MACHINES
 from meshweave_studies.atp.study import AtpStudy
@@ -41,10 +42,11 @@ from meshweave_studies.slicing.study import BATCHES, SlicingStudy
 from meshweave_studies.t3 import figures as t3_figures
 from meshweave_studies.t3 import groups as t3_groups
 from meshweave_studies.t3 import orderings as t3_orderings
+from meshweave_studies.t3 import readings as t3_readings
 from meshweave_studies.t3 import rows as t3_rows
 from meshweave_studies.t3.study import GPU as T3_GPU
 from meshweave_studies.t3.study import GPU_2X as T3_GPU_2X
-from meshweave_studies.t3.study import T3Study
+from meshweave_studies.t3.study import T3Study, times_jobs
 from meshweave_studies.verdict import JudgedRow
 from meshweave_studies.zero_bubble import rows as zero_bubble_rows
 from meshweave_studies.zero_bubble.readings import HOSTS as ZERO_BUBBLE_HOSTS
@@ -183,7 +185,7 @@ def reproduce_slicing(
     """
     chosen = reading_named(slicing_readings.READINGS, reading)
     machines = {
-        name: load_cluster(cluster) if isinstance(cluster, str) else cluster
+        name: chosen.machine(load_cluster(cluster) if isinstance(cluster, str) else cluster)
         for name, cluster in (("pvc", pvc), ("h100", h100))
     }
     partitionings = every_partitioning() if all_partitionings else NAMED
@@ -271,27 +273,41 @@ def _without_figures(reading: str, selection: Selection) -> Selection:
 
 
 def reproduce_atp(
-    selection: Selection = EVERYTHING, *, progress_bar: ProgressBar = no_progress_bar
+    selection: Selection = EVERYTHING,
+    *,
+    reading: str = atp_readings.RATES,
+    progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
     """Compute the equations, choices, figures 10 to 12 and table 3 of ATP on its interconnects.
 
     Args:
-        selection: the rows and figures to compute.
+        selection: the rows and figures to compute. All rows are those that the reading covers.
+        reading: what the paper leaves open, one of `atp.readings.READINGS`.
         progress_bar: shows how many rows and figures are done.
+
+    Raises:
+        UnsupportedError: there is no such reading, or it lacks a row or figure.
     """
-    study = AtpStudy()
-    rows, figures = _compute(study, selection, atp_rows.rows, atp_figures.figures, progress_bar)
+    chosen = reading_named(atp_readings.READINGS, reading)
+    if chosen.rows:
+        selection = _without_figures(chosen.name, selection)
+    study = AtpStudy(reading=chosen)
+    rows, figures = _compute(
+        study, selection, partial(atp_rows.rows, reading=chosen), atp_figures.figures, progress_bar
+    )
     machines = [load_cluster(name) for name in ATP_MACHINES.values()]
     summary = PaperSummary(
         "ATP",
         "Cheng, Liu, Du, You: ATP: Adaptive Tensor Parallelism for Foundation Models.",
         _described(machines),
-        f"equations 2 to 4, and simulation of {study.layers} layers, fp16",
+        f"equations 2 to 4, and simulation of {study.layers} layers, fp16; reading {reading}: {chosen.title}",
         atp_rows.findings(),
         subject="of",
     )
-    inputs = _inputs(summary.machines, "clusters", findings=list(summary.findings))
-    return Reproduction(ATP, summary, inputs, rows, figures)
+    said = {"name": chosen.name, "title": chosen.title}
+    inputs = _inputs(summary.machines, "clusters", reading=said, findings=list(summary.findings))
+    stem = _stem(ATP, chosen.name, [], [], atp_readings.RATES)
+    return Reproduction(ATP, summary, inputs, rows, figures, stem)
 
 
 def reproduce_zero_bubble(
@@ -325,34 +341,50 @@ def reproduce_zero_bubble(
 
 
 def reproduce_t3(
-    selection: Selection = EVERYTHING, *, progress_bar: ProgressBar = no_progress_bar
+    selection: Selection = EVERYTHING,
+    *,
+    reading: str = t3_readings.TABLE_1,
+    progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
     """Compute the sub-layers of T3's evaluation and its figures 4, 6 and 14 to 20, down to the memory controller.
 
     All simulations of a whole reproduction run first, two at a time; those of a selection when they are needed.
 
     Args:
-        selection: the rows and figures to compute.
+        selection: the rows and figures to compute. All rows are those that the reading covers.
+        reading: what the paper leaves open, one of `t3.readings.READINGS`.
         progress_bar: shows how many simulations, rows and figures are done.
+
+    Raises:
+        UnsupportedError: there is no such reading, or it lacks a row or figure.
     """
-    study = T3Study()
+    chosen = reading_named(t3_readings.READINGS, reading)
+    if chosen.rows:
+        selection = _without_figures(chosen.name, selection)
+    study = T3Study(chosen)
     if () in (selection.rows, selection.figures):
         with progress_bar("simulations") as progress:
-            study.prefetch(t3_groups.every_job(), progress)
-    rows, figures = _compute(study, selection, t3_rows.rows, t3_figures.figures, progress_bar)
+            layers = t3_groups.SMALL if chosen.rows else ()
+            jobs = [job for layer in layers for job in times_jobs(layer)] or t3_groups.every_job()
+            study.prefetch(jobs, progress)
+    rows, figures = _compute(
+        study, selection, partial(t3_rows.rows, reading=chosen), t3_figures.figures, progress_bar
+    )
     gpus = [load_gpu(name) for name in (T3_GPU, T3_GPU_2X)]
     summary = PaperSummary(
         "T3",
         "Pati, Aga, Islam, Jayasena, Sinclair: T3: Transparent Tracking & Triggering for Fine-grained Overlap of "
         "Compute & Collectives (ASPLOS '24, doi 10.1145/3620665.3640410).",
         _described(gpus),
-        "simulation of one GPU of a ring down to its memory controllers, fp16",
+        f"simulation of one GPU of a ring down to its memory controllers, fp16; reading {reading}: {chosen.title}",
         t3_rows.findings(rows),
         subject="of",
     )
-    inputs = _inputs(summary.machines, "gpus", findings=list(summary.findings))
-    orderings = t3_orderings.orderings(study) if selection.rows == () else ()
-    return Reproduction(T3, summary, inputs, rows, figures, T3, orderings)
+    said = {"name": chosen.name, "title": chosen.title}
+    inputs = _inputs(summary.machines, "gpus", reading=said, findings=list(summary.findings))
+    orderings = t3_orderings.orderings(study) if selection.rows == () and not chosen.rows else ()
+    stem = _stem(T3, chosen.name, [], [], t3_readings.TABLE_1)
+    return Reproduction(T3, summary, inputs, rows, figures, stem, orderings)
 
 
 def _compute(

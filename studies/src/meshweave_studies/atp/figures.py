@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshweave.report.chart import Series, line_chart
+from meshweave_studies.atp.framework import COLLECTIVE, DEPTH
 from meshweave_studies.atp.rows import SIZES, figure_12_times
 from meshweave_studies.atp.study import (
-    COLLECTIVE,
-    DEPTH,
     MODELS,
     NUM_GPUS,
     SIMULATED_SIZES,

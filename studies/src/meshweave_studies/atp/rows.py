@@ -7,16 +7,16 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
+from meshweave_studies.atp.framework import COLLECTIVE, DEPTH, SUMMA
+from meshweave_studies.atp.readings import RATES
+from meshweave_studies.atp.readings import READINGS as NAMED
 from meshweave_studies.atp.study import (
     CHUNKS,
-    COLLECTIVE,
-    DEPTH,
     FITTED,
     LOAD,
     MODELS,
     READINGS,
     SIMULATED_SIZES,
-    SUMMA,
     AtpStudy,
     Case,
     cluster_of,
@@ -329,7 +329,7 @@ for _reading in (*READINGS, FITTED):
             OURS[f"gain_of_{_name}{_suffix}"] = _chunk_gain(_chunks, _reading)
 OURS["table3_baseline_cal"] = _table3(1, FITTED)
 
-rows = PaperRows(PAPER, OURS)
+rows = PaperRows(PAPER, OURS, NAMED[RATES])
 
 
 def findings() -> tuple[str, ...]:

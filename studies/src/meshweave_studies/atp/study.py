@@ -18,6 +18,8 @@ Readings that the paper leaves open, each scored beside the others:
 - 2D products broadcast panels (SUMMA, as Colossal-AI does), or gather their operands ("collective"). They run on
   a mesh with two sides, or as 2.5D on several square ones ("25d"), as Colossal-AI does on 8 GPUs: 2 x 2 x 2;
 - rates are those of the sources, or two kinds of them are fitted on M3 without chunks ("fitted").
+
+These are rows of their own. What a framework adds is a reading of whole tables (`readings`, `framework`).
 """
 
 from __future__ import annotations
@@ -36,10 +38,20 @@ from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import with_axes
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.ir.program import Lane, Op, Program, Statement, rewrite
 from meshweave.ir.work import Compute
 from meshweave.simulate import simulate
 from meshweave.tune.blocks import MeshShape, block_machine
+from meshweave_studies.atp.framework import (
+    ATP,
+    DEPTH,
+    SUMMA,
+    config_of,
+    framework_s,
+    on_one_stream,
+    step_problem,
+)
+from meshweave_studies.atp.readings import RATES, AtpReading
+from meshweave_studies.atp.readings import READINGS as NAMED
 from meshweave_studies.layer_operations import ops_besides_fc_layers
 
 TABLE_2 = "ATP, table 2"
@@ -72,7 +84,6 @@ FITTED_LINKS = {"ic1": 0.443, "ic2": 0.928, "ic3": 1.0, "ic4": 0.209}
 `validation/fit_atp.py` finds them: that of products on IC3, then that of links on each other machine. No other row
 was used.
 """
-ATP, SUMMA, COLLECTIVE, DEPTH = "atp", "summa_block", "collective_block", "25d_block"
 
 
 @dataclass(frozen=True)
@@ -147,14 +158,18 @@ def flops_per_layer(model: Transformer) -> int:
 class AtpStudy:
     """Simulated times of cases; each is computed once."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
-        self.layers = layers
+    def __init__(self, layers: int = LAYERS, reading: AtpReading = NAMED[RATES]) -> None:
+        self.layers, self.reading = layers, reading
         self._seconds: dict[tuple[Case, str, MeshShape, int], float] = {}
 
     def seconds(self, case: Case, mesh: MeshShape, chunks: int = 1, strategy: str = ATP) -> float:
         """Return the simulated seconds of a layer of a case on a mesh."""
         key = (case, strategy, mesh, chunks)
-        if key not in self._seconds:
+        if key not in self._seconds and self.reading.framework:
+            links = with_links(self.cluster(case), 2 / self.reading.sum_bytes)
+            step = step_problem(links, MODELS[case.model], LOAD)
+            self._seconds[key] = framework_s(step, strategy, mesh, chunks, self.reading.overlaps)
+        elif key not in self._seconds:
             problem, config = self.problem(case, mesh), config_of(strategy, mesh, chunks)
             machine = block_machine(self.cluster(case), mesh)
             program = algorithm(strategy).program(problem, config)
@@ -219,27 +234,10 @@ def depth_meshes(num_gpus: int) -> list[MeshShape]:
     ]
 
 
-def on_one_stream(program: Program) -> Program:
-    """Return a program whose communication is all in one lane, in the order in which it is written."""
-    stream = Lane("stream")
-
-    def moved(op: Op) -> tuple[Statement, ...]:
-        return (replace(op, lane=stream.name) if getattr(op, "over", None) is not None else op,)
-
-    return replace(program, lanes=(*program.lanes, stream), body=rewrite(program.body, moved))
-
-
 def paper_mesh(case: Case) -> MeshShape:
     """Return the mesh that the paper's ATP chooses for a case."""
     columns = PAPER_COLUMNS.get((case.machine, case.num_gpus), 1)
     return case.num_gpus // columns, columns
-
-
-def config_of(strategy: str, mesh: MeshShape, chunks: int) -> BlockConfig:
-    """Return the config of a strategy as the paper has it; SUMMA has a panel per rank of the longer side."""
-    if strategy in (SUMMA, DEPTH):
-        return BlockConfig(slices=max(mesh[-2:]))
-    return BlockConfig(chunks, "all_reduce" if strategy == ATP and mesh[1] > 1 else "reduce_scatter")
 
 
 SIMULATED_SIZES = (2, 4, 8, 16, 32)

@@ -14,7 +14,7 @@ from meshweave.cli.options import progress_bar
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.cli.reproduce_all import every_paper
 from meshweave_studies.cli.reproduce_measured import kernels, nccl, published
-from meshweave_studies.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
+from meshweave_studies.cli.reproduce_options import Outputs, split_names
 from meshweave_studies.published import reading_named
 
 reproduce = typer.Typer(
@@ -42,7 +42,9 @@ for measured in (kernels, nccl, published):
 
 
 @reproduce.command()
+@with_options
 def meshslice(
+    *,
     by: Annotated[
         ProductTiming,
         typer.Option(
@@ -64,14 +66,10 @@ def meshslice(
             "that of the reading."
         ),
     ] = "",
-    rows: Rows = None,
     figures: Annotated[
         str | None, typer.Option(help="Compute only these figures: some of 9 to 14, separated by commas.")
     ] = None,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
+    outputs: Outputs,
 ) -> None:
     """MeshSlice (ISCA '25): every number of its evaluation beside ours with a verdict, and figures 9 to 14.
 
@@ -86,9 +84,8 @@ def meshslice(
     from meshweave_studies.meshslice.readings import READINGS
     from meshweave_studies.papers import EVERYTHING, MESHSLICE, reproduce_meshslice, select
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(MESHSLICE, split_names(rows), split_names(figures))
-    if selection == EVERYTHING and out is None and report is None:
+    selection = select(MESHSLICE, split_names(outputs.rows), split_names(figures))
+    if selection == EVERYTHING and outputs.out is None and outputs.report is None:
         selection = replace(selection, figures=None)
     pod = load_cluster(cluster) if cluster else None
     reading_named(READINGS, reading)
@@ -100,7 +97,7 @@ def meshslice(
 
 @dataclass(frozen=True)
 class SlicingOptions:
-    """Which rows are reproduced, and what is written."""
+    """The machines of the figures, and what is drawn of them."""
 
     pvc: Annotated[str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")] = (
         "pvc-node"
@@ -111,25 +108,21 @@ class SlicingOptions:
     reading: Annotated[
         str,
         typer.Option(
-            help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
+            help="What the paper leaves open, by name: all-factors (replication), cut (every matrix stays cut) or "
+            "shapes (products in whole waves of tiles)."
         ),
     ] = "all-factors"
-    rows: Rows = None
     figures: Annotated[
         str | None, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
     ] = None
     every: Annotated[
         bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
     ] = False
-    out: Out = None
-    png: Png = False
-    report: Report = None
-    json: Json = False
 
 
 @reproduce.command()
 @with_options
-def slicing(options: SlicingOptions) -> None:
+def slicing(options: SlicingOptions, outputs: Outputs) -> None:
     """Slicing Is All You Need: figures 2 and 3, and what its text says of them with a verdict.
 
     A, B and C of the universal product are cut into row blocks, column blocks and 2D blocks. Each partitioning is
@@ -142,8 +135,7 @@ def slicing(options: SlicingOptions) -> None:
     from meshweave_studies.papers import SLICING, reproduce_slicing, select
     from meshweave_studies.slicing.readings import READINGS
 
-    outputs = Outputs(options.out, options.png, options.report, options.json)
-    selection = select(SLICING, split_names(options.rows), split_names(options.figures))
+    selection = select(SLICING, split_names(outputs.rows), split_names(options.figures))
     machines = load_cluster(options.pvc), load_cluster(options.h100)
     reading_named(READINGS, options.reading)
     outputs.check()
@@ -159,7 +151,9 @@ def slicing(options: SlicingOptions) -> None:
 
 
 @reproduce.command()
+@with_options
 def alpacomm(
+    *,
     cluster: Annotated[
         str,
         typer.Option(
@@ -174,14 +168,10 @@ def alpacomm(
             "(rivals by their public code) or alpa-messages."
         ),
     ] = "bandwidth",
-    rows: Rows = None,
     figures: Annotated[
         str | None, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
     ] = None,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
+    outputs: Outputs,
 ) -> None:
     """AlpaComm (MLSys '23): its resharding microbenchmarks, training runs and ablations, figures 5 to 9.
 
@@ -196,8 +186,7 @@ def alpacomm(
     from meshweave_studies.alpacomm.readings import READINGS
     from meshweave_studies.papers import ALPACOMM, reproduce_alpacomm, select
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(ALPACOMM, split_names(rows), split_names(figures))
+    selection = select(ALPACOMM, split_names(outputs.rows), split_names(figures))
     hosts = load_cluster(cluster) if cluster else None
     reading_named(READINGS, reading)
     outputs.check()
@@ -205,15 +194,20 @@ def alpacomm(
 
 
 @reproduce.command()
+@with_options
 def atp(
-    rows: Rows = None,
+    *,
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="What a layer takes besides its FLOPs, by name: rates (nothing; all rows), or, for simulated "
+            "rows, framework, framework-overlap or framework-four-bytes."
+        ),
+    ] = "rates",
     figures: Annotated[
         str | None, typer.Option(help="Compute only these figures: some of 10 to 12, separated by commas.")
     ] = None,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
+    outputs: Outputs,
 ) -> None:
     """ATP: equations 2 to 4, the meshes that it chooses, figures 10 to 12 and table 3, beside ours with a verdict.
 
@@ -223,22 +217,18 @@ def atp(
 
     Example: meshweave reproduce atp --report atp.html
     """
+    from meshweave_studies.atp.readings import READINGS
     from meshweave_studies.papers import ATP, reproduce_atp, select
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(ATP, split_names(rows), split_names(figures))
+    selection = select(ATP, split_names(outputs.rows), split_names(figures))
+    reading_named(READINGS, reading)
     outputs.check()
-    outputs.write(reproduce_atp(selection, progress_bar=progress_bar))
+    outputs.write(reproduce_atp(selection, reading=reading, progress_bar=progress_bar))
 
 
 @reproduce.command(name="zero-bubble")
-def zero_bubble(
-    rows: Rows = None,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
-) -> None:
+@with_options
+def zero_bubble(outputs: Outputs) -> None:
     """Zero Bubble: table 4, the gains of its schedules over 1F1B and their memory, beside ours with a verdict.
 
     Four GPT models run on 8 to 32 A100s under our 1F1B, interleaved 1F1B, ZB-1p and ZB-2p, simulated by three
@@ -249,23 +239,27 @@ def zero_bubble(
     """
     from meshweave_studies.papers import ZERO_BUBBLE, reproduce_zero_bubble, select
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(ZERO_BUBBLE, split_names(rows))
+    selection = select(ZERO_BUBBLE, split_names(outputs.rows))
     outputs.check()
     outputs.write(reproduce_zero_bubble(selection, progress_bar=progress_bar))
 
 
 @reproduce.command()
+@with_options
 def t3(
-    rows: Rows = None,
+    *,
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="What the paper leaves open, by name: table-1 (all rows); for the sub-layers of figure 16 also "
+            "occupancy, link-75, occupancy-75 or rows."
+        ),
+    ] = "table-1",
     figures: Annotated[
         str | None,
         typer.Option(help="Compute only these figures: 4, 6, some of 14 to 20, separated by commas."),
     ] = None,
-    out: Out = None,
-    png: Png = False,
-    report: Report = None,
-    json: Json = False,
+    outputs: Outputs,
 ) -> None:
     """T3 (ASPLOS '24): a product overlapped with its reduce-scatter in hardware, figures 4, 6 and 14 to 20.
 
@@ -277,9 +271,10 @@ def t3(
     Example: meshweave reproduce t3 --rows mca,traffic
     """
     from meshweave_studies.papers import T3, reproduce_t3, select
+    from meshweave_studies.t3.readings import READINGS
 
-    outputs = Outputs(out, png, report, json)
-    selection = select(T3, split_names(rows), split_names(figures))
+    selection = select(T3, split_names(outputs.rows), split_names(figures))
+    reading_named(READINGS, reading)
     outputs.check()
     bar = partial(progress_bar, plain_lines=True)
-    outputs.write(reproduce_t3(selection, progress_bar=bar))
+    outputs.write(reproduce_t3(selection, reading=reading, progress_bar=bar))

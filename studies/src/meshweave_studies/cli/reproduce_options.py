@@ -43,12 +43,13 @@ def split_names(text: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where the rows and figures of a paper are written."""
+    """Which rows of a paper are computed, and where they and its figures are written."""
 
-    out: Path | None
-    png: bool
-    report: Path | None
-    json: bool
+    rows: Rows = None
+    out: Out = None
+    png: Png = False
+    report: Report = None
+    json: Json = False
 
     def check(self) -> None:
         """Check the options and make the directory, before anything is computed.

@@ -28,7 +28,7 @@ from meshweave_studies.slicing.partitionings import (
     local_products,
     partitioned_problem,
 )
-from meshweave_studies.slicing.readings import ALL_FACTORS, READINGS, SlicingReading
+from meshweave_studies.slicing.readings import ALL_FACTORS, DTYPE, READINGS, SlicingReading
 
 Stationary = Literal["a", "b", "c"]
 STATIONARY: tuple[Stationary, ...] = get_args(Stationary)
@@ -37,7 +37,6 @@ LAYERS: dict[str, tuple[int, int]] = {"mlp1": (48 * KIBI, 12 * KIBI), "mlp2": (1
 """(n, k) of a layer; section 5.2.1."""
 BATCHES = (1024, 2048, 4096, 8192, 16384)
 """Our reading: the paper's text does not list the batch sizes of its plots."""
-DTYPE = "float32"
 CUT_BY = {"row": 0, "column": 1}
 
 

@@ -95,7 +95,7 @@ def _reduce_scatter(study: T3Study) -> Figure:
     rows: list[tuple[Cell, ...]] = []
     for size in SIZES_MB:
         theory, simulated = ring_times(study, size)
-        rows.append((str(size), 1e3 * theory, 1e3 * (theory + last_sum_s(size)), 1e3 * simulated))
+        rows.append((str(size), 1e3 * theory, 1e3 * (theory + last_sum_s(study, size)), 1e3 * simulated))
     columns = ("MB", "bandwidth theory", "and the last sum", "simulated")
     notes = ("the last sum: two reads and a write of the last part by memory, while no link is busy",)
     panel = FigurePanel("4 GPUs", columns, tuple(rows), notes=notes)

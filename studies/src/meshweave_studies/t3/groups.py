@@ -15,9 +15,11 @@ from meshweave_studies.t3.models import (
     SMALL_DEGREES,
     STUDIED,
     SubLayer,
+    sub_layer_of,
     sub_layers,
 )
 from meshweave_studies.t3.study import (
+    FUSED_ALONE,
     GPU,
     GPU_2X,
     SEQUENTIAL,
@@ -47,6 +49,10 @@ DOUBLED = {
 """The sub-layers of figure 20."""
 GENERATED = {model: SubLayer(model, 8, "FC-2", tokens=MODELS[model].batch) for model in STUDIED}
 """A token of each sequence of the batch (section 7.3)."""
+
+
+SLOWED = "T-NLG TP 8, FC-2"
+"""The sub-layer of figure 17."""
 
 
 def geomean_gain(gains: Iterable[float]) -> float:
@@ -98,6 +104,7 @@ def every_job() -> list[GpuJob]:
     return [
         *(job for layer in layers for job in times_jobs(layer)),
         *(split_job(layer, split) for layer in SHARED for split in ("ideal", *SPLITS)),
+        GpuJob(sub_layer_of(SLOWED).product, FUSED_ALONE),
         *map(ring_job, SIZES_MB),
         *twice_jobs(),
     ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.algorithms.fused import NoChoice, RingReduceScatter, SequentialReduceScatter, Tiles
+from meshweave.algorithms.fused.product import Parts, declarations, each_region
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
+from meshweave.ir.program.release import TileOrder
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,34 @@ def sequential_program(product: SlicedProduct) -> Program:
     return SequentialReduceScatter().program(product.problem, NoChoice())
 
 
-def overlapped_program(product: SlicedProduct) -> Program:
+def overlapped_program(product: SlicedProduct, order: TileOrder = "") -> Program:
     """Return T3's product, which reduce-scatters itself by tiles of the machine, and the all-gather behind it."""
-    return RingReduceScatter().program(product.problem, Tiles())
+    return RingReduceScatter().program(product.problem, Tiles(order=order))
+
+
+def fused_alone_program(product: SlicedProduct, order: TileOrder = "") -> Program:
+    """Return the product with T3's tiles and updates near its own memory, and no communication.
+
+    It reads and stores as T3's does, past the cache, so that what it gains or loses over the product alone is
+    the cache's relief and the cost of updates; what T3 loses beside it is contention.
+    """
+    problem, ranks = product.problem, product.ranks
+    parts = Parts(product.rows, ranks)
+    release = Tiles(order=order).release(update=True)
+    first, passed, own = (
+        f"local(acc[{rows}, :], a=a[{rows}, :])"
+        for rows in map(
+            parts.range,
+            (f"((tp.x + {ranks - 1}) % {ranks})", f"((tp.x + {ranks - 2} - s) % {ranks})", "tp.x"),
+        )
+    )
+    return parse(f"""{declarations(problem, "T3's product without communication")}\
+acc = scratch(({product.rows}, {product.columns}), "{product.dtype}", on=tp)
+compute = lane()
+with tp:
+    zero(acc, lane=compute)
+    product(a, b, ({first}, {each_region(passed, ranks - 2)}{own}), release={release}, lane=compute)
+""")
 
 
 def reduce_scatter_program(product: SlicedProduct) -> Program:

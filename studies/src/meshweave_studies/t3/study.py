@@ -16,20 +16,21 @@ from enum import StrEnum
 import numpy as np
 
 from meshweave.base.progress import Progress, no_progress
-from meshweave.describe.machine.gpu import load_gpu
 from meshweave_studies.gpu import Arbiter, GpuRun, lower, run
 from meshweave_studies.gpu.kernels import Kernels, Source
 from meshweave_studies.t3.models import SubLayer
 from meshweave_studies.t3.programs import (
     SlicedProduct,
+    fused_alone_program,
     overlapped_program,
     reduce_scatter_program,
     sequential_program,
 )
+from meshweave_studies.t3.readings import READINGS, TABLE_1, T3Reading
 
 GPU, GPU_2X = "t3-80cu", "t3-160cu"
-LINK_BYTES_PER_S, LINK_PS = 150 * 10**9, 500_000
-"""Table 1: a ring of 150 GB/s each way, 500 ns."""
+LINK_PS = 500_000
+"""Table 1: a ring with 500 ns a link; its rate is a reading."""
 NUM_THREADS = 2
 """Simulations at once: the core runs without Python's lock."""
 
@@ -40,11 +41,13 @@ class Simulated(StrEnum):
     SEQUENTIAL = "sequential"
     T3 = "T3"
     T3_MCA = "T3-MCA"
+    FUSED_ALONE = "T3's product without communication"
     REDUCE_SCATTER = "reduce-scatter"
     NEAR_MEMORY = "near-memory reduce-scatter"
 
 
 SEQUENTIAL, T3, T3_MCA = Simulated.SEQUENTIAL, Simulated.T3, Simulated.T3_MCA
+FUSED_ALONE = Simulated.FUSED_ALONE
 REDUCE_SCATTER, NEAR_MEMORY = Simulated.REDUCE_SCATTER, Simulated.NEAR_MEMORY
 
 
@@ -70,19 +73,21 @@ class GpuJob:
         return tiles * (0 if self.what in (REDUCE_SCATTER, NEAR_MEMORY) else product.depth) + 256 * tiles
 
 
-def simulate_job(job: GpuJob) -> GpuRun:
-    """Return the run of a job, one GPU standing for all (section 5.1.1)."""
-    gpu = load_gpu(job.gpu)
+def simulate_job(job: GpuJob, reading: T3Reading = READINGS[TABLE_1]) -> GpuRun:
+    """Return the run of a job by a reading, one GPU standing for all (section 5.1.1)."""
+    gpu = reading.gpu(job.gpu)
     if job.what == SEQUENTIAL:
         program = sequential_program(job.product)
     elif job.what in (T3, T3_MCA):
-        program = overlapped_program(job.product)
+        program = overlapped_program(job.product, reading.order)
+    elif job.what == FUSED_ALONE:
+        program = fused_alone_program(job.product, reading.order)
     else:
         program = reduce_scatter_program(job.product)
     kernels = lower(program, gpu, near_memory=job.what == NEAR_MEMORY)
     _share_units(kernels, job)
-    arbiter = Arbiter("communication-aware") if job.what == T3_MCA else Arbiter()
-    return run(kernels, gpu, link_bytes_per_s=LINK_BYTES_PER_S, link_ps=LINK_PS, arbiter=arbiter)
+    arbiter = Arbiter("communication-aware", reading.threshold) if job.what == T3_MCA else Arbiter()
+    return run(kernels, gpu, link_bytes_per_s=reading.link_bytes_per_s, link_ps=LINK_PS, arbiter=arbiter)
 
 
 def _share_units(kernels: Kernels, job: GpuJob) -> None:
@@ -125,15 +130,16 @@ class Times:
 
 @dataclass
 class T3Study:
-    """The runs of the study, each simulated once."""
+    """The runs of the study by a reading, each simulated once."""
 
+    reading: T3Reading = READINGS[TABLE_1]
     _known: dict[GpuJob, GpuRun] = field(default_factory=dict)
 
     def prefetch(self, jobs: Iterable[GpuJob], progress: Progress = no_progress) -> None:
         """Simulate what is not known yet, the longest first, `NUM_THREADS` at a time."""
         missing = sorted({job for job in jobs if job not in self._known}, key=lambda job: -job.size)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            running = {pool.submit(simulate_job, job): job for job in missing}
+            running = {pool.submit(simulate_job, job, self.reading): job for job in missing}
             for done, future in enumerate(as_completed(running), start=1):
                 self._known[running[future]] = future.result()
                 progress(done, len(missing))
@@ -234,16 +240,16 @@ def ring_job(megabytes: int) -> GpuJob:
 def ring_times(study: T3Study, megabytes: int) -> tuple[float, float]:
     """Return seconds by bandwidth theory (3/4 of the bytes on each link, three hops), and simulated."""
     steps = RING - 1
-    theory = steps / RING * megabytes * 2**20 / LINK_BYTES_PER_S + steps * LINK_PS / 1e12
+    theory = steps / RING * megabytes * 2**20 / study.reading.link_bytes_per_s + steps * LINK_PS / 1e12
     return theory, study.run(ring_job(megabytes)).kernel_ps("reduce_scatter") / 1e12
 
 
-def last_sum_s(megabytes: int) -> float:
+def last_sum_s(study: T3Study, megabytes: int) -> float:
     """Return the seconds of memory in which no link is busy: the last part's sum, two reads and a write.
 
     Near-memory reduction has no such sum (section 6.1.1: it shortens the final step alone).
     """
-    return 3 * megabytes * 2**20 / RING / load_gpu(GPU).memory.bytes_per_s
+    return 3 * megabytes * 2**20 / RING / study.reading.gpu(GPU).memory.bytes_per_s
 
 
 # --- memory over time (figure 17) --------------------------------------------------------------------------------

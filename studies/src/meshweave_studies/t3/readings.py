@@ -1,0 +1,125 @@
+"""Readings of T3: what table 1 and section 5 leave open of the GPU, its links and the order of tiles.
+
+A reading changes the description of the GPU, the rate of a link, or the order in which tiles are computed, and
+nothing else. Occupancy and link were known to move rows when they were named, so that these are no predictions.
+`READINGS` are scored side by side; `VARIATIONS` change one constant without a source each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from meshweave.describe.machine.gpu import GpuFile, load_gpu
+from meshweave.ir.program.release import TileOrder
+
+LINK_BYTES_PER_S = 150 * 10**9
+"""Table 1: "150 GB/s bi-directional", read as 150 GB/s each way."""
+TABLE_1 = "table-1"
+
+
+@dataclass(frozen=True)
+class T3Reading:
+    """A choice for what the paper leaves open.
+
+    Attributes:
+        title: the choice in a few words.
+        changes: (dotted key of a GPU's description, value).
+        link_bytes_per_s: bytes per second of a link, each way.
+        order: "rows" or "columns", which tile comes next; "" goes down bands of eight tiles.
+        threshold: entries of a queue below which T3-MCA issues communication; 0 takes one from the product's own
+            use of memory, as the paper does.
+        rows: the rows that it is of; () for all. A reading of some rows has no figures.
+    """
+
+    name: str
+    title: str
+    changes: tuple[tuple[str, Any], ...] = ()
+    link_bytes_per_s: int = LINK_BYTES_PER_S
+    order: TileOrder = ""
+    threshold: int = 0
+    rows: tuple[str, ...] = ()
+
+    def covers(self, row: str) -> bool:
+        """Return whether the reading says anything about a row of the paper."""
+        return not self.rows or row in self.rows
+
+    def gpu(self, name: str) -> GpuFile:
+        """Return a GPU of the catalog as the reading has it."""
+        return _changed(name, self.changes)
+
+
+@lru_cache(maxsize=64)
+def _changed(name: str, changes: tuple[tuple[str, Any], ...]) -> GpuFile:
+    top = load_gpu(name).model_dump(by_alias=True)
+    for key, value in changes:
+        *tables, last = key.split(".")
+        table = top
+        for part in tables:
+            table = table[part]
+        assert last in table, key
+        table[last] = list(value) if isinstance(value, tuple) else value
+    return GpuFile.model_validate(top)
+
+
+_ONE_GROUP = (("slots", 1), ("tile", (128, 128, 32)))
+_HALF = 75 * 10**9
+SUB_LAYER_ROWS = (
+    *("ideal_overlap", "ideal_case", "t3", "mca", "mca_over_t3", "order"),
+    *("near_memory", "near_memory_gain", "op_close", "op_exceeds", "fc_far", "mca_far"),
+    *("product_slowed", "traffic", "scatter_reads", "writes", "product_reads"),
+)
+"""The rows of the 16 sub-layers of figures 16 and 18."""
+READINGS: dict[str, T3Reading] = {
+    reading.name: reading
+    for reading in (
+        T3Reading(
+            TABLE_1, "150 GB/s each way; two work groups a compute unit, with two slices of 64 along k each"
+        ),
+        T3Reading(
+            "occupancy",
+            "as table-1, with one work group a compute unit, and slices of 32",
+            _ONE_GROUP,
+            rows=SUB_LAYER_ROWS,
+        ),
+        T3Reading(
+            "link-75",
+            "as table-1, with 75 GB/s each way, 150 both together",
+            link_bytes_per_s=_HALF,
+            rows=SUB_LAYER_ROWS,
+        ),
+        T3Reading("occupancy-75", "occupancy and link-75 together", _ONE_GROUP, _HALF, rows=SUB_LAYER_ROWS),
+        T3Reading(
+            "rows", "as table-1, with tiles of T3's product along rows", order="rows", rows=SUB_LAYER_ROWS
+        ),
+    )
+}
+"""By name, the default first."""
+THRESHOLDS = {5: "5", 10: "10", 30: "30", 65: "none"}
+"""Entries of a queue of 64 below which T3-MCA issues communication, and their names (section 6.1.3)."""
+VARIATIONS: dict[str, T3Reading] = {
+    reading.name: reading
+    for reading in (
+        *(
+            T3Reading(f"threshold {name}", "no cut points: one threshold for all", threshold=entries)
+            for entries, name in THRESHOLDS.items()
+        ),
+        *(
+            T3Reading(f"{key} = {value}", "", ((key, value),))
+            for key, values in (
+                ("memory.starvation", (100, 10_000)),
+                ("memory.turn_limit", (8, 128)),
+                ("memory.age_limit", (200, 20_000)),
+                ("tracker.dma_lines", (512, 32_768)),
+                ("slots", (1,)),
+                ("in_flight_bytes", (8192, 32_768)),
+            )
+            for value in values
+        ),
+        T3Reading("slices of 32", "", (("tile", (128, 128, 32)),)),
+        T3Reading("90 GB/s each way", "", link_bytes_per_s=90 * 10**9),
+        T3Reading("tiles along columns", "", order="columns"),
+    )
+}
+"""By name: one constant without a source each, at other values."""
