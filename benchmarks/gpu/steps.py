@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_models import MixedAdam, PlainTransformer, TrainingRun
 
 from meshweave.algorithms.step import layers
-from meshweave.algorithms.step.block_time import block_of, whole_time
+from meshweave.algorithms.step.block_time import block_of
 from meshweave.algorithms.step.compose import step_of
 from meshweave.algorithms.step.placement import block_axes, machine_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -254,10 +254,8 @@ def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, f
     }
     times["attention"] = 0.0
     for training in (True, False) if parallelism.recompute == "full" else (True,):
-        _, config = whole_time(problem, parallelism, 0, problem.products)
-        skeleton = strategy_of(problem, parallelism).skeleton(
-            block_of(problem, parallelism, training), config
-        )
+        config = layers.best_config(problem, parallelism)
+        skeleton = strategy_of(parallelism).skeleton(block_of(problem, parallelism, training), config)
         for turns, task in skeleton.counted_tasks():
             if isinstance(task.work, Compute):
                 kind = "product" if task.work.kind == "matmul" else task.work.call

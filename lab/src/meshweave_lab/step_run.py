@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor as Values
+from torch.optim.adam import adam
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.folds import functions_of
@@ -25,7 +26,6 @@ from meshweave.algorithms.step.block_program import WrittenStep, write_step
 from meshweave.algorithms.step.functions import StepFunctions, local_bucket
 from meshweave.algorithms.step.write_units import block_of_piece
 from meshweave.base.errors import UnsupportedError
-from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.lower import lower_rings
@@ -114,7 +114,12 @@ class StepRun:
 
     def _update(self, bucket: tuple[str, int], w: Values, dw: Values) -> Values:
         of, (m, v), w = self._optimizer, self._moments[bucket], w.clone()
-        compat.adam_step(w, m, v, dw, self._count, lr=of.lr, betas=of.betas, eps=of.eps)
+        before = torch.tensor(float(self._count - 1))  # which the kernel counts on
+        adam(
+            [w], [dw], [m], [v], [], [before],
+            fused=True, amsgrad=False, beta1=of.betas[0], beta2=of.betas[1], lr=of.lr, weight_decay=0.0,
+            eps=of.eps, maximize=False,
+        )  # fmt: skip
         return w
 
     def run(self, tokens: Array, targets: Array) -> float:

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.chip import Chip
-from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.call_dims import ATTENTION_CALLS, CALL_DIMS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.work import Compute
 
@@ -44,7 +44,7 @@ def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
         known = "; ".join(f"{name} ({', '.join(sizes)})" for name, sizes in CALL_DIMS.items())
         raise UnsupportedError(f"work '{work}' of {len(shape)} sizes has no price; known are {known}")
     total: Index = 1
-    is_attention = work in ("attention", "causal_attention")
+    is_attention = work in ATTENTION_CALLS
     for size in shape[:4] if is_attention else shape:
         total = total * size
     is_gradient = part in ("input_grad", "weight_grad")

@@ -25,6 +25,7 @@ from meshweave.cost.product_table import item_bytes, table_s
 from meshweave.cost.products import product_s
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.kernels import AttentionConstants, ChipKernels
+from meshweave.ir.program.call_dims import ATTENTION_CALLS
 from meshweave.ir.work import Compute
 
 _GRADIENT_FACTOR = 2.5
@@ -87,7 +88,7 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
             else seconds
         )
     constants = kernels.attention_of(work.dtype)
-    if work.call in ("attention", "causal_attention") and constants is not None and len(work.shape) == 5:
+    if work.call in ATTENTION_CALLS and constants is not None and len(work.shape) == 5:
         return _attention_s(constants, work)
     if work.call == "experts":
         return _experts_s(kernels, work)

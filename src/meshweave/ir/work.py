@@ -13,6 +13,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.ir.analysis.edges import reads_in_place
 from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import Program
+from meshweave.ir.program.call_dims import ATTENTION_CALLS
 from meshweave.ir.program.ops import (
     Accumulate,
     Add,
@@ -136,10 +137,13 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
 
 
 def call_dtype(program: Program, op: Call) -> str:
-    """Return the dtype in which a call computes: its own, or that of its first output, or input."""
+    """Return the dtype in which a call computes: its own, or that of its first output, or input.
+
+    Attention multiplies its inputs, and so computes in their dtype: in a ring its sums so far are in another.
+    """
     if op.dtype:
         return op.dtype
-    views = op.outs or op.ins
+    views = (op.ins or op.outs) if op.work in ATTENTION_CALLS else (op.outs or op.ins)
     return program.buffer_of[views[0].buffer].dtype if views else ""
 
 

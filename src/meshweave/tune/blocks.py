@@ -36,6 +36,7 @@ class BlockRanking:
     Attributes:
         ranked: of every strategy on every mesh the config with the least estimate.
         num_priced: how many configs were priced.
+        note: why none was simulated although some should have been.
     """
 
     model: Transformer
@@ -44,6 +45,7 @@ class BlockRanking:
     layers: int
     ranked: tuple[RankedConfig, ...]
     num_priced: int
+    note: str = ""
 
     def machine(self, ranked: RankedConfig) -> Machine:
         """Return the cluster with the mesh of a ranked config laid on it."""
@@ -103,7 +105,8 @@ def rank_blocks(
         layers: how many consecutive layers are one program.
         algorithms: names of strategies to choose among; None takes all.
         mesh_shapes: meshes to choose among; None takes all that the network carries.
-        max_simulated: how many configs at the head are simulated with contention, which orders them anew.
+        max_simulated: how many configs at the head are simulated with contention, which orders them anew; none
+            where one of them is too large, which the note says.
         overlap: what communication may run beside: "layers", all that the program of the layers has beside it;
             "sites", the product that it belongs to, as in a model of `meshweave.parallelize`.
         progress: called with the numbers of meshes priced and configs simulated so far, and of all of them.
@@ -123,15 +126,14 @@ def rank_blocks(
             f"no strategy runs a block of {model.name} on {cluster.num_chips} chips of {cluster.name}"
             + (f": {search.refusals[0]}" if search.refusals else "")
         )
-    ranked = sorted(search.best.values(), key=lambda config: config.seconds)
-    if max_simulated:
+    ranked, note = sorted(search.best.values(), key=lambda config: config.seconds), ""
+    try:
         ranked = simulate_best(
-            ranked,
-            cluster,
-            max_simulated,
-            lambda count: progress(len(meshes) + count, total),
+            ranked, cluster, max_simulated, lambda count: progress(len(meshes) + count, total)
         )
-    return BlockRanking(model, workload, cluster, layers, tuple(ranked), search.num_priced)
+    except UnsupportedError as error:
+        note = f"None is simulated: {error}"
+    return BlockRanking(model, workload, cluster, layers, tuple(ranked), search.num_priced, note)
 
 
 class _Search:

@@ -28,6 +28,7 @@ from meshweave.tune.explain import entry_of, title_of
 from meshweave.tune.plan import Candidate, Plan
 from meshweave.tune.plan_description import planned_cluster
 from meshweave.tune.product import tune_product
+from meshweave.tune.ranked import num_ops
 from meshweave.tune.selection import select_candidates, select_layers, select_passes, select_products
 
 MAX_UNCONTENDED_OPS = 200_000
@@ -61,7 +62,7 @@ class SimulationCase:
     @property
     def num_ops(self) -> int:
         """Return about how many ops the program has: those of the first rank, times the ranks."""
-        return _num_ops(self.program)
+        return num_ops(self.program)
 
     @property
     def centre(self) -> int:
@@ -318,13 +319,9 @@ def _closed_form_s(
 
 def _uncontended_s(program: Program, machine: Machine) -> float:
     """Return a program's time without contention, in seconds: each op takes its closed form."""
-    num_ops = _num_ops(program)
-    if num_ops > MAX_UNCONTENDED_OPS:
+    count = num_ops(program)
+    if count > MAX_UNCONTENDED_OPS:
         raise UnsupportedError(
-            f"--against estimate takes a program of at most {MAX_UNCONTENDED_OPS} ops; this has about {num_ops}"
+            f"--against estimate takes a program of at most {MAX_UNCONTENDED_OPS} ops; this has about {count}"
         )
     return estimate(program, machine).total_s
-
-
-def _num_ops(program: Program) -> int:
-    return len(program.ranks) * sum(1 for _ in program.expanded.unbound_ops_on_rank(program.ranks[0]))

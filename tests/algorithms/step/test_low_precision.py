@@ -8,7 +8,7 @@ import pytest
 
 import meshweave as mw
 from meshweave.algorithms.step import memory_of
-from meshweave.algorithms.step.block_time import whole_time
+from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.data_parallel import data_parallel_time
 from meshweave.algorithms.step.precision import PRECISIONS, ProductDtypes, precision_named
 from meshweave.algorithms.step.quantizing import Quantizing, cast_weight_bytes, quantizing
@@ -83,7 +83,7 @@ def test_parts_that_stay_in_16_bits_are_priced_so() -> None:
     seconds = {}
     for name in (None, "nvfp4", "mxfp4"):
         problem = problem_of(name)
-        forward = whole_time(problem, one, 0, problem.products)[0].part.compute_s
+        forward = layer_block(problem, one).whole.part.compute_s
         seconds[name] = forward
     assert seconds["nvfp4"] < seconds["mxfp4"] < seconds[None]
     problem = problem_of("mxfp4")

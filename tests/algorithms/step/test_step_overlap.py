@@ -20,7 +20,7 @@ from meshweave.algorithms.block.sites import (
 )
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.step import StepProblem
-from meshweave.algorithms.step.block_time import _without_gradients
+from meshweave.algorithms.step.block_tasks import without_gradients
 from meshweave.algorithms.step.layers import hidden_between_sites_s, layer_time
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
@@ -44,7 +44,7 @@ def duration(work: Work) -> int:
 
 def took(program: Program) -> int:
     """Return the picoseconds of a program without reductions of gradients of weights."""
-    return skeleton_ps(_without_gradients(skeleton_of(program.expanded)), duration)
+    return skeleton_ps(without_gradients(skeleton_of(program.expanded)), duration)
 
 
 def products_ps(problem: BlockProblem, config: BlockConfig, roles: Roles) -> int:
@@ -102,8 +102,8 @@ def test_a_layer_by_sites_is_the_programs_of_its_sites(entry: BlockAlgorithm) ->
     problem = BlockProblem(BATCH, SEQUENCE, HIDDEN, HEADS, HEADS, WIDTH, FFN, shape, dtype="float32")
     roles = entry.roles_of(problem)
     config = BlockConfig(slices=2) if isinstance(entry, IncludedProducts) else BlockConfig()
-    by_sites = _without_gradients(entry.skeleton(problem, replace(config, overlap="sites")))
-    whole = skeleton_ps(_without_gradients(entry.skeleton(problem, config)), duration)
+    by_sites = without_gradients(entry.skeleton(problem, replace(config, overlap="sites")))
+    whole = skeleton_ps(without_gradients(entry.skeleton(problem, config)), duration)
     assert whole <= skeleton_ps(by_sites, duration)
     expected = products_ps(problem, config, roles) + statistics_ps(problem, roles)
     if isinstance(entry, IncludedProducts):  # copies of slices are no tasks of the skeleton

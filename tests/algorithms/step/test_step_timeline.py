@@ -16,7 +16,7 @@ from meshweave.algorithms.step import (
     stack_names,
     step_timeline,
 )
-from meshweave.algorithms.step.block_time import whole_time
+from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import IDEAL
 from meshweave.algorithms.step.timeline import MAX_SPANS
@@ -80,7 +80,7 @@ def test_the_tasks_of_a_layer_take_as_long_as_it(step: mw.algorithms.Step) -> No
     timeline = layer_timeline(step)
     assert timeline is not None
     assert timeline.duration_s == pytest.approx(
-        whole_time(step.problem, step.parallelism, 0, step.problem.products)[0].part.total_s
+        layer_block(step.problem, step.parallelism).whole.part.total_s
     )
     check_lanes(timeline)
     busy_s = sum(span.end_s - span.begin_s for span in timeline.lanes[0].spans)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
@@ -18,6 +17,7 @@ from meshweave.algorithms.block.writer import (
     Part,
     SequenceWindow,
     Stored,
+    Tensors,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
@@ -67,7 +67,6 @@ class ProgramWriter(BlockWriter):
         super().__init__(problem, config, mesh, batch_dims)
         self.buffers: dict[str, Buffer] = {}
         self.statements: list[Statement] = []
-        self._body: list[Statement] = []
         self._lanes: dict[str, None] = {COMPUTE: None}
         self._batch = extent(mesh, Side("batch", problem.batch), batch_dims)
         self._awaited: dict[str, tuple[View, ...]] = {}
@@ -143,22 +142,10 @@ class ProgramWriter(BlockWriter):
             return extent(self.mesh, side, dims)
         return chunk.stop - chunk.start
 
-    def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
-        side, window = stored.sides[number], stored.window
-        if side.dim == "sequence" and window is not None:
-            return self._extent_in(side, window)
-        return self.extent(side, stored.dims)
-
     def _do(self, op: Op) -> None:
         self._wait(op.lane, op.reads)
         self._body.append(op)
         self._note(op.lane, op.writes)
-
-    @property
-    def is_between_loops(self) -> bool:
-        """Return whether no loop over chunks is being written."""
-        return not self._body
 
     def _end_loop(self) -> None:
         if self._body and self.num_chunks > 1:
@@ -166,13 +153,6 @@ class ProgramWriter(BlockWriter):
         else:
             self.statements.extend(self._body)
         self._body = []
-
-    @contextmanager
-    def _before_loop(self) -> Iterator[None]:
-        body, self._body = self._body, []
-        multiplied, self._multiplied = self._multiplied, set()
-        yield
-        self._body, self._multiplied = body, multiplied
 
     # --- sites --------------------------------------------------------------------------------------------------
 
@@ -220,13 +200,7 @@ class ProgramWriter(BlockWriter):
     # --- compute ------------------------------------------------------------------------------------------------
 
     def call(
-        self,
-        fn: str,
-        outs: tuple[Stored, ...],
-        ins: tuple[Stored, ...],
-        work: str,
-        shape: tuple[Index, ...],
-        part: Part = "",
+        self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
         """Add a call of a function on the chunk."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
+from meshweave.algorithms.block.writer import (
+    COMPUTE,
+    BlockWriter,
+    Kind,
+    Part,
+    SequenceWindow,
+    Stored,
+    Tensors,
+)
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.call_dims import ATTENTION_CALLS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.skeleton import Part as SkeletonPart
 from meshweave.ir.skeleton import Phase, Skeleton, Task
@@ -46,8 +54,8 @@ class Pending:
 
     lane: str
     work_of: Callable[[int], Work]
-    reads: tuple[Stored, ...]
-    writes: tuple[Stored, ...]
+    reads: Tensors
+    writes: Tensors
     times: int = 1
 
 
@@ -63,7 +71,6 @@ class SkeletonWriter(BlockWriter):
         self._site_begin = 0
         self._site_before: frozenset[int] = frozenset()
         self._tasks: list[Task | SkeletonPart] = []
-        self._body: list[Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
         self._extents: dict[tuple[Side, AxisDims], int] = {}
@@ -80,11 +87,6 @@ class SkeletonWriter(BlockWriter):
         pass
 
     # --- tasks --------------------------------------------------------------------------------------------------
-
-    @property
-    def is_between_loops(self) -> bool:
-        """Return whether no loop over chunks is being written."""
-        return not self._body
 
     def _end_loop(self) -> None:
         sizes = [self.chunk] * self.num_chunks
@@ -174,17 +176,10 @@ class SkeletonWriter(BlockWriter):
         self,
         lane: str,
         work_of: Callable[[int], Work],
-        reads: tuple[Stored, ...],
-        writes: tuple[Stored, ...],
+        reads: Tensors,
+        writes: Tensors,
     ) -> None:
         self._body.append(Pending(lane, work_of, reads, writes, self._times))
-
-    @contextmanager
-    def _before_loop(self) -> Iterator[None]:
-        body, self._body = self._body, []
-        multiplied, self._multiplied = self._multiplied, set()
-        yield
-        self._body, self._multiplied = body, multiplied
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
@@ -194,14 +189,7 @@ class SkeletonWriter(BlockWriter):
             return self.chunk * side.unit
         return self._largest(side, dims)
 
-    def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
-        side, window = stored.sides[number], stored.window
-        if window is not None and side.dim == "sequence":
-            return self._window_extent(side, window)
-        return self.extent(side, stored.dims)
-
-    def _window_extent(self, side: Side, window: SequenceWindow) -> int:
+    def _extent_in(self, side: Side, window: SequenceWindow) -> int:
         """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
         return self._largest(side, window.dims)
 
@@ -221,19 +209,13 @@ class SkeletonWriter(BlockWriter):
         """Return the elements of a dim of rank 0, of the batch all that it has."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
-            return self._window_extent(side, window)
+            return self._extent_in(side, window)
         return self._largest(side, stored.dims)
 
     # --- compute ------------------------------------------------------------------------------------------------
 
     def call(
-        self,
-        fn: str,
-        outs: tuple[Stored, ...],
-        ins: tuple[Stored, ...],
-        work: str,
-        shape: tuple[Index, ...],
-        part: Part = "",
+        self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
         """Add a call of a function on the chunk."""
         flops = call_flops(work, part, shape)
@@ -245,7 +227,7 @@ class SkeletonWriter(BlockWriter):
         for stored in (*ins, *outs):
             moved = self._elements_per_sequence(stored) * dtype_bytes(stored.dtype)
             fixed, growing = (fixed, growing + moved) if stored.has_tokens else (fixed + moved, growing)
-        dtype = outs[0].dtype
+        dtype = (ins if work in ATTENTION_CALLS else outs)[0].dtype
 
         def work_of(size: int) -> Work:
             sizes = (first * size // chunk, *others)  # the first one grows with the number of sequences
@@ -254,9 +236,7 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
-    def timed(
-        self, lane: str, work_of: Callable[[int], Work], outs: tuple[Stored, ...], ins: tuple[Stored, ...]
-    ) -> None:
+    def timed(self, lane: str, work_of: Callable[[int], Work], outs: Tensors, ins: Tensors) -> None:
         """Add work that grows with the tokens that a rank has of the first input."""
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)

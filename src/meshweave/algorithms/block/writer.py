@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
@@ -68,6 +68,10 @@ class Stored:
         return self.sides[0].dim == "batch"
 
 
+Tensors = tuple[Stored, ...]
+"""What an op reads, or writes."""
+
+
 class BlockWriter(ABC):
     """Writes the ops of a block on `mesh`.
 
@@ -86,6 +90,8 @@ class BlockWriter(ABC):
         self.is_by_sites = config.overlap == "sites"
         self._names: set[str] = set()
         self._multiplied: set[tuple[str, Index]] = set()
+        self._body: list[Any] = []
+        """What is written of the loop over chunks."""
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -128,9 +134,15 @@ class BlockWriter(ABC):
     def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
 
-    @abstractmethod
     def extent_of(self, stored: Stored, number: int) -> Index:
         """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
+        side, window = stored.sides[number], stored.window
+        if window is not None and side.dim == "sequence":
+            return self._extent_in(side, window)
+        return self.extent(side, stored.dims)
+
+    @abstractmethod
+    def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
         """Return how many elements of a buffer one turn of the loop over chunks touches."""
@@ -142,9 +154,9 @@ class BlockWriter(ABC):
     # --- compute ------------------------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def is_between_loops(self) -> bool:
         """Return whether no loop over chunks is being written."""
+        return not self._body
 
     def cut(self) -> None:
         """End the loop over chunks."""
@@ -160,19 +172,11 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def call(
-        self,
-        fn: str,
-        outs: tuple[Stored, ...],
-        ins: tuple[Stored, ...],
-        work: str,
-        shape: tuple[Index, ...],
-        part: Part = "",
+        self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
         """Add a call of a function on the chunk."""
 
-    def timed(
-        self, lane: str, work_of: Callable[[int], Work], outs: tuple[Stored, ...], ins: tuple[Stored, ...]
-    ) -> None:
+    def timed(self, lane: str, work_of: Callable[[int], Work], outs: Tensors, ins: Tensors) -> None:
         """Add work that grows with the tokens that a rank has of the first input.
 
         Only a skeleton has such work.
@@ -298,9 +302,13 @@ class BlockWriter(ABC):
         with self._before_loop():
             return self.move_once(kept, dims, lane, into)
 
-    @abstractmethod
-    def _before_loop(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         """Write, while it is entered, before the loop that is being written."""
+        body, self._body = self._body, []
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     def _step(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
         """Move a tensor along one axis."""

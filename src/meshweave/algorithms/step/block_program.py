@@ -275,8 +275,7 @@ class _StepWriter:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             return BlockStage(
                 number,
-                mesh,
-                replicas,
+                (mesh, replicas),
                 self._units_of(number),
                 self._layers_of(number),
                 self.settings,
@@ -320,7 +319,7 @@ class _StepWriter:
         """Return the edge that carries the residual of a rank, or a part of it, to the next stage."""
         shape = self._residual()[1:]
         own: Placement = Replicate()
-        if self.step.sends_parts and residual_is_whole(self.problem, self.p):
+        if self.step.sends_parts and residual_is_whole(self.p):
             if shape[0] % self.p.tensor_size:
                 raise UnsupportedError(f"{self.p.tensor_size} tensor-parallel ranks do not divide {shape[0]}")
             own = Shard(1)

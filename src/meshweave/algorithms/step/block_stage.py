@@ -59,8 +59,8 @@ class BlockStage:
 
     Args:
         number: of the stage.
-        mesh: its ranks, with the axes of the block programs.
-        replicas: the same ranks, with axes for groups of replicas and one for tensor-parallel ranks.
+        meshes: its ranks, with the axes of the block programs; and with axes for groups of replicas and one for
+            tensor-parallel ranks.
         units: pieces by name, and how many of each there are here.
         layers: the names of the units of its layers, in order.
         boundaries: those of its edges, by (source, target, "h" or "g").
@@ -72,8 +72,7 @@ class BlockStage:
     def __init__(
         self,
         number: int,
-        mesh: Mesh,
-        replicas: Mesh,
+        meshes: tuple[Mesh, Mesh],
         units: tuple[tuple[Unit, int], ...],
         layers: tuple[str, ...],
         settings: StageSettings,
@@ -83,13 +82,14 @@ class BlockStage:
         *,
         is_split: bool,
     ) -> None:
-        self.number, self.mesh, self.replicas, self.settings = number, mesh, replicas, settings
+        self.number, self.settings = number, settings
+        self.mesh, self.replicas = meshes
         self.units = {unit.name: (unit, count) for unit, count in units}
         self.boundaries, self.stashes, self.is_split = boundaries, stashes, is_split
         self.kinds, self.layers, self.runs = layers, len(layers), layer_runs(layers)
         if not self.units:
             raise UnsupportedError(f"stage {number} has no layer; give fewer stages")
-        self.buckets = StageBuckets(number, mesh, replicas, self.units, settings, last)
+        self.buckets = StageBuckets(number, *meshes, self.units, settings, last)
 
     # --- declarations -----------------------------------------------------------------------------------
 

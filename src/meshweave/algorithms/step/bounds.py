@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.nodes import Kernel, kernels_of
-from meshweave.algorithms.step.block_time import adapted_compute, block_of, compute_ps
+from meshweave.algorithms.step.block_tasks import adapted_compute, compute_ps
+from meshweave.algorithms.step.block_time import block_of
 from meshweave.algorithms.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
 from meshweave.algorithms.step.pipeline import ranks_of_stages
 from meshweave.algorithms.step.placement import expert_axes
@@ -131,7 +132,7 @@ class LayerBounds:
 
     def _of_kernels(self, choice: Parallelism) -> tuple[float, float]:
         """Return the least seconds of the forward part of a layer, and of both parts."""
-        entry = strategy_of(self._problem, choice)
+        entry = strategy_of(choice)
         forward_s = backward_s = 0.0
         for share, kind in self._problem.kinds:
             block, sums = block_of(kind, choice), {"forward": 0, "backward": 0}

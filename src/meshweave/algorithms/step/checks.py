@@ -22,7 +22,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     """
     model, p = problem.model, parallelism
     _check_chips(problem, p)
-    strategy_of(problem, p)
+    strategy_of(p)
     if p.schedule not in SCHEDULES:
         raise UnsupportedError(
             f"there is no schedule '{p.schedule}'{did_you_mean(p.schedule, SCHEDULES)}; there are "
@@ -37,7 +37,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     if p.virtual_stages > 1 and p.pipeline == 1:
         raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
     rows = p.tensor_mesh[0]
-    roles = strategy_of(problem, p).roles[-2:]
+    roles = strategy_of(p).roles[-2:]
     groups = min(node.groups for node in model.layer.attentions)
     if roles[0].attention == "inner" and rows > groups:
         raise LayoutError(f"{model.name} has {groups} groups of heads, too few for tensor {rows}")
@@ -59,7 +59,7 @@ def _check_experts(problem: StepProblem, parallelism: Parallelism) -> None:
             raise LayoutError(
                 f"{model.name} has {graph.num_experts} experts, not a multiple of expert {p.expert}"
             )
-    roles = strategy_of(problem, p).roles
+    roles = strategy_of(p).roles
     if any(role.residual == "hidden" for role in roles):
         raise LayoutError(
             f"{p.strategy} divides the features of tokens, which experts need whole; give another"

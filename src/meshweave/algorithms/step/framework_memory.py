@@ -68,8 +68,8 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
     if recompute not in known:
         known[recompute] = _kept(problem, recompute)
     kept: Counter[tuple[str, str]] = known[recompute]
-    tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(problem, parallelism)
-    keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
+    tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(parallelism)
+    keeps = any(role.keeps_gathered for role in strategy_of(parallelism).roles[-2:])
     places = {"operand": "operand_in" if keeps else "residual"}
     total = 0
     for (place, part), each in kept.items():
@@ -288,7 +288,7 @@ def _bytes_of_kinds(
 def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
     layer, e, tokens = problem.model.layer, problem.item_bytes, parallelism.micro_batch * problem.sequence
-    num_parts = num_parts_of(problem, parallelism)
+    num_parts = num_parts_of(parallelism)
     inner = sum(layer.features[edge].size for edge, place in layer.places.items() if place == "feed_forward")
     working = -(-tokens * e * inner // num_parts("feed_forward"))
     if layer.num_experts > 1:  # gradients of copies, before and after, and inside of experts

@@ -17,16 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.step.block_time import (
-    PartTime,
-    compute_ps,
-    forward_and_whole,
-    layer_key,
-    piece_time,
-    ring_time,
-    split_time,
-    whole_time,
-)
+from meshweave.algorithms.step.block_tasks import PartTime, compute_ps
+from meshweave.algorithms.step.block_time import LayerBlock, layer_block, layer_key, wide_block
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.host_time import issued_s, stalls_s, unfused_of
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -112,14 +104,12 @@ def _of_replicas(parallelism: Parallelism) -> tuple[bool, bool, bool]:
 
 
 def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
-    added = (
-        _added_s(problem, parallelism, first.kernels, "forward"),
-        _added_s(problem, parallelism, whole.kernels - first.kernels, "backward"),
-    )
-    stalls = stalls_s(problem, parallelism, first, whole, added)
-    forward = first.part + PartTime(added[0], host_s=stalls[0])
-    backward = whole.part - first.part + PartTime(added[1], host_s=stalls[1])
+    block = layer_block(problem, parallelism)
+    first, whole = block.forward.part, block.whole.part
+    added = _parts_added_s(block, parallelism)
+    stalls = stalls_s(block, parallelism, added)
+    forward = first + PartTime(added[0], host_s=stalls[0])
+    backward = whole - first + PartTime(added[1], host_s=stalls[1])
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
@@ -127,9 +117,15 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
             again = again - PartTime(_last_product_s(problem, parallelism))
     elif parallelism.recompute == "selective":
         fused_s, plain_s = _attention_s(problem, parallelism, "forward")
-        ring = ring_time(problem, parallelism)
-        again = PartTime(plain_s) + (PartTime(fused_s, 0.0, first.part.context_s) if ring is None else ring)
-    return LayerTime(forward, backward, again, issued_s(problem, parallelism, first, whole))
+        again = PartTime(plain_s) + (block.ring or PartTime(fused_s, 0.0, first.context_s))
+    return LayerTime(forward, backward, again, issued_s(block, parallelism))
+
+
+def _parts_added_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float]:
+    """Return what the software stack, and plain attention, add to the forward and to the backward part."""
+    kernels = block.forward.kernels, block.whole.kernels - block.forward.kernels
+    of = block.problem, parallelism
+    return _added_s(*of, kernels[0], "forward"), _added_s(*of, kernels[1], "backward")
 
 
 PIECES_AT_ENDS: tuple[Piece, Piece] = ("embedding", "head")
@@ -141,16 +137,16 @@ Split = tuple[PartTime, PartTime]
 def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
     """Return the backward part of a layer in two; passes over gradients are of the second.
 
-    None where the tasks of the strategy are not told apart (`split_time`).
+    None where the tasks of the strategy are not told apart (`LayerBlock.split`).
     """
     totals = PartTime(), PartTime()
     for share, kind in problem.kinds:
-        split = split_time(kind, parallelism, 0, problem.products)
+        block = layer_block(kind, parallelism)
+        split = block.split
         if split is None:
             return None
-        first, whole = forward_and_whole(kind, parallelism, 0, problem.products)
         late_s = _accumulation_s(kind, parallelism)
-        soon_s = _added_s(kind, parallelism, whole.kernels - first.kernels, "backward") - late_s
+        soon_s = _parts_added_s(block, parallelism)[1] - late_s
         added = zip(totals, split, (soon_s, late_s), strict=True)
         soon, late = (total + share * (part + PartTime(more_s)) for total, part, more_s in added)
         totals = soon, late
@@ -164,7 +160,7 @@ def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, S
     vocabulary = problem.model.vocab_size
     if not vocabulary:
         return none, none
-    split, plain = (split_time(problem, parallelism, each) for each in (vocabulary, 0))
+    split, plain = (wide_block(problem, parallelism, each).split for each in (vocabulary, 0))
     if split is None or plain is None:
         return None
     logits_s = eager_logits_s(problem, parallelism, problem.stack.logit_bytes[1])
@@ -185,9 +181,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds of a layer beyond the ops of its program: forward, backward, of this for weights."""
-    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
-    forward_s = _added_s(problem, parallelism, first.kernels, "forward")
-    backward_s = _added_s(problem, parallelism, whole.kernels - first.kernels, "backward")
+    forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":
         skipped_s = _last_product_s(problem, parallelism) if problem.stack.stops_early else 0.0
         backward_s += max(forward_s - skipped_s, 0.0)
@@ -198,7 +192,7 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
     """Return the config of the strategy with which a layer is priced."""
-    return whole_time(problem, parallelism, 0, problem.products)[1]
+    return layer_block(problem, parallelism).config
 
 
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
@@ -208,7 +202,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     total_s = 0.0
     for share, kind in problem.kinds:
-        whole, _ = whole_time(kind, parallelism, 0, problem.products)
+        whole = layer_block(kind, parallelism).whole
         total_s += share * (
             whole.part.total_s + least_added_s(kind, parallelism) + problem.stack.gap_s * whole.kernels
         )
@@ -237,7 +231,7 @@ def _software_s(
 ) -> float:
     """Return the seconds that the software stack adds to a part of a layer that has so many kernels without it."""
     rows, columns = parallelism.tensor_mesh
-    roles = strategy_of(problem, parallelism).roles[-2:]
+    roles = strategy_of(parallelism).roles[-2:]
     shared = parallelism.context
     for role, size in zip(roles, (rows, columns), strict=True):
         shared *= size if role.residual else 1
@@ -348,8 +342,8 @@ _LOSS_KERNELS = 3
 
 def _piece_time(problem: StepProblem, parallelism: Parallelism, piece: Piece) -> LayerTime:
     """Return what one micro-batch takes in an end of the model alone, beside whose communication no layer runs."""
-    config = best_config(problem, parallelism)
-    forward, whole = (piece_time(problem, parallelism, training, config, piece) for training in (False, True))
+    block = layer_block(problem, parallelism)
+    forward, whole = (block.piece(training, piece) for training in (False, True))
     issued = 0.0, 0.0, 0.0
     if problem.host is not None:
         host, graphs = problem.host, problem.stack.graphs

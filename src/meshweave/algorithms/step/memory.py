@@ -155,9 +155,9 @@ def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> list[tuple[flo
     return out
 
 
-def num_parts_of(problem: StepProblem, parallelism: Parallelism) -> Callable[[str], int]:
+def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
     """Return a function from a tensor's name in `AxisRole` to the number of ranks that it is divided over."""
-    roles: tuple[AxisRole, ...] = strategy_of(problem, parallelism).roles[-2:]
+    roles: tuple[AxisRole, ...] = strategy_of(parallelism).roles[-2:]
 
     def num_parts(tensor: str) -> int:
         sizes = zip(roles, parallelism.tensor_mesh, strict=True)
@@ -169,12 +169,12 @@ def num_parts_of(problem: StepProblem, parallelism: Parallelism) -> Callable[[st
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of the residual of a micro-batch on one rank: what goes on to the next stage."""
     elements = parallelism.micro_batch * problem.sequence * problem.model.hidden
-    return -(-problem.item_bytes * elements // num_parts_of(problem, parallelism)("residual"))
+    return -(-problem.item_bytes * elements // num_parts_of(parallelism)("residual"))
 
 
-def residual_is_whole(problem: StepProblem, parallelism: Parallelism) -> bool:
+def residual_is_whole(parallelism: Parallelism) -> bool:
     """Return whether every tensor-parallel rank has the residual of all tokens that the group works on."""
-    return num_parts_of(problem, parallelism)("residual") == parallelism.context
+    return num_parts_of(parallelism)("residual") == parallelism.context
 
 
 def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:

@@ -46,7 +46,7 @@ def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> Qua
 def _sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[float, float]]:
     """Yield the features of operand and result of each product with weights, as a rank casts them."""
     residual = inner = parallelism.context
-    roles = strategy_of(problem, parallelism).roles[-2:]
+    roles = strategy_of(parallelism).roles[-2:]
     for role, size in zip(roles, parallelism.tensor_mesh, strict=True):
         residual *= size if role.residual else 1
         inner *= size

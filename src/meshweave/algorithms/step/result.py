@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
-from meshweave.algorithms.step.block_time import PartTime
+from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.ceiling import RateCeiling, rate_ceiling
 from meshweave.algorithms.step.memory import Memory
 from meshweave.algorithms.step.problem import Parallelism, StepProblem

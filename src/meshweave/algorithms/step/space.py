@@ -225,14 +225,13 @@ class StepSpace:
         """Return the sizes of degrees that make up the chips, those with few tensor and pipeline ranks first."""
         chips = self.problem.cluster.num_chips
         divisors = divisors_of(chips)
-        allowed = []
+        sizes = []
         for tensor in divisors:
             for pipeline in (n for n in divisors if chips % (tensor * n) == 0):
                 for context in (n for n in divisors if chips % (tensor * pipeline * n) == 0):
                     data = chips // (tensor * pipeline * context)
-                    sizes = DegreeSizes(data, pipeline, context, tensor)
-                    if self._allows(sizes):
-                        allowed.append(sizes)
+                    sizes.append(DegreeSizes(data, pipeline, context, tensor))
+        allowed = filter(self._allows, sizes)
         return tuple(
             sorted(allowed, key=lambda of: (of.tensor * of.pipeline * of.context, of.context, of.pipeline))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
-from meshweave.algorithms.step.block_time import PartTime
+from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
@@ -206,7 +206,7 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
         sent = boundary_bytes(problem, parallelism)
-        is_whole = residual_is_whole(problem, parallelism)
+        is_whole = residual_is_whole(parallelism)
         transfer_s, sends_parts = boundary_s(problem, parallelism, sent, is_whole)
     return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, transfer_s, sends_parts)
 

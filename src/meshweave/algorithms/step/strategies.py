@@ -5,12 +5,12 @@ from __future__ import annotations
 from meshweave.algorithms.block import BlockAlgorithm, BlockProblem
 from meshweave.algorithms.block.roles import IDLE, RING, AxisRole, Roles
 from meshweave.algorithms.block.two_d import IncludedProducts
-from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.problem import Parallelism
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError
 
 
-def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorithm:
+def strategy_of(parallelism: Parallelism) -> BlockAlgorithm:
     """Return the strategy of a layer, with rings of context around it where there are such.
 
     Raises:

@@ -13,7 +13,7 @@ from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.algorithms.step.block_time import block_spans
+from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
 from meshweave.algorithms.step.result import Step
 from meshweave.base.units import format_bytes, to_s
@@ -97,7 +97,7 @@ def step_timeline(step: Step) -> StepTimeline:
         lanes.append(TimelineLane(group, "computing", tuple(spans)))
         if issued := _issued(step, timed, rank, shift_s):
             lanes.append(TimelineLane(group, "host", tuple(issued)))
-        if messages := _messages(step, timed, rank, shift_s):
+        if messages := _messages(timed, rank, shift_s):
             lanes.append(TimelineLane(group, "messages", tuple(messages)))
         if data := _replica_spans(step, timed, rank, shift_s):
             lanes.append(TimelineLane(group, "replicas", tuple(data)))
@@ -160,7 +160,7 @@ def _issued(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list
     return spans
 
 
-def _messages(step: Step, timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
+def _messages(timed: TimedSchedule, rank: int, shift_s: float) -> list[StepSpan]:
     """Return the messages that a pipeline rank receives; the parts of them that it waits for are exposed."""
     ranks = timed.schedule.stage_ranks
     hop = timed.times.transfer[0] if timed.times.transfer else 0
@@ -261,7 +261,7 @@ def layer_timeline(step: Step) -> StepTimeline | None:
 
     There is none where broadcasts are chains (`estimate.timeline.task_spans`).
     """
-    spans = block_spans(step.problem, step.parallelism)
+    spans = layer_block(step.problem, step.parallelism).spans
     if not spans:
         return None
     busy = [(to_s(each.begin_ps), to_s(each.end_ps)) for each in spans if isinstance(each.task.work, Compute)]

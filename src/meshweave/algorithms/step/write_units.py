@@ -83,7 +83,7 @@ def write_units(problem: StepProblem, parallelism: Parallelism, data: int, shard
 
 def _parts(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockParts:
     p = parallelism
-    entry = StrategyAround(strategy_of(problem, replace(p, context=1)), (BATCH, RING))
+    entry = StrategyAround(strategy_of(replace(p, context=1)), (BATCH, RING))
     block = block_of_piece(problem, p, piece, data)
     recompute = p.recompute if piece == "layers" else "none"
     config, known = best_config(problem, p), problem.cache("parts")

@@ -13,3 +13,5 @@ CALL_DIMS: dict[str, tuple[str, ...]] = {
     "reduction": ("elements",),
 }
 """What a call may be for its price: the kinds of work, and the sizes that each is counted by."""
+ATTENTION_CALLS = ("attention", "causal_attention")
+"""Calls that multiply their inputs, and compute in the dtype of the first of them."""

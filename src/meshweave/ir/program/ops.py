@@ -165,7 +165,8 @@ class Call(Op):
             for it: FLOPs from `shape`, and the bytes of all views, each once.
         work: what the call does, a key of `CALL_DIMS`. It chooses the rate and the count of FLOPs.
         shape: the sizes that `CALL_DIMS` names for this work, of this rank's share.
-        dtype: the dtype in which it computes; "" for that of its first output (or input).
+        dtype: the dtype in which it computes; "" for that of its first output (or input), of attention of its
+            first input.
     """
 
     kind: ClassVar[str] = "call"

@@ -1,0 +1,250 @@
+"""Price the tasks of a block: one by one in their recurrence, or all together where products are included.
+
+A task begins when its lane is free and those that it waits for have ended (`base.recurrence`). What a chip
+computes costs the same wherever its ranks lie, so prices of it are kept for all layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.block.node_writer import GRADIENTS
+from meshweave.algorithms.block.sized import FlatTask, ProductPart
+from meshweave.algorithms.step.host import IssuedKind, IssuedTask
+from meshweave.algorithms.step.placement import machine_of
+from meshweave.algorithms.step.precision import ProductDtypes
+from meshweave.algorithms.step.problem import StepProblem
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.recurrence import follow
+from meshweave.base.units import to_s
+from meshweave.cost.calls import with_counts
+from meshweave.cost.machine import Machine
+from meshweave.cost.price import price
+from meshweave.cost.product_table import item_bytes
+from meshweave.estimate import estimate_skeleton
+from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
+from meshweave.ir.work import Compute, Transfer, Work
+
+_GRADIENTS = f"_{GRADIENTS}"
+_MESSAGES = ("permute", "send", "recv", "get", "put", "accumulate")
+_CONTEXT_AXIS = ".depth"
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of a piece of work: computing, and exposed communication of tensor and context parallelism.
+
+    Attributes:
+        host_s: seconds in which the chip waits for its host, where that waits for collectives (`HostPace`).
+    """
+
+    compute_s: float = 0.0
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of the whole."""
+        return self.compute_s + self.tensor_s + self.context_s + self.host_s
+
+    def __add__(self, other: PartTime) -> PartTime:
+        return PartTime(
+            self.compute_s + other.compute_s,
+            self.tensor_s + other.tensor_s,
+            self.context_s + other.context_s,
+            self.host_s + other.host_s,
+        )
+
+    def __sub__(self, other: PartTime) -> PartTime:
+        return self + -1.0 * other
+
+    def __rmul__(self, factor: float) -> PartTime:
+        return PartTime(
+            factor * self.compute_s, factor * self.tensor_s, factor * self.context_s, factor * self.host_s
+        )
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """The time of a block, and what its host issues: kernels, collectives, and messages to one rank."""
+
+    part: PartTime
+    kernels: int
+    collectives: int = 0
+    messages: int = 0
+
+
+class PricedTasks:
+    """The tasks of a block for a number of sequences: what each waits for, and what their computing takes."""
+
+    def __init__(self, steps: list[FlatTask], products: ProductDtypes | None, problem: StepProblem) -> None:
+        lanes: dict[str, int] = {}  # the last task in each lane
+        number_of: dict[int, int] = {}
+        self._waits: list[tuple[int, ...]] = []
+        self._durations: list[int] = []
+        self._transfers: list[tuple[int, Transfer, int]] = []
+        self.kernels = self.collectives = self.messages = 0
+        for number, (lane, work, after, times, part) in enumerate(steps):
+            if is_summed_later(lane, work):
+                continue
+            number_of[number] = place = len(self._waits)
+            waits = [number_of[other] for other in after if other in number_of]
+            waits += [lanes[lane]] if lane in lanes else []
+            lanes[lane] = place
+            self._waits.append(tuple(waits))
+            if isinstance(work, Transfer):
+                self._transfers.append((place, work, times))
+                self._durations.append(0)
+                if work.kind in _MESSAGES:
+                    self.messages += times
+                elif work.num_ranks > 1:
+                    self.collectives += times
+            else:
+                self._durations.append(times * compute_ps(problem, adapted_compute(work, products, part)))
+                self.kernels += times
+        self.computing_ps = sum(self._durations)
+
+    def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
+        """Return the time on a machine; `known` keeps what transfers take there.
+
+        Where the software waits for each transfer (`waits`), nothing of it is hidden.
+        """
+        durations = self._priced(machine, known)
+        communication = context = 0
+        for place, work, _ in self._transfers:
+            communication += durations[place]
+            context += durations[place] if work.axis.endswith(_CONTEXT_AXIS) else 0
+        ends = [0] * len(durations)
+        follow(zip(range(len(ends)), durations, self._waits, strict=True), ends)
+        total = max(ends, default=0)
+        exposed_s = to_s(max(total - self.computing_ps, 0))
+        share = context / communication if communication else 0.0
+        computing_s = to_s(total) - exposed_s
+        if waits:
+            exposed_s = to_s(communication)
+        part = PartTime(computing_s, exposed_s * (1 - share), exposed_s * share)
+        return BlockTime(part, self.kernels, self.collectives, self.messages)
+
+    def _priced(self, machine: Machine, known: dict[Transfer, int]) -> list[int]:
+        """Return what each task takes on a machine."""
+        durations = self._durations.copy()
+        for place, work, times in self._transfers:
+            ticks = known.get(work)
+            if ticks is None:
+                ticks = known[work] = price(work, machine).total_ps
+            durations[place] = times * ticks
+        return durations
+
+    def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
+        """Return the tasks from a place on as a host issues them; what comes before has ended."""
+        durations = self._priced(machine, known)
+        transfers = {place: work for place, work, _ in self._transfers}
+        out = []
+        for place in range(start, len(durations)):
+            work = transfers.get(place)
+            kind: IssuedKind = (
+                "kernel" if work is None else "transfer" if work.kind in _MESSAGES else "collective"
+            )
+            waits = tuple(other - start for other in self._waits[place] if other >= start)
+            out.append(IssuedTask(kind, durations[place], waits))
+        return out
+
+    def __len__(self) -> int:
+        return len(self._durations)
+
+
+def compute_ps(problem: StepProblem, work: Compute) -> int:
+    """Return the picoseconds of work on a chip."""
+    known = problem.cache("computing")
+    ticks: int | None = known.get(work)
+    if ticks is None:
+        ticks = known[work] = price(work, machine_of(problem, (("row", 1, 1),))).total_ps
+    return ticks
+
+
+def adapted_compute(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
+    """Return work with products in the dtype of their part, and with ring attention to half of the keys a turn."""
+    if work.kind == "matmul" and products is not None:
+        dtype = getattr(products, part)
+        return work if dtype is None else replace(work, dtype=dtype, item_bytes=item_bytes(dtype))
+    if work.call == "experts" and products is not None:
+        named: dict[str, ProductPart] = {"input_grad": "dgrad", "weight_grad": "wgrad"}
+        dtype = getattr(products, named.get(work.part, "forward"))
+        return work if dtype is None else replace(work, dtype=dtype)
+    if work.call == "attention" and work.shape[3] == work.shape[2] > 1:
+        shape = (*work.shape[:3], work.shape[3] // 2 + 1, work.shape[4])
+        return with_counts(replace(work, flops=0, shape=shape))
+    return work
+
+
+def is_call(task: FlatTask, work: str) -> bool:
+    """Return whether a task is a call of a kind of work."""
+    return isinstance(task.work, Compute) and task.work.call == work
+
+
+def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
+    """Return the time of a block with included products; `waits` is that of `PricedTasks.time`."""
+    time = estimate_skeleton(skeleton, machine)
+    exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
+    computing_s = time.total_s - exposed_s
+    if waits:
+        exposed_s = time.communication_s
+    counts = {"kernels": 0, "collectives": 0, "messages": 0}
+    for count, task in skeleton.counted_tasks():
+        if isinstance(task.work, Compute):
+            counts["kernels"] += count
+        elif task.work.num_ranks > 1:
+            counts["messages" if task.work.kind in _MESSAGES else "collectives"] += count
+    return BlockTime(PartTime(computing_s, exposed_s), **counts)
+
+
+def is_summed_later(lane: str, work: Work) -> bool:
+    """Return whether a task is a sum of gradients that a step makes once, and not in each backward part.
+
+    Those that are scattered over the ranks of a 2D product are made in it.
+    """
+    return lane.endswith(_GRADIENTS) and not (isinstance(work, Transfer) and work.kind == "reduce_scatter")
+
+
+def without_gradients(skeleton: Skeleton) -> Skeleton:
+    """Return a skeleton without the sums of gradients of weights that a step makes once."""
+    phases = []
+    for phase in skeleton.phases:
+        dropped = {
+            task.name
+            for task in phase.tasks
+            if isinstance(task, Task) and is_summed_later(task.lane, task.work)
+        }
+        tasks: list[Task | Part] = []
+        for task in phase.tasks:
+            if task.name in dropped:
+                continue
+            if isinstance(task, Task):
+                after = tuple(wait for wait in task.after if wait[0] not in dropped)
+                task = replace(task, after=after)
+            else:
+                waits = ((lane, tuple(x for x in names if x not in dropped)) for lane, names in task.after)
+                task = replace(task, after=tuple((lane, names) for lane, names in waits if names))
+            tasks.append(task)
+        phases.append(Phase(phase.turns, tuple(tasks)))
+    return Skeleton(tuple(phases))
+
+
+def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
+    """Return a skeleton whose work is that of `adapted_compute`. Raises UnsupportedError for several dtypes."""
+    if products is not None and len(set(products)) > 1:
+        raise UnsupportedError(
+            "tasks of such a layer are not told apart by what they make, and its precision is"
+        )
+
+    def changed(task: Task | Part) -> Task | Part:
+        if isinstance(task, Task):
+            work = task.work
+            return replace(task, work=adapted_compute(work, products)) if isinstance(work, Compute) else task
+        inner = task.skeleton if products is None else adapted_skeleton(task.skeleton, products)
+        return replace(task, skeleton=inner)
+
+    return Skeleton(
+        tuple(replace(phase, tasks=tuple(changed(task) for task in phase.tasks)) for phase in skeleton.phases)
+    )
