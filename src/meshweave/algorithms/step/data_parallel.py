@@ -16,6 +16,9 @@ Tables are reduced and gathered as layers are: the head's before all layers in t
 after them in that of the forward part; the embedding's the other way round, with nothing to hide it. PyTorch's
 FSDP gathers both before the first layer, and reduces both after the last one.
 
+Where a stack slices weights for its collectives, it copies each rank's slice of each tensor out of what was
+gathered. Before it reduces a bucket, it copies that into one buffer a rank, and NCCL these into one of its own.
+
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
 after c + n r: the recurrence that a skeleton of these tasks has.
 """
@@ -33,6 +36,9 @@ from meshweave.algorithms.step.placement import (
     sharding_groups,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+
+_BUCKET_BYTES = 25 * 2**20
+"""Of 16-bit gradients that PyTorch's DistributedDataParallel reduces at once (bucket_cap_mb), or one tensor."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,21 @@ def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataPa
     if of_layer.experts:
         own_reduce_s, own_gather_s = _experts_s(problem, parallelism, of_layer.experts)
         reduce_s, gather_s = reduce_s + own_reduce_s, gather_s + own_gather_s
+    slice_s = _slice_s(problem, parallelism)
+    if slice_s:
+        tensors = problem.stack.sliced_weights
+        gather_s += tensors * slice_s
+        reduce_s += 2 * min(tensors, weights * problem.item_bytes / _BUCKET_BYTES) * slice_s
+        if table:
+            table_gather_s, table_s = table_gather_s + slice_s, table_s + 2 * slice_s
     return DataParallelTime(reduce_s, gather_s, table_s, table_gather_s, tied_s)
+
+
+def _slice_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return the seconds in which a stack copies the slices of one tensor, one for each rank that shards it."""
+    is_sliced = problem.stack.sliced_weights and parallelism.zero and parallelism.shards > 1
+    issue_s = problem.host.kernel_s if problem.host else problem.stack.launch_s
+    return parallelism.shards * issue_s if is_sliced else 0.0
 
 
 def _experts_s(problem: StepProblem, parallelism: Parallelism, experts: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshweave.algorithms.step.block_time import BlockTime, forward_and_whole, issued_parts
+from meshweave.algorithms.step.block_time import LayerBlock, layer_block
 from meshweave.algorithms.step.host import IssueCounts, paced_ps
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import quantizing
@@ -30,10 +30,9 @@ _PLAIN_KERNELS = {"forward": 3, "backward": 5}
 softmax and dropout."""
 
 
-def issue_counts(
-    problem: StepProblem, parallelism: Parallelism, first: BlockTime, whole: BlockTime
-) -> tuple[IssueCounts, IssueCounts]:
+def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
     """Return what the host issues in the forward and in the backward part of a layer."""
+    problem, first, whole = block.problem, block.forward, block.whole
     plain = _PLAIN_KERNELS if problem.attention == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
     stack = problem.stack
     passes = len(problem.model.layer.linears) if any(stack.gradient_passes) else 0
@@ -50,16 +49,13 @@ def issue_counts(
     )
 
 
-def issued_s(
-    problem: StepProblem, parallelism: Parallelism, first: BlockTime, whole: BlockTime
-) -> tuple[float, float, float]:
+def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float, float]:
     """Return the seconds in which the host issues the parts of a layer, and what is computed again."""
+    problem = block.problem
     host, graphs = problem.host, problem.stack.graphs
     if host is None:
         return 0.0, 0.0, 0.0
-    forward_s, backward_s = (
-        counts.seconds(host, graphs) for counts in issue_counts(problem, parallelism, first, whole)
-    )
+    forward_s, backward_s = (counts.seconds(host, graphs) for counts in issue_counts(block, parallelism))
     again_s = {"none": 0.0, "full": forward_s}.get(parallelism.recompute)
     if again_s is None:
         plain = _PLAIN_KERNELS["forward"] if problem.attention == "plain" else 0
@@ -68,20 +64,16 @@ def issued_s(
 
 
 def stalls_s(
-    problem: StepProblem,
-    parallelism: Parallelism,
-    first: BlockTime,
-    whole: BlockTime,
-    added_s: tuple[float, float],
+    block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
     """Return by how much the parts of a layer take longer because the host waits for its collectives."""
-    host = problem.host
-    if host is None or not host.waits or problem.stack.graphs or not whole.collectives:
+    host, first, whole = block.problem.host, block.forward, block.whole
+    if host is None or not host.waits or block.problem.stack.graphs or not whole.collectives:
         return 0.0, 0.0
-    parts = issued_parts(problem, parallelism)
+    parts = block.issued
     if parts is None:
         return 0.0, 0.0
-    counts = issue_counts(problem, parallelism, first, whole)
+    counts = issue_counts(block, parallelism)
     free_s = first.part.total_s, (whole.part - first.part).total_s
     forward_s, backward_s = (
         max(to_s(paced_ps(tasks, count, host, to_ps(more_s))) - own_s - more_s, 0.0)
@@ -98,10 +90,10 @@ def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | 
     host = problem.host
     if host is None:
         return None
-    first, whole = forward_and_whole(problem, parallelism, 0, problem.products)
-    counts = issue_counts(problem, parallelism, first, whole)
+    block = layer_block(problem, parallelism)
+    counts = issue_counts(block, parallelism)
     again = parallelism.recompute == "full"
-    ops = whole.kernels + again * first.kernels
+    ops = block.whole.kernels + again * block.forward.kernels
     if problem.stack.graphs:
         return HostRates((2 + again) * host.kernel_s / ops)
     kernels = sum(count.kernels for count in counts) + again * counts[0].kernels

@@ -87,6 +87,8 @@ class SoftwareStack:
             nanotron, and not evenly.
         keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
             kept for them; where there are as many key/value heads as heads.
+        sliced_weights: tensors of weights a layer, of each of which the collectives of ZeRO-1 copy every replica's
+            slice by an operation of its own, as nanotron does; 0 where they move one buffer.
         runs_programs: whether it runs the program of a step, as the library's own runtime does: a chip holds what
             that does. Of others closed forms say what they hold (`framework_memory`), by what is said above.
         runs: what the stack can execute.
@@ -118,6 +120,7 @@ class SoftwareStack:
     copies_norm_inputs: bool = False
     layers_by_cost: bool = False
     keeps_joint_qkv: bool = False
+    sliced_weights: int = 0
     runs_programs: bool = True
     runs: StackRuns = field(default_factory=StackRuns)
 

@@ -126,9 +126,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "buckets_gradients": True,
         "layers_by_cost": True,
         "keeps_joint_qkv": True,
+        "sliced_weights": 6,
         "logit_bytes": (36.0, 10.0),
         **_NANOTRON,
     },
+    "megatron-core": {"runs_programs": False},
 }
 """What a stack does where nobody says otherwise, and what it can execute: `meshweave` is the runtime with compiled
 blocks, whose compiler fuses what stands between products. megatron-2021 is Megatron-LM before fused attention and
@@ -139,7 +141,11 @@ divides them before it (a read, a write): torch/distributed/fsdp, _post_backward
 one kernel, and copies out what it gathers. Checkpoints of PyTorch from 2.1 on stop early
 (torch.utils.checkpoint, set_checkpoint_early_stop). nanotron's loss (parallel/tensor_parallel/functional.py,
 sharded_cross_entropy): a cast to fp32 (2 + 4), the greatest (4), a difference, an exponential (8 + 8), their
-sum (4) and a quotient (8); its gradient scaled (8) and cast back (6)."""
+sum (4) and a quotient (8); its gradient scaled (8) and cast back (6). Its ZeRO-1 (distributed.py,
+all_gather_coalesced, reduce_scatter_coalesced; optim/zero.py) moves a list of buffers, one a replica: of six
+tensors a layer (queries, keys and values are one, and gate and up). megatron-core is Megatron-Core with
+Transformer Engine, as NeMo and Megatron-Bridge run it: norms, rotations, activations and sums of the residual are
+a kernel each, as a block counts them, and products add to gradients (megatron/core/fusions)."""
 
 
 def stack_names() -> tuple[str, ...]:

@@ -28,7 +28,7 @@ _MOST_MICRO_BATCHES = 2**14
 """More of them on a pipeline than any run has, and than schedules are made of in a second."""
 _PRECISIONS = (
     (r"nvfp4", (), "nvfp4"),
-    (r"mxfp8", (), "mxfp8"),
+    (r"mxfp8|fp8-mx", (), "mxfp8"),
     (r"rowwise", ("torchtitan",), "fp8-token"),
     (r"fp8|float8", ("Megatron-Bridge", "torchtitan"), "fp8-current"),
     (r"fp8|float8", (), "fp8-delayed"),
@@ -113,6 +113,7 @@ def case_of(
     # sources print what the allocator has, in memory of which makers' sizes leave out the rest
     cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
     degrees = _degrees(run, words, cluster.num_chips)
+    degrees = replace(degrees, zero=_zero_level(words, stack, degrees))
     micro, batch = _batch(run, words, degrees.data)
     seq = run.count("seq")
     if seq is None:
@@ -265,14 +266,30 @@ def _degrees(run: PublishedRun, words: _Words, num_chips: int) -> Parallelism:
     return Parallelism(data, pipeline, context, tensor, zero=words.zero, schedule=words.schedule)
 
 
+def _zero_level(words: _Words, stack: RunStack, degrees: Parallelism) -> int:
+    """Return the level of ZeRO of a run: what its words say, or what its software does.
+
+    torchtitan shards over data and context ranks (its mesh "dp_shard_cp"). With pipeline ranks weights stay
+    gathered for all micro-batches, and gradients are reduced with the last one, as ZeRO-1 communicates
+    (torchtitan/parallelisms/parallelize_llama.py, reshard_after_forward; torch.distributed.pipelining).
+    """
+    if stack.name == "torchtitan" and "fsdp" in words.text and degrees.replicas > 1:
+        return 1 if degrees.pipeline > 1 else 3
+    return max(degrees.zero, stack.zero)
+
+
 def _batch(run: PublishedRun, words: _Words, data: int) -> tuple[int | None, int]:
-    """Return the sequences of a micro-batch, None where open, and of a step. Raises NoPredictionError."""
+    """Return the sequences of a micro-batch, None where open, and of a step. Raises NoPredictionError.
+
+    torchtitan cuts a rank's batch (LBS) into as many micro-batches as there are pipeline ranks, where nobody says
+    otherwise (torchtitan/parallelisms/pipelining_utils.py, build_pipeline_schedule).
+    """
     micro, batch = run.count("mbs"), run.count("gbs")
     if batch is not None:
         return micro, batch
     local = words.number(r"\blbs(\d+)")
     if local:
-        return (micro or local if "pp" not in words.text else 1), local * data
+        return micro or max(local // (words.number(r"\bpp ?=?(\d+)") or 1), 1), local * data
     micro_batches = words.number(r"(\d+) micro-?batches")
     if micro and micro_batches:
         return micro, micro * micro_batches * data

@@ -14,11 +14,13 @@ _CLUSTERS_OF_CHIPS = (
     (r"a100.*40", "dgx-a100-40gb"),
     (r"a100", "dgx-a100"),
     (r"h100", "dgx-h100"),
+    (r"h200", "dgx-h200"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
     (r"b200", "dgx-b200"),
     (r"v5e", "tpu-v5e"),
     (r"v5p", "tpu-v5p"),
+    (r"v6e", "tpu-v6e"),
     (r"v4", "tpu-v4"),
 )
 """Patterns of a kind of chip, in the order in which they are tried, and the cluster that has it."""

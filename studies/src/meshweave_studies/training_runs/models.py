@@ -27,6 +27,8 @@ _EXPERTS = re.compile(
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([mbt])\b", re.IGNORECASE)
 _SHAPE = re.compile(r"\bh(\d+)\b.*\bl(\d+)\b.*\ba(\d+)\b", re.IGNORECASE)
 _PARAMETERS = re.compile(r"\((\d+) params\)")
+_CHECKPOINTS = re.compile(r"\bS?AC\b")
+"""Words of torchtitan for what is computed again."""
 _CATALOG = {"8b": "llama-3-8b", "70b": "llama-3-70b", "405b": "llama-3.1-405b"}
 """Llama 3 and 3.1 by size: both have the same shapes."""
 _LLAMA_2 = {size: f"llama-2-{size}" for size in ("7b", "13b", "70b")}
@@ -94,6 +96,8 @@ def with_source_columns(run: PublishedRun) -> PublishedRun:
             counts = {name: columns[name] for name in COUNTS if name in columns} | counts
             chips = chips if chips[:1].isdigit() else columns.get("chips", chips)
             config = config or columns.get("config", "")
+            if not _CHECKPOINTS.search(config):
+                config = f"{config} {columns.get('recompute', '')}".rstrip()
     return replace(run, chips=chips, config=config, counts=counts)
 
 

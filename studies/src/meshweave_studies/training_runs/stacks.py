@@ -32,6 +32,7 @@ class RunStack:
         memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
         recomputes_instead: what is computed again where rows cannot be right; None: what they say.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
+        zero: the level of ZeRO where a row names none, or a lower one.
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
         does: what else the software does, by attributes of `SoftwareStack`.
@@ -48,6 +49,7 @@ class RunStack:
     recompute: Recompute = "none"
     recomputes_instead: Recompute | None = None
     is_sequence_parallel: bool = True
+    zero: int = 0
     interleaves: bool = False
     needs_precision: bool = False
     does: Mapping[str, Any] = field(default_factory=dict)
@@ -103,8 +105,10 @@ _STACKS = (
     RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
     RunStack(
         ("Megatron-Bridge", "Megatron-Core", "NeMo 24.07", "dgxc-benchmarking", "MLPerf Training"),
+        "megatron-core",
         loss="fused",
-        attention_kernel="flash-3",
+        zero=1,
+        attention_kernel="transformer-engine",
         needs_precision=True,
     ),
 )
