@@ -13,6 +13,7 @@ from typing import Any
 from file_mutations import NUMBERS, STRINGS
 
 from meshweave.cli.app import _command
+from meshweave.tune.exports import TARGETS
 
 _MNK = "--m 64 --n 64 --k 64"
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -28,7 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {experts} --cluster tpu-v4-pod:4 --batch 4 --sequence 64 --fix dp=4,pp=1 --stack ideal --table",
     ),
     "support": ("support {model} {cluster}:4", "support {config} dgx-b200:4 --sequence 4096 --json"),
-    "export": tuple(f"export {{step}} --to {name}" for name in ("megatron-lm", "torchtitan", "hf")),
+    "export": tuple(f"export {{step}} --to {name}" for name in TARGETS),
     "simulate": (
         *("simulate {program} --cluster {cluster}", "simulate {program} --cluster dgx-h100 --lower rings"),
         *(

@@ -108,6 +108,15 @@ def test_what_cannot_be_ranked() -> None:
         rank_blocks(GPT, LOAD, cluster, algorithms=["megatron"], mesh_shapes=[(2, 2)])
 
 
+def test_a_program_that_takes_minutes_is_not_simulated_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--batch", "64", "--algorithm", "collective_block", "--mesh", "64x64"]
+    assert run_app(["tune", "block", "gpt3", "--cluster", "dgx-h100:4096", *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "None is simulated: the program of collective_block, 1 chunk, has 253,952 ops on all ranks" in said
+
+
 def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     picture = tmp_path / "block.svg"
     options = ["--cluster", "atp-ic1", "--batch", "1", "--sequence", "256", "--algorithm", "atp,megatron"]

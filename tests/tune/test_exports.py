@@ -71,15 +71,15 @@ def test_megatron_lm_has_its_arguments() -> None:
 
 
 def test_a_strategy_that_others_do_not_have_is_refused_and_a_row_is_named() -> None:
-    plan = plan_of({"strategy": "meshslice_block", "tensor": (2, 2)}, {"strategy": "megatron", "zero": 0})
     for target in TARGETS:
+        plan = plan_of({"strategy": "meshslice_block", "tensor": (2, 2)}, {"zero": 0} | expressible(target))
         with pytest.raises(UnsupportedError, match=r"2x2 ranks.*row 2 of the plan can be"):
             export_plan(plan, target)
         assert export_plan(plan, target, 2).settings
     with pytest.raises(UnsupportedError, match="no row of the plan can be"):
         export_plan(plan_of({"strategy": "atp"}), "torchtitan")
     with pytest.raises(LayoutError, match="no row 3"):
-        export_plan(plan, "hf", 3)
+        export_plan(plan_of({}, {}), "hf", 3)
 
 
 def test_what_is_left_out_is_said() -> None:
@@ -116,10 +116,19 @@ def test_degrees_are_kept_or_spoken_of(degrees: dict[str, Any], target: str) -> 
     names = {
         "megatron-lm": ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
         "torchtitan": ("tensor_parallel_degree", "pipeline_parallel_degree"),
+        "megatron-bridge": ("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"),
         "hf": ("tp_size", ""),
+        "maxtext": ("ici_tensor_parallelism", ""),
+        "deepspeed": ("tensor_parallel.autotp_size", ""),
+        "accelerate": ("parallelism_config.parallelism_config_tp_size", ""),
+        "axolotl": ("tensor_parallel_size", ""),
     }[target]
-    assert settings[names[0]] == tensor
-    assert not names[1] or settings[names[1]] == degrees["pipeline"]
+    table, _, name = names[0].rpartition(".")
+    own = settings.get(table, {}) if target in ("deepspeed", "accelerate") else settings
+    assert own.get(names[0] if own is settings else name, 1) == tensor
+    assert (
+        settings[names[1]] == degrees["pipeline"] if names[1] else target == "hf" or degrees["pipeline"] == 1
+    )
     if target == "hf" and degrees["pipeline"] > 1:
         assert any("Pipeline" in sentence for sentence in export.left_out)
     if target != "hf" and degrees["order"] not in (
@@ -150,16 +159,23 @@ PRICED_WITH = {
 }  # fmt: skip
 
 
-def changes() -> dict[str, Plan]:
+def expressible(target: str) -> dict[str, Any]:
+    """Degrees that the target has."""
+    if target == "axolotl":
+        return {"pipeline": 1, "data": 8, "zero": 2, "tensor": 1, "context": 4}
+    return {"pipeline": 1, "data": 8, "zero": 2} if target in ("maxtext", "deepspeed", "accelerate") else {}
+
+
+def changes(degrees: dict[str, Any]) -> dict[str, Plan]:
     """Plans in each of which one field of the model, of its parallelism or of the step is another."""
     model = load_model("llama-3-8b")
-    plans = {name: plan_of({}, model=replace(model, **{name: value})) for name, value in SIZES.items()}
+    plans = {name: plan_of(degrees, model=replace(model, **{name: value})) for name, value in SIZES.items()}
     for name, value in OWN.items():
         other = replace(model.architecture, **{name: value})
-        plans[name] = plan_of({}, model=replace(model, architecture=other))
-    plans |= {name: plan_of({name: value}) for name, value in STEP.items()}
-    plans |= {name: plan_of({}, **{name: value}) for name, value in OF_PLAN.items()}
-    return plans | {name: plan_of({}, settings={name: value}) for name, value in PRICED_WITH.items()}
+        plans[name] = plan_of(degrees, model=replace(model, architecture=other))
+    plans |= {name: plan_of(degrees | {name: value}) for name, value in STEP.items()}
+    plans |= {name: plan_of(degrees, **{name: value}) for name, value in OF_PLAN.items()}
+    return plans | {name: plan_of(degrees, settings={name: value}) for name, value in PRICED_WITH.items()}
 
 
 def test_every_field_has_another_value() -> None:
@@ -196,16 +212,19 @@ def test_every_field_has_another_value() -> None:
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_each_field_is_told_or_said_to_be_left_out(target: str) -> None:
     """Changes each field alone: an export that stays the same leaves it out in silence."""
-    before = export_plan(plan_of({}), target)
+    degrees = expressible(target)
+    before = export_plan(plan_of(degrees), target)
     silent = []
-    for name, plan in changes().items():
+    for name, plan in changes(degrees).items():
         try:
             after = export_plan(plan, target)
         except UnsupportedError:
             continue
         if after == before:
             silent.append(name)
-    assert not silent
+    of_one_rank = {"schedule", "virtual_stages"} if degrees.get("pipeline") == 1 else set()
+    of_one_rank |= {"strategy"} if degrees.get("tensor") == 1 else set()
+    assert set(silent) <= of_one_rank
 
 
 def parsed(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -351,6 +370,14 @@ def test_arguments_are_fields_of_megatron_core(degrees: dict[str, Any]) -> None:
     assert ddp(**tables[1]).use_distributed_optimizer
 
 
-def test_a_plan_of_a_model_with_experts_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="exports of such models are not written yet"):
-        export_plan(plan_of({}, model=load_model("mixtral-8x7b")), "megatron-lm")
+def test_degrees_of_experts_are_exported_or_refused() -> None:
+    degrees = {"expert": 4, "data": 4, "pipeline": 1, "tensor": 2}
+    mixtral = load_model("mixtral-8x7b")
+    for target in TARGETS:
+        try:
+            export = export_plan(plan_of(degrees, model=mixtral), target)
+        except UnsupportedError as error:
+            assert "degrees of experts" in str(error) or target in ("hf", "axolotl")
+        else:
+            assert 4 in (export.settings.get("parallelism") or export.settings).values()
+            assert any("layers = " in sentence for sentence in export.left_out)

@@ -9,26 +9,34 @@ from typing import Annotated
 import typer
 
 from meshweave.cli.options import JSON_HELP, print_json, read_plan
-from meshweave.tune.exports import TARGETS, export_plan
+from meshweave.tune.exports import LAUNCHERS, TARGETS, export_plan, launch_file
+from meshweave.tune.plan_description import planned_cluster
 
 
 def export(
     plan: Annotated[Path, typer.Argument(help="A plan of a step, as `meshweave plan --save` writes it.")],
     to: Annotated[str, typer.Option(help=f"{', '.join(TARGETS)}.")],
     row: Annotated[int, typer.Option(help="The configuration, by its place in the ranking.", min=1)] = 1,
+    launch: Annotated[
+        str | None, typer.Option(help=f"A file that starts it on the hosts instead: {', '.join(LAUNCHERS)}.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Print a planned configuration as settings of other software, and what they cannot say.
 
-    What is printed are arguments of Megatron-LM or torchtitan, or a tp_plan of transformers. What they leave out
-    goes to stderr. A strategy that the other software does not have is an error, which names a row that it has.
+    What is printed are arguments, overrides or a file, as the other software takes them. What they leave out goes
+    to stderr. A strategy that the other software does not have is an error, which names a row that it has.
 
     Example: meshweave export plan.json --to megatron-lm
     """
-    export = export_plan(read_plan(plan), to, row)
+    planned = read_plan(plan)
+    export = export_plan(planned, to, row)
+    text = export.text
+    if launch is not None:
+        text = launch_file(export, launch, planned_cluster(planned))
     if json:
-        print_json(asdict(export))
+        print_json(asdict(export) | ({} if launch is None else {"launch": text}))
         return
-    typer.echo(export.text)
+    typer.echo(text)
     for sentence in export.left_out:
         typer.echo(f"left out: {sentence}", err=True)

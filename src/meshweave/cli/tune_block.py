@@ -55,7 +55,10 @@ class BlockOptions:
         ),
     ] = "all"
     simulated: Annotated[
-        int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
+        int,
+        typer.Option(
+            "--simulate", min=0, max=64, help="How many of the best to simulate; none where one is too large."
+        ),
     ] = 4
     overlap: Annotated[
         Overlap,
@@ -162,6 +165,7 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
         "num_chips": ranking.cluster.num_chips,
         "layers": ranking.layers,
         "num_priced": ranking.num_priced,
+        "note": ranking.note,
         "entries": rows,
     }
 
@@ -186,6 +190,8 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
         times = (simulated, format_s(entry["estimate_s"]), format_s(entry["exposed_s"]))
         rows.append((entry["algorithm"], mesh_text, entry["config"], *times, peak, margin))
     print_table(head, rows, num_left=3)
+    if ranking.note:
+        typer.echo(f"{ranking.note}.")
     if data["entries"][0]["reason"]:
         typer.echo(f"Why the first is ahead of the second: {data['entries'][0]['reason']}.")
     other = next_strategy(ranking)

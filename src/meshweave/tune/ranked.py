@@ -12,6 +12,11 @@ from meshweave.estimate import Estimate
 from meshweave.ir.program import Program
 
 
+def num_ops(program: Program) -> int:
+    """Return about how many ops a program has on all ranks: as many on each as on the first."""
+    return len(program.ranks) * sum(1 for _ in program.expanded.unbound_ops_on_rank(program.ranks[0]))
+
+
 @dataclass(frozen=True)
 class RankedConfig:
     """One config of one algorithm for a problem, with its estimated time on a cluster.

@@ -15,11 +15,12 @@ from typing import Any
 from meshweave.algorithms.contract import Algorithm
 from meshweave.algorithms.table import algorithm, algorithms_for
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.limits import SIMULATED_OPS
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.simulate import simulate
 from meshweave.tune.best_first import BestFirst
-from meshweave.tune.ranked import RankedConfig
+from meshweave.tune.ranked import RankedConfig, num_ops
 
 
 def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, Algorithm[Any, Any]]:
@@ -93,8 +94,16 @@ def simulate_best(
 ) -> list[RankedConfig]:
     """Return the configs with the first `count` simulated, these the fastest first, and the others after them.
 
-    Raises UnsupportedError where the machine cannot place a group.
+    Raises:
+        UnsupportedError: the machine cannot place a group, or one of the programs has more ops than are simulated
+            here, each within about a minute; then none is.
     """
+    for config in ranked[:count]:
+        if (ops := num_ops(config.program)) > SIMULATED_OPS.most:
+            raise UnsupportedError(
+                f"the program of {config.algorithm.name}, {config.config}, {SIMULATED_OPS.refusal(ops)} that are "
+                "simulated here; use estimates, or fewer chips"
+            )
     simulated = []
     for number, config in enumerate(ranked[:count]):
         simulated.append(simulated_config(config, cluster))

@@ -1,11 +1,15 @@
-"""`export_plan`: one row of a plan as settings of Megatron-LM, Hugging Face transformers or torchtitan."""
+"""`export_plan`: one row of a plan as settings of other software."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.tune.exports.deepspeed import to_deepspeed
+from meshweave.tune.exports.fsdp2 import to_accelerate, to_axolotl
 from meshweave.tune.exports.hugging_face import to_hugging_face
+from meshweave.tune.exports.maxtext import to_maxtext
+from meshweave.tune.exports.megatron_bridge import to_megatron_bridge
 from meshweave.tune.exports.megatron_lm import to_megatron_lm
 from meshweave.tune.exports.row import Export, PlannedRow
 from meshweave.tune.exports.torchtitan import to_torchtitan
@@ -14,8 +18,13 @@ from meshweave.tune.plan_description import planned_model
 
 TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
     "megatron-lm": to_megatron_lm,
-    "hf": to_hugging_face,
+    "megatron-bridge": to_megatron_bridge,
     "torchtitan": to_torchtitan,
+    "maxtext": to_maxtext,
+    "deepspeed": to_deepspeed,
+    "accelerate": to_accelerate,
+    "axolotl": to_axolotl,
+    "hf": to_hugging_face,
 }
 
 
@@ -23,7 +32,7 @@ def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
     """Return a configuration of a plan of a step as settings of other software.
 
     Args:
-        target: "megatron-lm", "hf" or "torchtitan".
+        target: one of `TARGETS`.
         row: the configuration, by its place in the ranking from 1.
 
     Raises:
@@ -37,11 +46,9 @@ def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
             f"there is no export to '{target}'{did_you_mean(target, TARGETS)}; there are {', '.join(TARGETS)}"
         )
     ranked = plan.step.ranked
-    if (planned := planned_model(plan)).is_routed or ranked[0].degrees.expert > 1:
-        raise UnsupportedError(f"{planned.name} has experts; exports of such models are not written yet")
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
-    model, convert = planned, TARGETS[target]
+    model, convert = planned_model(plan), TARGETS[target]
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
         return convert(rows[row - 1])

@@ -28,6 +28,7 @@ def to_hugging_face(row: PlannedRow) -> Export:
     Raises UnsupportedError where transformers has no such strategy.
     """
     row.require_megatron("transformers")
+    row.require_dense("transformers")
     if not row.model.gated_ffn:
         raise UnsupportedError(
             f"transformers has no tensor-parallel style for the layers of {row.model.name}, whose matrices are "

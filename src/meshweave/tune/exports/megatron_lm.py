@@ -7,24 +7,37 @@ from typing import Any
 
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import UnsupportedError, listed
-from meshweave.tune.exports.model_words import model_left_out, step_left_out
+from meshweave.tune.exports.model_words import MEGATRON_ORDER, model_left_out, order_sentence, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
-_ORDERS = {("tensor", "context", "data", "pipeline"): (), ("tensor", "context", "pipeline", "data"): (
-    "--use-tp-pp-dp-mapping",
-)}  # fmt: skip
+_DATA_OUTERMOST = ("tensor", "context", "pipeline", "data")
 _TARGET = "megatron-lm"
 _DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 
 
 def to_megatron_lm(row: PlannedRow) -> Export:
     """Return the arguments for `pretrain_gpt.py`. Raises UnsupportedError where it has no such strategy."""
-    plan, degrees = row.plan, row.degrees
-    row.require_megatron("Megatron-LM")
     left_out: list[str] = []
     flags: list[str] = []
     settings: dict[str, Any] = {}
-    told = _add_model(row, settings, flags, left_out)
+    model_told = _add_model(row, settings, flags, left_out)
+    step_told = add_degrees(row, settings, flags, left_out, "Megatron-LM")
+    left_out += model_left_out(row.model, model_told, "Megatron-LM")
+    left_out += step_left_out(row, ("dropout", *step_told), "Megatron-LM")
+    words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
+    table = settings | dict.fromkeys(flags, True)
+    return Export(_TARGET, table, " \\\n".join(words), tuple(left_out))
+
+
+def add_degrees(
+    row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str], target: str
+) -> set[str]:
+    """Add Megatron Core's arguments of a step; return the settings of the price that they tell.
+
+    Raises UnsupportedError where Megatron Core has no such strategy or schedule.
+    """
+    plan, degrees = row.plan, row.degrees
+    row.require_megatron(target)
     settings |= {
         "--seq-length": plan.sequence,
         "--micro-batch-size": degrees.micro_batch,
@@ -33,6 +46,11 @@ def to_megatron_lm(row: PlannedRow) -> Export:
         "--pipeline-model-parallel-size": degrees.pipeline,
         "--context-parallel-size": degrees.context,
     }
+    if row.model.is_routed:
+        settings |= {
+            "--expert-model-parallel-size": degrees.expert,
+            "--expert-tensor-parallel-size": degrees.expert_tensor,
+        }
     if degrees.data > 1:
         left_out.append(
             f"Data parallelism of {degrees.data} is what the number of ranks makes of it: start "
@@ -41,27 +59,21 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     if row.is_sequence_parallel:
         flags.append("--sequence-parallel")
     flags += _zero_flags(row, settings)
-    _add_schedule(row, settings, left_out)
+    _add_schedule(row, settings, left_out, target)
     if degrees.recompute != "none":
         settings["--recompute-granularity"] = degrees.recompute
     if degrees.recompute == "full":
         settings |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
-    order = tuple(name for name in degrees.order)
-    if order in _ORDERS:
-        flags += _ORDERS[order]
-    else:
-        left_out.append(
-            f"The order of ranks is {', '.join(order)}, innermost first; Megatron-LM has tensor, context, data, "
-            "pipeline, or the last two exchanged."
-        )
+    order = tuple(degrees.order)
+    if order == _DATA_OUTERMOST and "--use-megatron-fsdp" not in flags:
+        flags.append("--use-tp-pp-dp-mapping")
+    elif order != MEGATRON_ORDER:
+        beside = ", or the last two exchanged" if order != _DATA_OUTERMOST else " where weights are sharded"
+        left_out.append(order_sentence(order, f"{target} has {', '.join(MEGATRON_ORDER)}{beside}"))
     flags += _DTYPES.get(plan.dtype, ())
     if plan.dtype not in _DTYPES:
         left_out.append(f"Products are in {plan.dtype}, for which these arguments have no word.")
-    left_out += model_left_out(row.model, told, "Megatron-LM")
-    left_out += step_left_out(row, ("dropout", *_add_step(row, settings, flags)), "Megatron-LM")
-    words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
-    table = settings | dict.fromkeys(flags, True)
-    return Export(_TARGET, table, " \\\n".join(words), tuple(left_out))
+    return _add_step(row, settings, flags)
 
 
 def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]) -> set[str]:
@@ -202,14 +214,14 @@ def _zero_flags(row: PlannedRow, settings: dict[str, Any]) -> tuple[str, ...]:
     return ("--use-distributed-optimizer",)
 
 
-def _add_schedule(row: PlannedRow, settings: dict[str, Any], left_out: list[str]) -> None:
+def _add_schedule(row: PlannedRow, settings: dict[str, Any], left_out: list[str], target: str) -> None:
     degrees = row.degrees
     if degrees.pipeline == 1:
         return
     if _TARGET not in row.schedule.names_elsewhere:
         here = [name for name, entry in SCHEDULES.items() if _TARGET in entry.names_elsewhere]
         raise UnsupportedError(
-            f"Megatron-LM has the schedules {listed(here)}, and not {degrees.schedule}; mw.pipeline runs that"
+            f"{target} has the schedules {listed(here)}, and not {degrees.schedule}; mw.pipeline runs that"
         )
     if row.num_layers_per_stage is None:
         left_out.append(

@@ -12,6 +12,8 @@ from meshweave.tune.exports.row import PlannedRow
 
 PLAIN_TYPES = ("", "llama", "mistral", "qwen2", "qwen3", "gpt2")
 """Families whose layers are what fields say, and nothing else: norms before attention and FFN, one after all."""
+MEGATRON_ORDER = ("tensor", "context", "data", "pipeline")
+"""Axes of ranks, innermost first, as Megatron Core has them by default, torchtitan and accelerate always."""
 _NAMES_AND_PRICES = ("name", "source", "not_priced", "architecture")
 _OF_ROTARY = ("rotary_base", "rotary_share")
 
@@ -69,3 +71,8 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
             f"{target} overlaps there is its own to set."
         )
     return sentences
+
+
+def order_sentence(order: Collection[str], theirs: str) -> str:
+    """Return a sentence of an order of ranks that other software does not have."""
+    return f"The order of ranks is {', '.join(order)}, innermost first; {theirs}."

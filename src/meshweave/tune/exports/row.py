@@ -56,6 +56,11 @@ class PlannedRow:
         return first * second
 
     @property
+    def accumulated(self) -> int:
+        """Return the micro-batches of a rank in a step."""
+        return self.plan.batch // (self.degrees.micro_batch * self.degrees.data)
+
+    @property
     def num_layers_per_stage(self) -> int | None:
         """Return the layers of a stage of the pipeline, or None where stages differ."""
         stages = self.degrees.pipeline * self.degrees.virtual_stages
@@ -79,3 +84,15 @@ class PlannedRow:
                 f"{target} shares layers as Megatron-LM does, along one axis, and not as {strategy.name}; "
                 "mw.parallelize runs that"
             )
+
+    def require_no_pipeline(self, target: str) -> None:
+        """Raise UnsupportedError where layers are divided among stages, for software without pipelines."""
+        if self.degrees.pipeline > 1:
+            raise UnsupportedError(
+                f"{target} has no pipelines of stages; mw.pipeline runs {self.degrees.schedule}"
+            )
+
+    def require_dense(self, target: str) -> None:
+        """Raise UnsupportedError where experts have ranks of their own."""
+        if self.degrees.expert > 1 or self.degrees.expert_tensor > 1:
+            raise UnsupportedError(f"the settings of {target} written here have no degrees of experts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.tune.exports.model_words import model_left_out, step_left_out
+from meshweave.tune.exports.model_words import MEGATRON_ORDER, model_left_out, order_sentence, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
 
@@ -24,20 +24,25 @@ def to_torchtitan(row: PlannedRow) -> Export:
     }
     if degrees.context > 1:
         parallelism["context_parallel_load_balancer"] = None
+    if row.model.is_routed:
+        if degrees.expert_tensor > 1:
+            raise UnsupportedError(
+                f"torchtitan keeps experts whole, and not on {degrees.expert_tensor} ranks each"
+            )
+        parallelism["expert_parallel_degree"] = degrees.expert
     training: dict[str, Any] = {
         "local_batch_size": degrees.micro_batch if degrees.pipeline == 1 else plan.batch // degrees.data,
         "global_batch_size": plan.batch,
         "seq_len": plan.sequence,
     }
+    if degrees.pipeline > 1:
+        training["disable_cuda_graphs"] = True  # torchtitan 0.3.0 captures no pipelines
     if plan.dtype in ("bfloat16", "float32"):
         training["mixed_precision_param"] = plan.dtype
     else:
         left_out.append(f"Products are in {plan.dtype}; torchtitan computes in bfloat16 or float32.")
-    if tuple(degrees.order) != ("tensor", "context", "data", "pipeline"):
-        left_out.append(
-            f"The order of ranks is {', '.join(degrees.order)}, innermost first; torchtitan always has tensor, "
-            "context, data, pipeline."
-        )
+    if tuple(degrees.order) != MEGATRON_ORDER:
+        left_out.append(order_sentence(degrees.order, f"torchtitan always has {', '.join(MEGATRON_ORDER)}"))
     if degrees.recompute == "selective":
         left_out.append(
             "Selective recomputation here computes attention again; torchtitan's saves the results of listed "

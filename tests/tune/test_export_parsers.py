@@ -1,0 +1,215 @@
+"""Exports read by the code of what they are for, each installed by pip into a folder of its own.
+
+Nothing of it is in this project's environment: `pip install --target` without dependencies, and of these those
+that the parser imports. Where pip has no index to ask, a test says so and is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_exports import plan_of
+
+from meshweave.tune.exports import export_plan
+
+pytestmark = pytest.mark.slow
+
+TORCHTITAN = """
+import dataclasses, json, sys
+from torchtitan.config.manager import ConfigManager
+words = json.load(sys.stdin)["text"].replace("\\\\\\n", " ").split()
+config = ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_8b", *words])
+read = {name: dataclasses.asdict(getattr(config, name)) for name in ("parallelism", "training")}
+print(json.dumps(read, default=str))
+"""
+DEEPSPEED = """
+import json, os, sys
+export = json.load(sys.stdin)
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(export["port"])}
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+class Ranks:
+    def get_data_parallel_world_size(self):
+        return export["data"]
+deepspeed.init_distributed("gloo")
+config = DeepSpeedConfig(export["settings"], mpu=Ranks())
+print(json.dumps({
+    "micro_batch": config.train_micro_batch_size_per_gpu, "accumulated": config.gradient_accumulation_steps,
+    "zero": config.zero_optimization_stage, "tensor": config.tensor_parallel_config.autotp_size,
+    "bf16": config.bfloat16_config.enabled,
+}))
+"""
+ACCELERATE = """
+import json, os, sys
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+with open("plan.json", "w") as file:
+    file.write(json.load(sys.stdin)["text"])
+arguments = launch_command_parser().parse_args(["--config_file", "plan.json", "train.py"])
+os.environ |= prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+sizes, shards = ParallelismConfig(), FullyShardedDataParallelPlugin()
+print(json.dumps({
+    "sizes": [sizes.dp_shard_size, sizes.cp_size, sizes.tp_size, sizes.total_size],
+    "reshard": shards.reshard_after_forward, "checkpointing": shards.activation_checkpointing,
+    "version": shards.fsdp_version,
+}))
+"""
+AXOLOTL = """
+import json, sys
+from axolotl.utils.dict import DictDefault
+from axolotl.utils.schemas.config import AxolotlInputConfig
+rest = dict(base_model="m", datasets=[{"path": "x", "type": "alpaca"}], learning_rate=1e-4,
+            optimizer="adamw_torch", lr_scheduler="cosine", num_epochs=1, output_dir="o")
+config = AxolotlInputConfig(**DictDefault(json.load(sys.stdin)["settings"] | rest))
+print(json.dumps([config.dp_shard_size, config.sequence_len, config.micro_batch_size,
+                  config.gradient_accumulation_steps, config.fsdp_config.reshard_after_forward, config.bf16]))
+"""
+BRIDGE = """
+import ast, importlib.util, json, sys
+from pathlib import Path
+import megatron.core
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from omegaconf import OmegaConf
+folder = next(Path(p) / "megatron/bridge/training" for p in sys.path if (Path(p) / "megatron/bridge").is_dir())
+spec = importlib.util.spec_from_file_location("overrides", folder / "utils/omegaconf_utils.py")
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+body = ast.parse((folder / "config.py").read_text()).body
+classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+def own(name):
+    return [item.target.id for item in classes[name].body if isinstance(item, ast.AnnAssign)]
+def core(config):
+    return list(config.__dataclass_fields__)
+provider = (folder.parent / "models/gpt_provider.py").read_text()
+of_provider = [item.target.id for node in ast.parse(provider).body if isinstance(node, ast.ClassDef)
+               for item in node.body if isinstance(item, ast.AnnAssign)]
+sections = {
+    "model": core(TransformerConfig) + of_provider, "train": own("TrainingConfig"),
+    "ddp": core(DistributedDataParallelConfig), "dist": own("DistributedInitConfig"),
+    "optimizer": core(OptimizerConfig), "dataset": own("GPTDatasetConfig") + ["seq_length"],
+}
+empty = {name: dict.fromkeys(fields) for name, fields in sections.items()}
+config = OmegaConf.create(empty | {"mixed_precision": None})
+words = json.load(sys.stdin)["text"].replace("\\\\\\n", " ").split()
+print(json.dumps(OmegaConf.to_container(module.parse_hydra_overrides(config, words))))
+"""
+PACKAGES = {
+    "torchtitan": "torchtitan==0.3.0 tyro typeguard docstring_parser torchdata datasets dill xxhash multiprocess "
+    "pyarrow pandas einops spmd_types torch_checkpointing triton",
+    "deepspeed": "deepspeed==0.19.8 hjson py-cpuinfo msgpack ninja einops",
+    "axolotl": "axolotl==0.19.0 addict",
+    "megatron-bridge": "megatron-bridge==0.3.1 megatron-core==0.16.1 omegaconf hydra-core "
+    "antlr4-python3-runtime==4.9.3",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {target: tmp_path_factory.mktemp(target) for target in (*PACKAGES, "accelerate")}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> Any:
+    """What the target's own code makes of an export, in a process of its own; what it refuses fails the test."""
+    if target in PACKAGES and not any(folder.iterdir()):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        environment = os.environ | {"DS_BUILD_OPS": "0"}
+        made = subprocess.run(
+            [*command, "--no-build-isolation", *PACKAGES[target].split()], capture_output=True, text=True,
+            check=False, env=environment,
+        )  # fmt: skip
+        if made.returncode:
+            pytest.skip(f"pip could not install {target}: {made.stderr.strip().splitlines()[-1]}")
+    export = export_plan(plan_of(degrees), target)
+    given = json.dumps(
+        {"settings": export.settings, "text": export.text, "data": degrees["data"], "port": free_port()}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pipeline": 2, "data": 2, "zero": 1, "tensor": 4},
+        {"pipeline": 1, "data": 4, "zero": 3, "tensor": 2, "context": 2, "recompute": "full"},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b", "data": 2, "zero": 0},
+    ],
+)
+def test_torchtitan_parses_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
+    read = read_by("torchtitan", TORCHTITAN, degrees, folders["torchtitan"])
+    parallelism = read["parallelism"]
+    assert parallelism["tensor_parallel_degree"] == degrees.get("tensor", 4)
+    assert parallelism["pipeline_parallel_degree"] == degrees["pipeline"]
+    assert parallelism["context_parallel_degree"] == degrees.get("context", 1)
+    sharded = degrees["data"] if degrees["zero"] else 1
+    assert parallelism["data_parallel_shard_degree"] == sharded
+    assert read["training"]["seq_len"] == 8192 and read["training"]["global_batch_size"] == 64
+
+
+@pytest.mark.parametrize(("zero", "tensor"), [(0, 1), (1, 2), (2, 4), (3, 1)])
+def test_deepspeed_parses_it(zero: int, tensor: int, folders: dict[str, Path]) -> None:
+    degrees = {"pipeline": 1, "data": 4, "zero": zero, "tensor": tensor, "micro_batch": 2}
+    read = read_by("deepspeed", DEEPSPEED, degrees, folders["deepspeed"])
+    of_tensor = 0 if tensor == 1 else tensor
+    assert read == {"micro_batch": 2, "accumulated": 8, "zero": zero, "tensor": of_tensor, "bf16": True}
+
+
+@pytest.mark.parametrize(("zero", "tensor", "context"), [(3, 2, 1), (3, 1, 2), (1, 1, 1)])
+def test_accelerate_launches_by_it(zero: int, tensor: int, context: int, folders: dict[str, Path]) -> None:
+    pytest.importorskip("accelerate")
+    degrees = {
+        "pipeline": 1,
+        "data": 4,
+        "zero": zero,
+        "tensor": tensor,
+        "context": context,
+        "recompute": "full",
+    }
+    read = read_by("accelerate", ACCELERATE, degrees, folders["accelerate"])
+    assert read["sizes"] == [4, context, tensor, 4 * context * tensor]
+    assert read["reshard"] == (zero == 3) and read["checkpointing"] and read["version"] == 2
+
+
+def test_axolotl_parses_it(folders: dict[str, Path]) -> None:
+    degrees = {"pipeline": 1, "data": 4, "zero": 3, "tensor": 1}
+    assert read_by("axolotl", AXOLOTL, degrees, folders["axolotl"]) == [4, 8192, 1, 16, True, True]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data": 2, "virtual_stages": 4, "recompute": "full"},
+        {"data": 8, "pipeline": 1, "zero": 3},
+        {"data": 1, "zero": 0},
+    ],
+)
+def test_megatron_bridge_parses_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
+    """By Bridge's parser of overrides and the fields of its configs; importing it needs TransformerEngine."""
+    read = read_by("megatron-bridge", BRIDGE, degrees, folders["megatron-bridge"])
+    assert read["model"]["tensor_model_parallel_size"] == 4 and read["train"]["global_batch_size"] == 64
+    assert read["model"]["virtual_pipeline_model_parallel_size"] == degrees.get("virtual_stages")
+    assert read["ddp"]["use_megatron_fsdp"] == (degrees.get("zero") == 3)
+    assert read["ddp"]["use_distributed_optimizer"] == (degrees.get("zero") != 0)
