@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshweave.report.chart import _LETTER, _WIDTH, COLOURS, _linear_ticks, _scale
+from meshweave.report.chart import _WIDTH, COLOURS, _linear_ticks, _scale
+from meshweave.report.svg import LETTER, chart_frame, chart_heading, shape_keys
 
-_ROW, _BAR, _HEADER, _TOP, _RIGHT = 22, 13, 30, 30, 24
+ROW, BAR = 22, 13
+"""The height of a row of charts, and of the bar in it."""
+_HEADER, _TOP, _RIGHT = 30, 30, 24
 Scale = Callable[[float], float]
-_GREY, _GRID = "#4a5562", "#e3e7ec"
+GREY = "#4a5562"
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ def bar_chart(
     if not bars:
         return ""
     assert len(mark_names) <= len(_MARKS), "more marks than shapes"
-    left = 20 + int(_LETTER * max(len(bar.name) for bar in bars))
-    right = _RIGHT + int(_LETTER * max(len(bar.text) for bar in bars))
+    left = 20 + int(LETTER * max(len(bar.name) for bar in bars))
+    right = _RIGHT + int(LETTER * max(len(bar.text) for bar in bars))
     most = max(max(bar.high, bar.value, *(mark or 0.0 for mark in bar.marks)) for bar in bars)
     ticks = _linear_ticks(most)
     x_at = _scale(ticks, False, left, _WIDTH - right)
@@ -76,44 +79,39 @@ def bar_chart(
         drawn.append(f'<text x="16" y="{y - 9:.0f}" font-weight="bold">{escape(group.title)}</text>')
         for bar in group.bars:
             drawn += _bar(bar, colours[bar.family or bar.name], y, left, x_at, mark_names)
-            y += _ROW
+            y += ROW
     bottom = y + 4
-    grid = _grid(ticks, x_at, bottom, line_at)
+    grid = ticks_above(ticks, x_at, _TOP, bottom)
+    if line_at is not None:
+        grid.append(dashed(x_at(line_at), _TOP, bottom))
     middle = (left + _WIDTH - right) / 2
     grid.append(f'<text x="{middle:.1f}" y="{bottom + 36:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     legend, y = _legend(bar_name, spread_name, mark_names, line_name, bottom + 58)
     for note in notes:
-        legend.append(f'<text x="16" y="{y:.0f}" font-size="11" fill="{_GREY}">{escape(note)}</text>')
+        legend.append(f'<text x="16" y="{y:.0f}" font-size="11" fill="{GREY}">{escape(note)}</text>')
         y += 16
-    height = int(y)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
-        f'<rect width="100%" height="100%" fill="white"/>'
-        f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
-        f"{''.join((*grid, *drawn, *legend))}</svg>\n"
-    )
+    parts = (chart_heading(title), *grid, *drawn, *legend)
+    return chart_frame(title, _WIDTH, int(y), parts) + "\n"
 
 
-def _grid(ticks: Sequence[float], x_at: Scale, bottom: float, line_at: float | None) -> list[str]:
+def ticks_above(ticks: Sequence[float], x_at: Scale, top: float, bottom: float) -> list[str]:
+    """Return a line at each tick from top to bottom, with its number below."""
     grid = []
     for tick in ticks:
         x = x_at(tick)
-        grid.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom:.0f}" stroke="{_GRID}"/>')
+        grid.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom:.0f}" stroke="#e3e7ec"/>')
         grid.append(
-            f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle" fill="{_GREY}">{tick:g}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle" fill="{GREY}">{tick:g}</text>'
         )
-    if line_at is not None:
-        grid.append(_dashed(x_at(line_at), _TOP, bottom))
     return grid
 
 
 def _bar(bar: Bar, colour: str, y: float, left: int, x_at: Scale, mark_names: Sequence[str]) -> list[str]:
-    centre, end = y + _BAR / 2, x_at(bar.value)
+    centre, end = y + BAR / 2, x_at(bar.value)
     low, high = x_at(bar.low), x_at(bar.high)
     parts = [
         f'<text x="{left - 8}" y="{centre + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>',
-        f'<rect x="{left}" y="{y:.1f}" width="{max(end - left, 0.5):.1f}" height="{_BAR}" fill="{colour}">'
+        f'<rect x="{left}" y="{y:.1f}" width="{max(end - left, 0.5):.1f}" height="{BAR}" fill="{colour}">'
         f"<title>{escape(f'{bar.name}: {bar.text}')}</title></rect>",
     ]
     if high > low:
@@ -123,15 +121,13 @@ def _bar(bar: Bar, colour: str, y: float, left: int, x_at: Scale, mark_names: Se
         if value is not None:
             parts.append(_mark(x_at(value), centre, shape, f"{bar.name}, {name}: {value:.2f}"))
             furthest = max(furthest, x_at(value))
-    parts.append(
-        f'<text x="{furthest + 8:.1f}" y="{centre + 4:.1f}" fill="{_GREY}">{escape(bar.text)}</text>'
-    )
+    parts.append(f'<text x="{furthest + 8:.1f}" y="{centre + 4:.1f}" fill="{GREY}">{escape(bar.text)}</text>')
     return parts
 
 
 # Around (0, 0): a tall thin bar, then a hollow diamond.
 _MARKS = (
-    f'd="M-1.5 -{_BAR / 2 + 3} h3 v{_BAR + 6} h-3 Z" fill="black"',
+    f'd="M-1.5 -{BAR / 2 + 3} h3 v{BAR + 6} h-3 Z" fill="black"',
     'd="M0 -5 L5 0 L0 5 L-5 0 Z" fill="white" stroke="black" stroke-width="1.5"',
 )
 
@@ -147,24 +143,19 @@ def _whisker(low: float, high: float, y: float) -> str:
     )
 
 
-def _dashed(x: float, top: float, bottom: float) -> str:
+def dashed(x: float, top: float, bottom: float) -> str:
+    """Return a dashed line from top to bottom."""
     ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
-    return f'<line {ends} stroke="{_GREY}" stroke-dasharray="5 3"/>'
+    return f'<line {ends} stroke="{GREY}" stroke-dasharray="5 3"/>'
 
 
 def _legend(
     bar_name: str, spread_name: str, mark_names: Sequence[str], line_name: str, y: float
 ) -> tuple[list[str], float]:
     """Return a legend of the shapes, and the y below it."""
-    box = f'<rect y="{y - _BAR / 2}" width="18" height="{_BAR}" fill="{COLOURS[0]}"/>'
+    box = f'<rect y="{y - BAR / 2}" width="18" height="{BAR}" fill="{COLOURS[0]}"/>'
     entries = [(bar_name, box)] + ([(spread_name, _whisker(0, 18, y))] if spread_name else [])
     entries += [(name, _mark(9, y, shape, name)) for name, shape in zip(mark_names, _MARKS, strict=False)]
     if line_name:
-        entries.append((line_name, _dashed(9, y - 9, y + 9)))
-    parts, x = [], 16.0
-    for name, drawing in entries:
-        parts.append(
-            f'<g transform="translate({x:.0f} 0)">{drawing}<text x="26" y="{y + 4:.1f}">{escape(name)}</text></g>'
-        )
-        x += 26 + _LETTER * len(name) + 24
-    return parts, y + 30
+        entries.append((line_name, dashed(9, y - 9, y + 9)))
+    return shape_keys(entries, y), y + 30

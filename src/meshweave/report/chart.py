@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from meshweave.report.svg import LETTER, chart_frame
+
 COLOURS = (
     *("#3b6fb6", "#d9822b", "#2a9d76", "#b5477a", "#7a5cc0", "#8a6d3b", "#4aa3c7"),
     *("#c23b3b", "#5f6b7a", "#7d9b22", "#1f3f73", "#e0a0c0", "#000000"),
 )
 _WIDTH = 960
-_LEFT, _TOP, _LETTER = 68, 34, 6.4  # margins, and the width of a letter at font size 12
+_LEFT, _TOP = 68, 34
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ def line_chart(
         return ""
     ticks = x_ticks or [(x, f"{x:g}") for x in sorted({x for x, _ in points})]
     longest = max(len(text) for _, text in ticks)
-    right = 28 + int(_LETTER * max(len(line.name) for line in series)) + 16
+    right = 28 + int(LETTER * max(len(line.name) for line in series)) + 16
     across = _WIDTH - _LEFT - right
-    turned = len(ticks) * (longest + 2) * _LETTER > across
-    bottom = 44 + (int(longest * _LETTER) if turned else 14)
+    turned = len(ticks) * (longest + 2) * LETTER > across
+    bottom = 44 + (int(longest * LETTER) if turned else 14)
     x_at = _scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
     logarithmic = highest > 8 * lowest if y_log is None else y_log
@@ -81,11 +83,7 @@ def line_chart(
         dash = f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
         key = dash + _marker(x + 1, y, number, "") if line.joined else _cross(x + 1, y, "")
         parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(line.name)}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
-        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
-    )
+    return chart_frame(title, _WIDTH, height, parts)
 
 
 def _x_axis(

@@ -10,6 +10,7 @@ from meshweave.algorithms.pipeline.action_times import TimedSchedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind
 from meshweave.base.units import PS_PER_S, format_s, to_s
 from meshweave.report.simulation_picture import _axis, _time
+from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, gathered, time_frame
 
 _COLOUR = {
     "forward": "#3b6fb6",
@@ -25,8 +26,8 @@ _KINDS = {
     ActionKind.WEIGHT_GRAD: "weight gradient",
     ActionKind.BACKWARD: "backward",
 }
-_IDLE, _GREY, _INK, _FRAME = "#eef1f4", "#57606a", "#1c232b", "#d0d7de"
-_LANE, _LINE, _STEP, _HEADER, _LETTER, _RIGHT = 18, 4, 26, 26, 6.7, 88
+_IDLE = "#eef1f4"
+_LANE, _LINE, _STEP, _HEADER, _RIGHT = 18, 4, 26, 26, 88
 _FINEST = 0.5
 """Pixels. Neighbouring boxes of one kind that are smaller are drawn together."""
 _MOST_RANKS = 32
@@ -70,18 +71,9 @@ def draw_pipelines(
         box.kind for _, timed in schedules for rank in _shown_ranks(timed) for box in _boxes(timed, rank)
     }
     present |= {"transfer"} if any(timed.schedule.has_communication for _, timed in schedules) else set()
-    height = int(y + 60)
-    head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
-    if subtitle:
-        head += f'<text x="16" y="45" fill="{_GREY}">{escape(subtitle)}</text>'
+    shown_kinds = [pair for pair in (*_COLOUR.items(), ("bubble", _IDLE)) if pair[0] in (*present, "bubble")]
     axis = _axis(to_s(longest), left, scale * PS_PER_S, top, y)
-    body = "".join((*axis, *drawn, *_legend(present, left, y + 42)))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12" '
-        f'fill="{_INK}" role="img" aria-label="{escape(title)}"><rect x="0.5" y="0.5" width="{width - 1}" '
-        f'height="{height - 1}" rx="6" fill="white" stroke="{_FRAME}"/>{head}{body}</svg>\n'
-    )
+    return time_frame(title, subtitle, width, y, (*axis, *drawn, *colour_keys(shown_kinds, left, y + 42)))
 
 
 def _shown_ranks(timed: TimedSchedule) -> list[int]:
@@ -103,7 +95,7 @@ def _panel(
     for row, rank in enumerate(shown):
         top = y + _STEP * row
         out.append(
-            f'<text x="{left - 8}" y="{top + 13:.0f}" text-anchor="end" fill="{_GREY}">rank {rank}</text>'
+            f'<text x="{left - 8}" y="{top + 13:.0f}" text-anchor="end" fill="{GREY}">rank {rank}</text>'
             f'<rect x="{left}" y="{top:.0f}" width="{whole:.2f}" height="{_LANE}" fill="{_IDLE}"/>'
         )
         out += [_draw(box, left, top, scale) for box in _merged(_boxes(timed, rank), scale)]
@@ -149,15 +141,8 @@ def _is_send(action: Action) -> bool:
 
 
 def _merged(boxes: Iterator[ActionBox], scale: float) -> Iterator[ActionBox]:
-    """Yield boxes, those too small to be seen apart as one of the kind that lasts longest."""
-    bucket: list[ActionBox] = []
-    for box in boxes:
-        if bucket and (box.end - bucket[0].begin) * scale > _FINEST:
-            yield _joined(bucket)
-            bucket = []
-        bucket.append(box)
-    if bucket:
-        yield _joined(bucket)
+    """Return boxes, those too small to be seen apart as one of the kind that lasts longest."""
+    return map(_joined, gathered(boxes, lambda first, box: (box.end - first.begin) * scale > _FINEST))
 
 
 def _joined(bucket: Sequence[ActionBox]) -> ActionBox:
@@ -174,8 +159,8 @@ def _draw(box: ActionBox, left: int, top: float, scale: float) -> str:
     y = top + (height if box.half == 2 else 0)
     edge = ' stroke="white" stroke-width="0.6"' if wide > 3 else ""
     text = ""
-    size = 8.5 if box.half or wide <= _LETTER * len(box.text) + 2 else 11
-    if box.text and wide > _LETTER * len(box.text) * size / 11 + 1.5:
+    size = 8.5 if box.half or wide <= TIME_LETTER * len(box.text) + 2 else 11
+    if box.text and wide > TIME_LETTER * len(box.text) * size / 11 + 1.5:
         text = (
             f'<text x="{x + wide / 2:.2f}" y="{y + height / 2 + size / 2 - 1.5:.1f}" text-anchor="middle" '
             f'font-size="{size}" fill="white" pointer-events="none">{box.text}</text>'
@@ -184,17 +169,3 @@ def _draw(box: ActionBox, left: int, top: float, scale: float) -> str:
         f'<rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="{height:g}" fill="{_COLOUR[box.kind]}" '
         f'fill-opacity="{1 - 0.5 * box.shade:.2f}"{edge}><title>{escape(box.title)}</title></rect>{text}'
     )
-
-
-def _legend(present: set[str], left: int, y: float) -> list[str]:
-    """Return the legend of what occurs; grey is a bubble."""
-    out, x = [], float(left)
-    for kind, colour in (*_COLOUR.items(), ("bubble", _IDLE)):
-        if kind not in present and kind != "bubble":
-            continue
-        out.append(
-            f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{x + 18:.0f}" y="{y:.0f}">{kind}</text>'
-        )
-        x += 18 + _LETTER * len(kind) + 22
-    return out

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meshweave.base.units import PS_PER_S, format_s
 from meshweave.lower.rings import BACK
 from meshweave.report.chart import _linear_ticks
+from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, gathered, time_frame
 
 if TYPE_CHECKING:
     from meshweave.simulate.rank_timeline import RankTimeline, Stretch
@@ -23,8 +24,8 @@ _LEGEND = (
     ("wait", "waiting for a partner"),
     ("idle", "idle"),
 )
-_IDLE, _GREY, _GRID, _INK, _FRAME = "#eef1f4", "#57606a", "#d5dbe1", "#1c232b", "#d0d7de"
-_LANE, _STEP, _HEADER, _LETTER, _RIGHT = 14, 17, 24, 6.7, 88
+_IDLE, _GRID = "#eef1f4", "#d5dbe1"
+_LANE, _STEP, _HEADER, _RIGHT = 14, 17, 24, 88
 _LANE_NAMES = {"row": "between rows", "col": "between columns", "depth": "along depth"}
 _FINEST = 0.35
 """Pixels. Shorter stretches of a lane are drawn together, so that a picture of many ops stays small."""
@@ -42,7 +43,7 @@ def draw_rank_timelines(
         return ""
     shown = [_named(timeline) if names else timeline for timeline in timelines]
     labels = [lane for timeline in shown for lane, _ in timeline.lanes]
-    left = 24 + int(_LETTER * max(map(len, labels), default=0))
+    left = 24 + int(TIME_LETTER * max(map(len, labels), default=0))
     longest_s = max(timeline.duration_ps for timeline in shown) / PS_PER_S or 1e-12
     scale = (width - left - _RIGHT) / longest_s
     y, drawn = 62.0 if subtitle else 44.0, []
@@ -50,18 +51,8 @@ def draw_rank_timelines(
     for timeline in shown:
         drawn += _timeline(timeline, y, left, width, scale)
         y += _HEADER + _STEP * len(timeline.lanes) + 8
-    axis = _axis(longest_s, left, scale, top, y)
-    legend = _legend(shown, left, y + 42)
-    height = int(y + 60)
-    head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
-    if subtitle:
-        head += f'<text x="16" y="45" fill="{_GREY}">{escape(subtitle)}</text>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12" fill="{_INK}" '
-        f'role="img" aria-label="{escape(title)}"><rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" '
-        f'rx="6" fill="white" stroke="{_FRAME}"/>{head}{"".join((*axis, *drawn, *legend))}</svg>\n'
-    )
+    axis, legend = _axis(longest_s, left, scale, top, y), colour_keys(_legend(shown), left, y + 42)
+    return time_frame(title, subtitle, width, y, (*axis, *drawn, *legend))
 
 
 def draw_cases(cases: Sequence[SimulatedCase]) -> str:
@@ -109,7 +100,7 @@ def _timeline(timeline: RankTimeline, y: float, left: int, width: int, scale: fl
     """Return one run: a line of text, its lanes, and its duration at the right."""
     # One text element with two spans: what follows the bold title then needs no measuring.
     note = (
-        f'<tspan font-weight="normal" fill="{_GREY}" dx="10">{escape(timeline.note)}</tspan>'
+        f'<tspan font-weight="normal" fill="{GREY}" dx="10">{escape(timeline.note)}</tspan>'
         if timeline.note
         else ""
     )
@@ -119,7 +110,7 @@ def _timeline(timeline: RankTimeline, y: float, left: int, width: int, scale: fl
     for number, (lane, stretches) in enumerate(timeline.lanes):
         top = y + _STEP * number
         out.append(
-            f'<text x="{left - 8}" y="{top + 11:.0f}" text-anchor="end" fill="{_GREY}">{escape(lane)}</text>'
+            f'<text x="{left - 8}" y="{top + 11:.0f}" text-anchor="end" fill="{GREY}">{escape(lane)}</text>'
             f'<rect x="{left}" y="{top:.0f}" width="{whole:.2f}" height="{_LANE}" fill="{_IDLE}"/>'
         )
         out += [_box(stretch, left, top, scale) for stretch in _joined(stretches, scale)]
@@ -143,16 +134,9 @@ def _box(stretch: Stretch, left: int, top: float, scale: float) -> str:
 
 
 def _joined(stretches: Iterable[Stretch], scale: float) -> Iterator[Stretch]:
-    """Yield stretches, those too small to be seen apart as one."""
+    """Return stretches, those too small to be seen apart as one."""
     least_ps = _FINEST / scale * PS_PER_S
-    bucket: list[Stretch] = []
-    for stretch in stretches:
-        if bucket and stretch.end_ps - bucket[0].start_ps > least_ps:
-            yield _merged(bucket)
-            bucket = []
-        bucket.append(stretch)
-    if bucket:
-        yield _merged(bucket)
+    return map(_merged, gathered(stretches, lambda first, each: each.end_ps - first.start_ps > least_ps))
 
 
 def _merged(bucket: Sequence[Stretch]) -> Stretch:
@@ -178,7 +162,7 @@ def _axis(longest_s: float, left: int, scale: float, top: float, bottom: float) 
             continue
         out.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.0f}" y2="{bottom:.0f}" stroke="{_GRID}"/>'
-            f'<text x="{x:.1f}" y="{bottom + 15:.0f}" text-anchor="middle" fill="{_GREY}">{tick:g} {unit}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 15:.0f}" text-anchor="middle" fill="{GREY}">{tick:g} {unit}</text>'
         )
     return out
 
@@ -193,16 +177,10 @@ def _time(seconds: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-def _legend(timelines: Iterable[RankTimeline], left: int, y: float) -> list[str]:
-    """Return the legend of the activities that occur."""
-    activities = {s.activity for timeline in timelines for _, stretches in timeline.lanes for s in stretches}
-    out, x = [], float(left)
-    for activity, text in _LEGEND:
-        if activity not in activities and activity != "idle":
-            continue
-        out.append(
-            f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{_COLOUR.get(activity, _IDLE)}"/>'
-            f'<text x="{x + 18:.0f}" y="{y:.0f}">{text}</text>'
-        )
-        x += 18 + _LETTER * len(text) + 22
-    return out
+def _legend(timelines: Iterable[RankTimeline]) -> list[tuple[str, str]]:
+    """Return the names and colours of the activities that occur; grey is idle."""
+    activities: set[str] = {
+        s.activity for timeline in timelines for _, stretches in timeline.lanes for s in stretches
+    }
+    activities.add("idle")
+    return [(text, _COLOUR.get(kind, _IDLE)) for kind, text in _LEGEND if kind in activities]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshweave.report.bars import _BAR, _GREY, _GRID, _ROW, Scale, _dashed
-from meshweave.report.chart import _LETTER, COLOURS, _linear_ticks, _scale
+from meshweave.report.bars import BAR, GREY, ROW, Scale, dashed, ticks_above
+from meshweave.report.chart import COLOURS, _linear_ticks, _scale
+from meshweave.report.svg import LETTER, chart_frame, chart_heading, shape_keys
 
 _TOP, _RIGHT = 36, 60
 
@@ -41,61 +42,44 @@ def stacked_chart(
         return ""
     longest = max(sum(stack.parts) for stack in stacks)
     end = min(longest, scale_end or longest)
-    left = 20 + int(_LETTER * max(len(stack.name) for stack in stacks))
+    left = 20 + int(LETTER * max(len(stack.name) for stack in stacks))
     ticks = _linear_ticks(end)
     x_at = _scale(ticks, False, left, width - _RIGHT)
-    bottom = _TOP + _ROW * len(stacks) + 4
-    drawn = [
-        f'<line x1="{x_at(t):.1f}" x2="{x_at(t):.1f}" y1="{_TOP - 6}" y2="{bottom}" stroke="{_GRID}"/>'
-        f'<text x="{x_at(t):.1f}" y="{bottom + 16}" text-anchor="middle" fill="{_GREY}">{t:g}</text>'
-        for t in ticks
-    ]
+    bottom = _TOP + ROW * len(stacks) + 4
+    drawn = [chart_heading(title), *ticks_above(ticks, x_at, _TOP - 6, bottom)]
     for number, stack in enumerate(stacks):
-        drawn += _bar(stack, part_names, _TOP + _ROW * number, left, x_at, ticks[-1])
+        drawn += _bar(stack, part_names, _TOP + ROW * number, left, x_at, ticks[-1])
     if line_at is not None:
-        drawn.append(_dashed(x_at(line_at), _TOP - 6, bottom))
+        drawn.append(dashed(x_at(line_at), _TOP - 6, bottom))
     middle = (left + width - _RIGHT) / 2
     drawn.append(f'<text x="{middle:.1f}" y="{bottom + 36}" text-anchor="middle">{escape(x_label)}</text>')
     drawn += _legend(part_names, line_name, bottom + 60)
-    height = bottom + 76
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
-        f'<rect width="100%" height="100%" fill="white"/>'
-        f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
-        f"{''.join(drawn)}</svg>\n"
-    )
+    return chart_frame(title, width, bottom + 76, drawn) + "\n"
 
 
 def _bar(stack: Stack, names: Sequence[str], y: float, left: int, x_at: Scale, end: float) -> list[str]:
-    parts = [f'<text x="{left - 8}" y="{y + _BAR / 2 + 4:.1f}" text-anchor="end">{escape(stack.name)}</text>']
+    parts = [f'<text x="{left - 8}" y="{y + BAR / 2 + 4:.1f}" text-anchor="end">{escape(stack.name)}</text>']
     done = 0.0
     for number, (name, amount) in enumerate(zip(names, stack.parts, strict=True)):
         start, stop = min(done, end), min(done + amount, end)
         title = escape(f"{stack.name}, {name}: {amount:.3g}")
         parts.append(
-            f'<rect x="{x_at(start):.1f}" y="{y:.1f}" width="{x_at(stop) - x_at(start):.1f}" height="{_BAR}" '
+            f'<rect x="{x_at(start):.1f}" y="{y:.1f}" width="{x_at(stop) - x_at(start):.1f}" height="{BAR}" '
             f'fill="{COLOURS[number]}"><title>{title}</title></rect>'
         )
         done += amount
     label = f"{done:.3g}" + (" (cut)" if done > end else "")
     parts.append(
-        f'<text x="{x_at(min(done, end)) + 6:.1f}" y="{y + _BAR / 2 + 4:.1f}" fill="{_GREY}">{label}</text>'
+        f'<text x="{x_at(min(done, end)) + 6:.1f}" y="{y + BAR / 2 + 4:.1f}" fill="{GREY}">{label}</text>'
     )
     return parts
 
 
 def _legend(part_names: Sequence[str], line_name: str, y: float) -> list[str]:
     shapes = [
-        (name, f'<rect y="{y - _BAR / 2}" width="18" height="{_BAR}" fill="{COLOURS[number]}"/>')
+        (name, f'<rect y="{y - BAR / 2}" width="18" height="{BAR}" fill="{COLOURS[number]}"/>')
         for number, name in enumerate(part_names)
     ]
     if line_name:
-        shapes.append((line_name, _dashed(9, y - 9, y + 9)))
-    out, x = [], 16.0
-    for name, shape in shapes:
-        out.append(
-            f'<g transform="translate({x:.0f} 0)">{shape}<text x="26" y="{y + 4:.1f}">{escape(name)}</text></g>'
-        )
-        x += 26 + _LETTER * len(name) + 24
-    return out
+        shapes.append((line_name, dashed(9, y - 9, y + 9)))
+    return shape_keys(shapes, y)
