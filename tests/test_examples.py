@@ -122,3 +122,19 @@ def test_a_training_of_a_gpt_that_is_resumed_on_fewer_ranks(tmp_path: Path) -> N
     assert second["steps"] == [7, 8]
     assert second["losses"][0] < first["losses"][0]
     assert {"events", "step-00000006", "step-00000008"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_training_of_experts(tmp_path: Path) -> None:
+    """Two steps, and two more at another layout."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    script = [*torchrun, str(EXAMPLES / "train_experts.py"), "--folder", str(tmp_path)]
+    for steps, more in (("2", []), ("4", ["--data", "4", "--tensor", "1", "--expert", "2", "--resume"])):
+        done = subprocess.run(
+            [*script, "--steps", steps, *more], capture_output=True, text=True, timeout=140, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"step {steps} saved; transformers reads it" in done.stdout
+    assert "step 3: loss" in done.stdout

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +27,6 @@ sys.path.insert(0, str(TESTS))
 import small_models  # noqa: E402
 
 from meshweave.execute.ranks.launch import launch  # noqa: E402
-from meshweave.nn.parallel.known import KNOWN, TRIED  # noqa: E402
 
 STRATEGIES = (
     ("megatron", (4,)), ("atp", (2, 2)), ("megatron_sp", (4,)), ("zero3", (4,)), ("ring_attention", (4,)),
@@ -33,32 +34,58 @@ STRATEGIES = (
 )  # fmt: skip
 ALONE = (("megatron", (1,)),)
 """What is tried on one rank: which classes are known and how their configs are read does not depend on ranks."""
-LISTED = f"({', '.join(path.rpartition('.')[2] for path in KNOWN)})"
-AT_ONCE = 16
+TRIED = "5.23"
+"""The version of transformers of which all types are tried."""
+ODD = [
+    "cwm",
+    "gpt-sw3",
+    "gpt2",
+    "internlm3",
+    "iquestcoder",
+    "llama",
+    "ministral",
+    "mistral",
+    "qwen2",
+    "seed_oss",
+]
+"""Types that are tried by odd configs, too."""
+AT_ONCE = 8
 """Models that one start of the ranks tries: their memory goes with the ranks."""
 
+OUTCOMES = ("crash", "wrong", "refused", "exact")
+"""What may become of a strategy, the worst first."""
 _BROKEN = ("this context is broken", "calls are out of order", "left early")
-"""What ranks say that are out of step since an earlier run."""
+"""What ranks say that are out of step since an earlier run: they start anew, with the proof, as by default."""
 
 
 def cases(kinds: Iterable[str] | None = None) -> list[dict[str, Any]]:
-    """Return the cases: each type by its defaults, and the types that are recognised by odd configs too."""
+    """Return the cases: each type by its defaults, and some types by odd configs too."""
     made = [{"kind": kind} for kind in kinds or small_models.names()]
     with small_models.quiet():
         for case in list(made):
-            model = small_models.classes(case["kind"])[1]
-            path = f"{model.__module__}.{model.__qualname__}".removeprefix("transformers.models.")
-            if path in KNOWN:
+            if case["kind"] in ODD:
                 odd = small_models.odd_configs(case["kind"])
                 made += [{"kind": case["kind"], "changes": changes} for changes in odd]
     return [{**case, "strategies": STRATEGIES[: 2 if "changes" in case else None]} for case in made]
 
 
-def run(of: Sequence[dict[str, Any]], num_ranks: int = 4) -> list[dict[str, Any]]:
-    """Return what the cases gave on the first of so many ranks, which start anew every now and then."""
-    rows: list[dict[str, Any]] = []
-    for first in range(0, len(of), AT_ONCE):
-        rows += _launched(of[first : first + AT_ONCE], num_ranks)
+def run(
+    of: Sequence[dict[str, Any]], num_ranks: int = 4, kept: Path | None = None, seconds: float = math.inf
+) -> list[dict[str, Any]]:
+    """Return what the cases gave on the first of so many ranks, which start anew every now and then.
+
+    Args:
+        kept: a file of rows, a line each, that is read first and goes on to grow.
+        seconds: after which no ranks are started any more; fewer rows are returned then.
+    """
+    began = time.monotonic()
+    rows = [json.loads(each) for each in kept.read_text().splitlines()] if kept and kept.exists() else []
+    while len(rows) < len(of) and time.monotonic() - began < seconds:
+        new = _launched(of[len(rows) : len(rows) + AT_ONCE], num_ranks)
+        rows += new
+        if kept:
+            with kept.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in new)
         print(f"{len(rows)} of {len(of)}", file=sys.stderr, flush=True)
     return rows
 
@@ -75,11 +102,15 @@ def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, 
             named = {f"{name}:{'x'.join(map(str, shape))}": said for name, shape in part[0]["strategies"]}
             return [{"kind": part[0]["kind"], "changes": part[0].get("changes", {}), "strategies": named}]
         return [row for case in part for row in _launched([case], num_ranks)]
-    rows = list(ranks[0])
+    rows = [worst(of_case) for of_case in zip(*ranks, strict=True)]
     told = [json.dumps(row) for row in rows]
     broken = next((at for at, text in enumerate(told) if any(words in text for words in _BROKEN)), None)
-    if broken is None or len(part) == len(part[0]["strategies"]) == 1:
+    if broken is None:
         return rows
+    if len(part) == len(part[0]["strategies"]) == 1:
+        if part[0].get("options", {}).get("check"):
+            return [_crashed(rows[0])]
+        return _launched([{**part[0], "options": {**part[0].get("options", {}), "check": True}}], num_ranks)
     if len(part) > 1:  # a run that fails breaks what comes after it in the same processes
         apart = [_launched([part[broken]], num_ranks)[0]]
         return (
@@ -87,6 +118,11 @@ def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, 
         )
     apart = [_launched([{**part[0], "strategies": [each]}], num_ranks)[0] for each in part[0]["strategies"]]
     return [{**rows[0], "strategies": {k: v for row in apart for k, v in row["strategies"].items()}}]
+
+
+def _crashed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which ranks that are out of step count as a crash, whatever they say of it."""
+    return {**row, "strategies": {name: ["crash", why] for name, (_, why) in row["strategies"].items()}}
 
 
 def options() -> dict[str, dict[str, Any]]:
@@ -105,7 +141,19 @@ def outcome(row: dict[str, Any]) -> str:
     if "error" in row:
         return "no model"
     found = {strategy[0] for strategy in row["strategies"].values()}
-    return next(kind for kind in ("crash", "wrong", "refused", "exact") if kind in found)
+    return next(kind for kind in OUTCOMES if kind in found)
+
+
+def worst(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a case with the worst that any rank says of each strategy."""
+    first = of_ranks[0]
+    if any("error" in row for row in of_ranks):
+        return first
+    strategies = {
+        name: min((row["strategies"][name] for row in of_ranks), key=lambda said: OUTCOMES.index(said[0]))
+        for name in first["strategies"]
+    }
+    return {**first, "strategies": strategies}
 
 
 def table(columns: dict[str, list[dict[str, Any]]]) -> str:
@@ -131,7 +179,7 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
         lines.append(f"- exact of {len(some)} {words}: {counts}")
     odd = Counter(outcome(row) for row in rows if row["changes"])
     lines += [
-        f"- odd configs of types with layers of this library: {_counts(odd)}",
+        f"- odd configs of some types: {_counts(odd)}",
         "",
         f"| type | config | class | {' | '.join(name.partition(':')[0] for name in named)} | what is said |",
         "|---" * (4 + len(named)) + "|",
@@ -139,7 +187,7 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     for row in rows:
         changes = ", ".join(f"{name}={value}" for name, value in row["changes"].items())
         cells = " | ".join(row.get("strategies", {}).get(name, [""])[0] for name in named)
-        words = said(row).replace("|", "/").replace(LISTED, "(...)")[:150]
+        words = said(row).replace("|", "/")[:150]
         lines.append(f"| {row['kind']} | {changes} | {row.get('class', '')} | {cells} | {words} |")
     return "\n".join(lines) + "\n"
 
@@ -149,7 +197,7 @@ def _exact(rows: Sequence[dict[str, Any]], strategy: str) -> int:
 
 
 def _counts(found: Counter[str]) -> str:
-    return ", ".join(f"{found[kind]} {kind}" for kind in ("exact", "refused", "wrong", "crash", "no model"))
+    return ", ".join(f"{found[kind]} {kind}" for kind in (*OUTCOMES[::-1], "no model"))
 
 
 def said(row: dict[str, Any]) -> str:
@@ -194,9 +242,9 @@ def write_version(columns: dict[str, list[dict[str, Any]]], num_ranks: int) -> N
     lines = [
         "# Causal language models of other versions of transformers",
         "",
-        f"Known classes were compared with transformers {TRIED}. Made by `validation/architectures.py --ranks`, "
+        f"All types were tried with transformers {TRIED}. Made by `validation/architectures.py --ranks`, "
         "with the other version on PYTHONPATH: all types by their defaults, or the known ones alone where few are "
-        "counted, and odd configs of the known classes.",
+        "counted, and odd configs of some types.",
         "",
         "| transformers on ranks | of | exact | refused | wrong | crash | no model |",
         "|---|---|---|---|---|---|---|",
@@ -217,15 +265,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="types of models; default: all")
     parser.add_argument("--ranks", type=int, choices=(1, 4), default=4)
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="rows so far, from which it goes on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing more after these")
     given = parser.parse_args()
     listed = small_models.names()
     every = cases([kind for kind in given.types if kind in listed] or None)
     if given.ranks == 1:
         every = [{**case, "strategies": ALONE} for case in every]
     columns = {
-        name: run([{**case, "options": options_} for case in every], given.ranks)
+        name: run([{**case, "options": options_} for case in every], given.ranks, given.kept, given.seconds)
         for name, options_ in options().items()
     }
+    if any(len(rows) < len(every) for rows in columns.values()):
+        return
     if not transformers.__version__.startswith(f"{TRIED}."):
         write_version(columns, given.ranks)
     elif given.types or given.ranks == 1:

@@ -288,6 +288,7 @@ def die_in_exchange(context: RankContext, payload: Mapping[str, Any]) -> None:
     def die() -> None:
         if context.rank == ODD:
             os.kill(os.getpid(), getattr(signal, payload["signal"]))
+            time.sleep(60.0)  # after SIGTERM a rank still reports, and would meanwhile exchange to the end
 
     if payload["before"] == "combine":
         given.before_combine = die

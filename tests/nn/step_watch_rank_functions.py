@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.matmul2d import matmul2d
 from meshweave.nn.step_watch import StepWatch
@@ -41,3 +46,29 @@ def late_steps(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     ]
     rows = [(row.kind, row.where, row.measured_s) for row in comparison.rows]
     return {"warned_at": warned_at, "words": words, "rows": rows, "same": all(same_ops) and bool(same_ops)}
+
+
+def lost_in_exchange(context: Any, payload: Mapping[str, Any]) -> None:
+    """Rank 1 is lost after its part of a recorded step; the others write what they are told."""
+    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("row", "col"))
+    watch = StepWatch("h100-node", every=1, context=shared)
+    a, b, began = torch.ones(9, 3), torch.ones(9, 3), 0.0
+    try:
+        for number in range(2):
+            with watch.step():
+                matmul2d(
+                    a, b, mesh=mesh, shape=(9, 9, 9), algorithm="collective", ring_ways=0, context=shared
+                )
+                began = time.monotonic()
+                if number and context.rank == 1:
+                    os.kill(os.getpid(), getattr(signal, payload["signal"]))
+    except MeshweaveError as error:
+        said = [
+            type(error).__name__,
+            list(getattr(error, "missing", ())),
+            time.monotonic() - began,
+            str(error),
+        ]
+        Path(payload["folder"], f"{context.rank}.json").write_text(json.dumps(said))
+        raise

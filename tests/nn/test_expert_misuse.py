@@ -69,7 +69,7 @@ def test_a_rank_that_is_lost_in_an_exchange_is_named(tmp_path: Path, name: str, 
     payload = {"signal": name, "before": before, "deadline_s": DEADLINE_S, "folder": str(tmp_path)}
     with pytest.raises(RankLostError, match="rank 1"):
         launch("expert_misuse_rank_functions:die_in_exchange", 3, payload, timeout_s=60.0, env=ENV)
-    for rank in (0, 2) if name != "SIGTERM" else ():  # which the launcher then sends the others too
+    for rank in (0, 2):
         error, missing, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (error, missing) == ("RankLostError", [1]), (rank, error, missing)
         assert seconds < DEADLINE_S + 5

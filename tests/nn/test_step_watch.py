@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.step_watch import WatchRow
 
@@ -25,6 +27,18 @@ def test_a_late_rank_and_slow_links_are_named_after_several_steps() -> None:
     assert late["rank 1"] > 0.02 > late["rank 0"]
     assert any(kind == "link" and where == "axis col" for kind, where, _ in first["rows"])
     assert first["same"] and second["same"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_before_it_tells_its_times_is_named(tmp_path: Path, name: str) -> None:
+    payload = {"signal": name, "deadline_s": 4.0, "folder": str(tmp_path)}
+    with pytest.raises(RankLostError, match="rank 1"):
+        launch("step_watch_rank_functions:lost_in_exchange", 3, payload, timeout_s=60, env=HERE)
+    for rank in (0, 2):
+        error, missing, seconds, text = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (error, missing) == ("RankLostError", [1]) and "times of all ranks in step 1" in text
+        assert seconds < 9.0
 
 
 def test_what_is_small_in_the_step_is_not_behind() -> None:

@@ -14,6 +14,7 @@ the others wait for it longer than predicted.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -21,10 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Collective, Matmul, Recv, Send
@@ -104,7 +104,8 @@ class StepWatch:
 
     A recorded step times each op of the programs of the context, and ends with two small exchanges among all
     ranks; the other steps cost nothing. All ranks use it alike. A warning, `FallingBehindWarning`, is given on
-    every rank.
+    every rank. A rank that is lost or late in an exchange ends it with RankLostError or DeadlineError, within the
+    deadline of the context.
 
     Args:
         cluster: what is predicted for, described or named as in the catalog; rank r is its chip r.
@@ -152,14 +153,20 @@ class StepWatch:
 
     def _compare(self, number: int, recorder: _Recorder, step_s: float) -> StepComparison:
         rank = self.context.rank or 0
-        everybody = _exchanged({key: [(s.index, s.end_ps - s.start_ps) for s in trace.spans]
-                                for key, (_, trace) in recorder.runs.items()})  # fmt: skip
+        for program, _ in recorder.runs.values():
+            self._prediction(program)  # here, on all ranks at once: the exchanges have a deadline
+        own = [(*key, [(s.index, s.end_ps - s.start_ps) for s in trace.spans])
+               for key, (_, trace) in recorder.runs.items()]  # fmt: skip
+        everybody = [
+            {(name, tuple(ranks), count): dict(spans) for name, ranks, count, spans in told}
+            for told in self._told(own, f"the times of all ranks in step {number}")
+        ]
         tally = _Tally()
         for key, (program, _) in recorder.runs.items():
             if rank == min(program.ranks):
-                measured = {r: dict(everybody[r].get(key, ())) for r in program.ranks}
+                measured = {r: everybody[r].get(key, {}) for r in program.ranks}
                 tally.add(self._prediction(program), measured)
-        rows = _joined(_exchanged((tally.links, tally.products, tally.late)))
+        rows = _joined(self._told(tally.told(), f"what all ranks have compared in step {number}"))
         spans: list[Span] = []
         expected: list[Span] = []
         for program, trace in recorder.runs.values():
@@ -170,6 +177,11 @@ class StepWatch:
         return StepComparison(
             number, step_s, rows, Trace(name, "torch", tuple(spans)), Trace(name, "simulate", tuple(expected))
         )
+
+    def _told(self, own: Any, what: str) -> list[Any]:
+        """Return what every rank tells, by rank; it goes as JSON. Collective; raises as `exchange`."""
+        said = exchange(self.context, range(self.context.num_ranks), json.dumps(own), what)
+        return [json.loads(said[rank]) for rank in sorted(said)]
 
     def _prediction(self, program: Program) -> _SimulatedRun:
         key = program.name, program.ranks
@@ -326,24 +338,29 @@ class _Tally:
             for op, at in products:
                 _add(self.products, (op, rank), measured[rank].get(at, 0), expected[rank].get(at, 0))
 
+    def told(self) -> list[list[tuple[str, str | int, int, int]]]:
+        """Return the sums as lists of (op, axis or rank, measured, predicted): links, products, late."""
+        sums = self.links, self.products, self.late
+        return [[(op, where, *pair) for (op, where), pair in each.items()] for each in sums]
+
 
 def _add(sums: dict[Any, Pair], key: Any, measured: int, predicted: int) -> None:
     before = sums.get(key, (0, 0))
     sums[key] = before[0] + measured, before[1] + predicted
 
 
-def _joined(tallies: Sequence[tuple[dict[Any, Pair], ...]]) -> tuple[WatchRow, ...]:
-    """Return the rows of what all ranks have summed: links by op and axis, the rest by rank."""
-    links: dict[Any, Pair] = {}
-    for own, _, _ in tallies:
-        for key, pair in own.items():
-            _add(links, key, *pair)
+def _joined(told: Sequence[Any]) -> tuple[WatchRow, ...]:
+    """Return the rows of what all ranks tell of their sums: links by op and axis, the rest by rank."""
+    links: dict[tuple[str, str], Pair] = {}
+    for tally in told:
+        for op, axis, *pair in tally[0]:
+            _add(links, (op, axis), *pair)
     rows = [_row("link", op, where, pair) for (op, where), pair in links.items()]
     kinds: tuple[tuple[Kind, int], ...] = (("products", 1), ("late", 2))
     for kind, place in kinds:
         of_rank: dict[int, dict[str, Pair]] = defaultdict(dict)
-        for tally in tallies:
-            for (op, rank), pair in tally[place].items():
+        for tally in told:
+            for op, rank, *pair in tally[place]:
                 _add(of_rank[rank], op, *pair)
         for rank, ops in sorted(of_rank.items()):
             most = max(ops, key=lambda op: ops[op][0] - ops[op][1])
@@ -359,12 +376,3 @@ def _row(kind: Kind, op: str, where: str, pair: Pair) -> WatchRow:
 def _moved(span: Span, begin_ps: int) -> Span:
     times = span.start_ps + begin_ps, span.end_ps + begin_ps
     return Span(span.rank, span.index, span.lane, span.kind, span.label, *times)
-
-
-def _exchanged(own: Any) -> list[Any]:
-    """Return what every rank has, by rank; collective among all ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [own]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
-    return everybody

@@ -13,9 +13,11 @@ import small_models
 import torch
 import torch.distributed as dist
 from hosted_rank_functions import worst
+from plain_models import PlainLlama
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
@@ -153,6 +155,8 @@ def differing(kind: str, strategy: str, folder: Path) -> dict[str, str]:
     other_positions[2, 5] += is_last
     alone = {"attention_mask": mask} if is_last else {}
     wide = mask[:, None, None]
+    plain, state = small_models.make_model(kind).state_dict(), module.state_dict()
+    lying = {name: each.redistribute(placements=[Replicate()]) for name, each in state.items()}
     calls = {
         "mask": lambda: module(tokens, attention_mask=other_mask, targets=targets),
         "positions": lambda: module(tokens, position_ids=other_positions, targets=targets),
@@ -169,6 +173,10 @@ def differing(kind: str, strategy: str, folder: Path) -> dict[str, str]:
         "time": lambda: module.generate(tokens, max_time=1.0),
         "beams": lambda: module.generate(tokens, num_beams=2, max_new_tokens=2),
         "static": lambda: module.generate(tokens, cache_implementation="static", max_new_tokens=2),
+        "one row": lambda: module(tokens[0], targets=targets[0]),
+        "whole weights": lambda: module.load_state_dict(plain),
+        "whole weights in place": lambda: module.load_state_dict(plain, assign=True),
+        "other layout in place": lambda: module.load_state_dict(lying, assign=True),
     }
     said = {}
     for name, call in calls.items():
@@ -299,7 +307,7 @@ def refused(kind: str, strategy: str, folder: Path) -> dict[str, str]:
         }.items()
     }
     models["two"].add_adapter("second", config())
-    models["layers of this library"] = peft.get_peft_model(small_models.make_model("llama"), config())
+    models["layers of this library"] = peft.get_peft_model(PlainLlama(), config())
     said = {}
     for name, model in models.items():
         before = {path: id(child) for path, child in model.named_modules()}

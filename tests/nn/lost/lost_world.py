@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshweave as mw
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import hosted_works
 from plain_models import PlainLlama
 
 DEADLINE_S, SLACK_S = 6.0, 5.0
@@ -87,6 +88,25 @@ def train_layers(strategy: str, *sizes: int) -> Callable[[Moment], None]:
         train(moment, parallel.module.parameters(), lambda: parallel.loss(*batches()))
 
     return work
+
+
+def train_experts(moment: Moment) -> None:
+    """Routed layers, whose experts ranks share."""
+    import transformers
+
+    context = mw.TorchContext(deadline_s=DEADLINE_S)
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    moment.come("parallelize")
+    plan = mw.Parallelism(data=dist.get_world_size(), expert=2)
+    parallel = mw.parallelize(model, plan, context=context, check=False)
+    layer = next(each for name, each in parallel.module.named_modules() if name.endswith("experts"))
+    layer.register_forward_pre_hook(lambda *_: moment.come("dispatch"))
+    train(moment, parallel.module.parameters(), lambda: parallel.loss(*batches()))
 
 
 def train_fsdp(moment: Moment) -> None:
@@ -195,6 +215,7 @@ WORKS: dict[str, tuple[int, tuple[str, ...], Callable[[Moment], None]]] = {
     "data_parallel": (2, PHASES, train_layers("data_parallel", 2)),
     "zero3": (2, PHASES, train_layers("zero3", 2)),
     "megatron": (2, PHASES, train_layers("megatron", 2)),
+    "experts": (2, (*PHASES, "dispatch"), train_experts),
     "megatron_sp": (4, PHASES, train_layers("megatron_sp", 4)),
     "ring_attention": (4, PHASES, train_layers("ring_attention", 4)),
     "atp": (4, PHASES, train_layers("atp", 2, 2)),
@@ -205,6 +226,7 @@ WORKS: dict[str, tuple[int, tuple[str, ...], Callable[[Moment], None]]] = {
     "zbv": (4, OF_STAGES, train_stages("zbv", lambda p: (p, 3 - p), 4)),
     "checkpoints": (3, ("save", "wait", "load"), save_and_load),
     "state dicts": (4, ("reshard",), move_state),
+    **hosted_works.works(PHASES, OF_STAGES, DEADLINE_S),
 }  # fmt: skip
 """Ranks, phases, and what they do."""
 
@@ -278,10 +300,10 @@ def _torchrun(case: Mapping[str, Any], folder: Path) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *command])
 
 
-def drawn(number: int, seed: int) -> list[dict[str, Any]]:
-    """Return cases at random: each kind of work in turn, with each signal in turn."""
+def drawn(number: int, seed: int, only: str = "") -> list[dict[str, Any]]:
+    """Return cases at random: each kind of work that begins so in turn, with each signal in turn."""
     rng, cases = random.Random(seed), []
-    names = list(WORKS)
+    names = [name for name in WORKS if name.startswith(only)]
     rng.shuffle(names)
     for at in range(number):
         work = names[at % len(names)]
@@ -426,7 +448,7 @@ def main() -> None:
         time.sleep(0.02)
 
 
-def preload() -> None:
+def preload(cases: list[dict[str, Any]]) -> None:
     """Import, before forking, what ranks would import after the signal."""
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
@@ -438,12 +460,15 @@ def preload() -> None:
     from meshweave.execute.torch.compat import import_all_of_dtensor
 
     import_all_of_dtensor()
+    if any(case["work"].startswith("hosted") for case in cases):
+        hosted_works.preload()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    preload()
+    given = json.loads(sys.argv[1])
+    preload([given] if len(sys.argv) > 2 else given)
     if len(sys.argv) > 2:  # a rank of torchrun
-        run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
+        run_rank(given, Path(sys.argv[2]))
     main()

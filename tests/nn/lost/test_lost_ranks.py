@@ -60,12 +60,13 @@ def case(work: str, by: str, signal: str, victim: int, phase: str) -> dict[str, 
 
 
 def test_survivors_name_the_rank_that_got_a_signal() -> None:
-    """In a stage's backward, in a norm of gradients that torch sums, before the first step, and under an agent."""
+    """In a stage's backward, in a norm that torch sums, before the first step, under an agent, in experts."""
     cases = [
         case("1f1b", "plain", "SIGKILL", 2, "forward"),
         case("megatron", "plain", "SIGSTOP", 1, "clip"),
         case("data_parallel", "plain", "SIGKILL", 0, "parallelize"),
         case("zero3", "agent", "SIGTERM", 1, "backward"),
+        case("experts", "plain", "SIGKILL", 1, "dispatch"),
     ]
     verdicts = judged(cases, 300.0)
     assert [verdict for verdict in verdicts if verdict["wrong"]] == []

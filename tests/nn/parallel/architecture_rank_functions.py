@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import small_models
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshweave as mw
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.parallelize import parallelize
 
@@ -61,34 +61,75 @@ def outcome(case: Mapping[str, Any], meshes: Mapping[tuple[int, ...], Any]) -> d
 def _tried(
     own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any], whole: nn.Module, loss: Tensor
 ) -> tuple[str, str]:
-    """Return one of exact, refused, wrong and crash, and why."""
+    """Return one of exact, refused, wrong and crash, and why.
+
+    A refusal is one line that `parallelize` raises and that leaves the model as it was, or that the making of a
+    stage or a pipeline raises. What comes in a step is a crash, and so are lost ranks and what cannot be bound.
+    """
+    before = _state(own)
     try:
         with small_models.KeepDoubles():
-            run = _piped if strategy == "pipeline" else _stepped
-            module, value = run(own, strategy, mesh, options)
-        worst, where = _difference(module, whole, is_stage=strategy == "pipeline")
+            module, step = (_piped if strategy == "pipeline" else _made)(own, strategy, mesh, options)
     except MeshweaveError as error:
-        return "refused", line(error)
+        return _judged_refusal(error, strategy == "pipeline" or _state(own) == before)
     except Exception as error:
         return "crash", line(error)
+    try:
+        with small_models.KeepDoubles():
+            value = step()
+        worst, where = _difference(module, whole, is_stage=strategy == "pipeline")
+    except Exception as error:
+        return "crash", f"in a step: {line(error)}"
     off = abs(float(value) - float(loss))
     if off > TOLERANCE or worst > TOLERANCE:
         return "wrong", f"loss off by {off:.2g}, gradient of {where} by {worst:.2g} of its largest element"
     return "exact", f"{max(off, worst):.2g}"
 
 
-def _stepped(
-    own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any]
-) -> tuple[nn.Module, Tensor]:
-    """Return a model with gradients, and its loss."""
+def _judged_refusal(error: MeshweaveError, is_as_before: bool) -> tuple[str, str]:
+    if isinstance(error, BindError | DeadlineError | RankLostError):
+        return "crash", line(error)
+    if not is_as_before:
+        return "crash", f"the model has changed: {line(error)}"
+    if not str(error).strip() or len(str(error).splitlines()) > 1:
+        return "crash", f"not one line: {line(error)}"
+    return "refused", line(error)
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return what a refusal must leave alone: modules, tensors and their values, flags and hooks."""
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    out: dict[str, Any] = {
+        name: (id(each), type(each), each.training, len(each._forward_hooks), len(each._forward_pre_hooks))
+        for name, each in module.named_modules(remove_duplicate=False)
+    }
+    for name, tensor in tensors:
+        summed = float(tensor.detach().double().nan_to_num().sum())
+        out[f"tensor {name}"] = id(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, summed
+    return out
+
+
+Step = Callable[[], Tensor]
+"""Computes gradients, and returns the loss."""
+
+
+def _made(own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Step]:
+    """Return a parallelised model and its step."""
     made = parallelize(own, strategy, mesh, **options)
-    value = made.loss(*small_models.batch())
-    value.backward()
-    return made.module, value.detach()
+
+    def step() -> Tensor:
+        value = made.loss(*small_models.batch())
+        value.backward()
+        return value.detach()
+
+    return made.module, step
 
 
-def _piped(own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:
-    """Return one of two stages of a model, each with Megatron's tensor parallelism, and the loss."""
+def _piped(own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any]) -> tuple[nn.Module, Step]:
+    """Return one of two stages of a model, each with Megatron's tensor parallelism, and the step of both."""
     made = parallelize(own, "megatron", mesh["col"], **options)
     number, count = mesh.get_local_rank("row"), len(made.blocks)
     ends = (0, count // 2, count)
@@ -101,10 +142,14 @@ def _piped(own: nn.Module, strategy: str, mesh: Any, options: Mapping[str, Any])
         outputs={number: [stage.example(2)]},
         loss_fn=stage.loss if number else None,
     )
-    loss = pipeline.step(*small_models.batch())
-    value = torch.zeros(1, dtype=torch.float64) if loss is None else loss.detach().double().reshape(1)
-    dist.all_reduce(value)
-    return made.module, value[0] / mesh.size(1)
+
+    def step() -> Tensor:
+        loss = pipeline.step(*small_models.batch())
+        value = torch.zeros(1, dtype=torch.float64) if loss is None else loss.detach().double().reshape(1)
+        dist.all_reduce(value)
+        return value[0] / mesh.size(1)
+
+    return made.module, step
 
 
 def _difference(own: nn.Module, whole: nn.Module, is_stage: bool) -> tuple[float, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import reference_models
+import small_models
 import torch
 import torch.distributed as dist
 from plain_models import WORDS
@@ -54,10 +55,11 @@ def steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, in
 
 def _parallel_step(strategy: str, cache_bytes: int) -> Callable[[Tensor, Tensor], None]:
     size = dist.get_world_size()
-    shape = (2, size // 2) if strategy in ("atp", "meshslice_block", "summa_block") else (size,)
-    model = reference_models.make("plain llama")
+    hosted, _, name = strategy.rpartition(" ")
+    shape = (2, size // 2) if name in ("atp", "meshslice_block", "summa_block") else (size,)
+    model = small_models.make_model("qwen3") if hosted else reference_models.make("plain llama")
     context = mw.TorchContext(cache_bytes=cache_bytes)
-    made = mw.parallelize(model, strategy, init_device_mesh("cpu", shape), check=False, context=context)
+    made = mw.parallelize(model, name, init_device_mesh("cpu", shape), check=False, context=context)
     optimizer = torch.optim.SGD(made.module.parameters(), lr=1e-4)
 
     def step(tokens: Tensor, targets: Tensor) -> None:

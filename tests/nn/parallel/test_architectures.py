@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -40,24 +40,3 @@ def test_all_are_exact_or_refused() -> None:
         assert len(made) >= ENOUGH, sorted(made)
         exact = {row["kind"] for row in rows if row["strategies"].get("megatron:4", [""])[0] == "exact"}
         assert len(exact) >= EXACT, sorted(exact)
-
-
-def test_configs_of_earlier_versions_are_read() -> None:
-    """They have fields of generation, and may not say which layers have a window."""
-    import transformers
-
-    from meshweave.base.errors import UnsupportedError
-    from meshweave.nn.parallel.known import KNOWN, _check_config
-
-    class Earlier(transformers.GPT2Config):
-        def __init__(self, **given: int) -> None:
-            super().__init__(**given)
-            self.top_k = 50
-
-    config = Earlier()
-    config.top_k = 2
-    _check_config(config, KNOWN["gpt2.modeling_gpt2.GPT2LMHeadModel"])
-    window = KNOWN["qwen2.modeling_qwen2.Qwen2ForCausalLM"].window
-    assert window(SimpleNamespace(sliding_window=None), 0) is None
-    with pytest.raises(UnsupportedError, match="which layers have the window"):
-        window(SimpleNamespace(sliding_window=4), 0)

@@ -33,7 +33,8 @@ def _held(strategy: str, num_steps: int, every: int, **sizes: int) -> list[list[
     payload = {"strategy": strategy, "num_steps": num_steps, "every": every, "seed": 1}
     payload |= {"most_rows": 8, "most_length": 4, "cache_bytes": CACHE_BYTES} | sizes
     timeout_s = 60 + num_steps
-    return launch("size_rank_functions:steps", 2, payload, timeout_s=timeout_s, env=HERE)
+    num_ranks = 4 if strategy == "atp" else 2  # (2, 2)
+    return launch("size_rank_functions:steps", num_ranks, payload, timeout_s=timeout_s, env=HERE)
 
 
 def _check_flat(listed: list[dict[str, Any]], since: int, slack: float) -> None:
@@ -52,7 +53,7 @@ def test_forty_steps_of_changing_sizes() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(20_000)
-@pytest.mark.parametrize("strategy", ["megatron_sp", "zero3", "atp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["megatron_sp", "zero3", "atp", "pipeline", "hosted megatron"])
 def test_many_steps_of_changing_sizes(strategy: str) -> None:
     count = int(os.environ.get("MESHWEAVE_STEPS", "5000"))
     for listed in _held(strategy, count, max(count // 50, 1)):

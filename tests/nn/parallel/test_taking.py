@@ -14,20 +14,15 @@ from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 WORDS = {
-    "generate": "mw.save_weights",
     "push_to_hub": "push that folder",
     "resize_token_embeddings": "before parallelize",
     "add_adapter": "PEFT puts adapters into the model before parallelize",
-    "attention_mask": "masks of padding are not taken",
-    "mask by place": "masks of padding are not taken",
-    "position_ids": "positions count from 0",
-    "past_key_values": "give all tokens",
+    "past_key_values": "under torch.no_grad()",
     "inputs_embeds": "give input_ids",
-    "use_cache": "keys are not kept",
+    "use_cache": "under torch.no_grad()",
     "output_attentions": "not kept",
     "output_hidden_states": "hooks on .blocks",
     "return_dict": "ParallelOutput",
-    "logits_to_keep": "all logits",
     "num_items_in_batch": "Trainer",
     "unknown": "lables is not computed",
     "labels of another shape": "shape (2, 7)",
@@ -48,9 +43,10 @@ WORDS = {
     "another norm": "model.norm is a Sequential that was put there after parallelize",
 }
 TOLERANCE = 1e-12
-FEW = dict.fromkeys(("mixtral", "youtu"), "refused")
+FEW = dict.fromkeys(("mamba", "llama4_text"), "refused")
 FEW |= dict.fromkeys(
-    ("gpt2", "seed_oss", "granite", "ernie4_5", "phi3", "bloom", "gpt_neox_japanese"), "exact"
+    ("gpt2", "seed_oss", "granite", "ernie4_5", "phi3", "bloom", "gpt_neox_japanese", "mixtral", "youtu"),
+    "exact",
 )
 
 
@@ -89,10 +85,7 @@ def test_arguments_that_change_nothing_and_checkpointing(ranks: list[dict[str, A
 def test_buffers_that_no_checkpoint_has_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
     for answer in ranks:
         meta = answer["meta"]
-        assert len(meta["losses"]) == 2
         assert all(abs(loss - meta["expected"]) < 1e-5 for loss in meta["losses"]), meta
-        (said,) = meta["said"]
-        assert "model.rotary_emb.inv_freq was made on the meta device" in said
         before, after = answer["meta_activation"]
         assert "model.layers.0.mlp.act_fn.slope was made on the meta device" in before
         assert after == ""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from meshweave.base.errors import LayoutError
 
-Dim = Literal["", "batch", "sequence", "hidden", "inner", "partial"]
+Dim = Literal["", "batch", "sequence", "hidden", "inner", "partial", "expert"]
 AxisDims = tuple[Dim, ...]
 """For each mesh axis the dim of a tensor that it splits: "" where it replicates the tensor, "partial" where ranks
 have terms of a sum."""
@@ -199,10 +199,14 @@ class Roles:
 
     Attributes:
         product_2d: name of the algorithm of `matmul2d` that products are included from; "" for none.
+        experts: for each axis "expert" where its ranks share the experts of a routed layer, "inner" where they
+            share each of them, "" where they have equal ones; () for "inner" where other feed-forward parts are
+            split by inner features.
     """
 
     axes: tuple[AxisRole, ...]
     product_2d: str = ""
+    experts: AxisDims = ()
 
     @property
     def is_flat(self) -> bool:
@@ -224,6 +228,11 @@ class Roles:
         """Return the mesh axis along which the keys of attention go round; None where they do not."""
         axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
         return axes[0] if axes else None
+
+    @property
+    def expert_dims(self) -> AxisDims:
+        """Return how the parameters of experts lie on each mesh axis."""
+        return self.experts or tuple("inner" if dim == "inner" else "" for dim in self.core(False))
 
     def core(self, is_attention: bool) -> AxisDims:
         """Return how the inner edges of attention or the feed-forward part lie."""

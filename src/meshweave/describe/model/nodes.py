@@ -12,6 +12,7 @@ masks of dropout.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -61,10 +62,7 @@ class NodeWeight:
     @property
     def size(self) -> int:
         """Return the number of parameters."""
-        size = self.experts
-        for side in self.sides:
-            size *= side.size
-        return size
+        return self.experts * math.prod(side.size for side in self.sides)
 
     @property
     def active_size(self) -> int:
@@ -316,13 +314,11 @@ class Attention(LayerNode):
     @property
     def kept(self) -> tuple[Kept, ...]:
         """Return the sums of softmax, or the scores after softmax and after dropout with their mask."""
-        rows = [Kept("sums", self.out, self.heads, 4)]
-        rows.append(Kept("scores", self.out, self.heads, by_keys=True))
-        rows.append(Kept("dropped scores", self.out, self.heads, by_keys=True))
-        rows += [Kept("score mask", self.out, self.heads, 1, by_keys=True)]
-        if self.per_group == 1:
-            rows.append(Kept("joint", self.out, 2 * self.heads * self.width))
-        return tuple(rows)
+        kinds: tuple[KeptKind, KeptKind] = ("scores", "dropped scores")
+        scores = (Kept(kind, self.out, self.heads, by_keys=True) for kind in kinds)
+        mask = Kept("score mask", self.out, self.heads, 1, by_keys=True)
+        rows = (Kept("sums", self.out, self.heads, 4), *scores, mask)
+        return (*rows, Kept("joint", self.out, 2 * self.heads * self.width)) if self.per_group == 1 else rows
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -364,29 +364,6 @@ def _strided_shard_class() -> Any:
     return _private("torch.distributed.tensor.placement_types", "_StridedShard")
 
 
-def fsdp_ranks(module: Any) -> list[int]:
-    """Return the ranks that take batches of their own under FSDP2, whose shards or copies make up a parameter.
-
-    Relies on `FSDPModule._get_fsdp_state()`, its `_fsdp_param_group` (2.9) or `_fsdp_param_groups` (2.13), and
-    their `mesh_info.mesh`. Empty where no module is under FSDP2. Raises UnsupportedError where one of them is
-    gone.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            try:
-                state = child._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)
-                groups = [state._fsdp_param_group] if groups is None else groups
-                meshes = [group.mesh_info.mesh for group in groups if group is not None]
-            except AttributeError as error:
-                raise _missing(f"FSDP state ({error})") from None
-            if meshes:
-                return [int(rank) for rank in meshes[0].mesh.flatten().tolist()]
-    return []
-
-
 # --- symmetric memory -------------------------------------------------------------------------------------------
 
 
@@ -402,24 +379,6 @@ def symmetric_memory() -> Any:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         raise UnsupportedError(f"this torch has no symmetric memory: {error}") from None
-
-
-def adam_step(
-    w: Tensor,
-    m: Tensor,
-    v: Tensor,
-    dw: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
-    """Update weights and both moments in place by torch's fused kernel of Adam; `step` counts from 1."""
-    torch._fused_adam_(
-        [w], [dw], [m], [v], [], [torch.tensor(float(step))],
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
-    )  # fmt: skip
 
 
 def wraps_tensors(tensor: Any) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.columns import feature_parts, head_columns
+from meshweave.nn.hosted.expert_parts import experts_part, is_experts
+from meshweave.nn.hosted.latent import latents_of
 from meshweave.nn.hosted.parts import Anatomy, AttentionPart, InnerPart, LayerAnatomy, LinearPart, ModelNames
 from meshweave.nn.hosted.readings import (
     buffers_of,
@@ -135,6 +137,9 @@ class AnatomyReader:
         self.norms_before: set[str] = set()
         self.norms_twice: set[str] = set()
         self.ends: dict[str, bool] = {}
+        self.latents = latents_of(trace)
+        experts = [call.path for call in trace.calls if is_experts(call.module)]
+        self.routed = {each for each in self.prefixes if any(path.startswith(each) for path in experts)}
 
     def read(self) -> None:
         """Fill the attributes and `layers`, in the order of calls, then which linear layers lead to which.
@@ -155,6 +160,7 @@ class AnatomyReader:
         for prefix, layer in zip(self.prefixes, self.layers, strict=True):
             if prefix[:-1] not in self.trace.layer_sources:
                 raise UnsupportedError(f"{prefix[:-1]} is not called in a forward pass of tokens")
+            self._read_rows(prefix, layer)
             stray = self.trace.layer_sources[prefix[:-1]] - self.residual
             if stray:
                 raise UnsupportedError(
@@ -168,7 +174,7 @@ class AnatomyReader:
             strange = [
                 path for path in layer.own if path not in [part.path for part in layer.attention] or not path
             ]
-            if strange:
+            if strange and not layer.experts:
                 raise UnsupportedError(
                     f"{prefix}{strange[0]} has parameters of its own, {layer.own[strange[0]][0]}, and is no "
                     "attention"
@@ -200,6 +206,9 @@ class AnatomyReader:
                     "residual"
                 )
             self.ends[name] = not any(path.startswith(self.prefixes[0]) for path in self.calls)
+        elif (is_residual := self._sort_apart(call, layer, prefix)) is not None:
+            if not is_residual:
+                return
         elif is_matrix(call.module):
             self._require_linear(call)
             enters = call.sources <= self.residual
@@ -215,6 +224,37 @@ class AnatomyReader:
             return  # of inner features; its result is, too
         self.residual.add(call.path)
 
+    def _sort_apart(self, call: ModuleCall, layer: LayerAnatomy, prefix: str) -> bool | None:
+        """Sort what is of experts or latent attention; return whether it makes the residual, None for others."""
+        name, reads_rows, kind = (
+            call.path[len(prefix) :],
+            call.sources <= self.residual,
+            type(call.module).__name__,
+        )
+        if call.path in self.latents.between:
+            layer.latent_between.append(name)
+            return False
+        if call.path in self.latents.into | self.latents.out:
+            self._require_linear(call)
+            if call.path in self.latents.into:
+                layer.latent_into.append(name)
+            else:
+                layer.latent_out.append(name)
+                layer.linears[name] = LinearPart(name, True, True)
+            return False
+        if is_experts(call.module):
+            if call.made is None or not reads_rows:
+                raise UnsupportedError(f"{call.path}: {kind} has experts that make no rows of the residual")
+            layer.experts.append(experts_part(name, call.module, call.given, call.made))
+            return True
+        is_added = call.path in self.trace.layer_sources[prefix[:-1]]
+        if reads_rows and (
+            call.result is None or (prefix in self.routed and (is_added or not is_matrix(call.module)))
+        ):
+            layer.rows.append(name)
+            return is_added
+        return None
+
     def _given(self, call: ModuleCall) -> Tensor:
         return call.module.weight.detach()
 
@@ -227,6 +267,28 @@ class AnatomyReader:
             if wanted.shape == call.made.shape and torch.allclose(wanted, call.made, rtol=1e-4, atol=1e-5):
                 return
         raise UnsupportedError(f"{call.path}: {type(call.module).__name__} is no linear layer that is known")
+
+    def _read_rows(self, prefix: str, layer: LayerAnatomy) -> None:
+        """Read which linear layers of a routed layer are routers or gates of rows: none that leaves reads them."""
+        if layer.rows and not layer.experts:
+            kind = type(self.model.get_submodule(f"{prefix}{layer.rows[0]}")).__name__
+            raise UnsupportedError(
+                f"{prefix}{layer.rows[0]}: {kind} returns several tensors, and there are no experts to choose"
+            )
+        if not layer.experts:
+            return
+        calls = {path[len(prefix) :]: call for path, call in self.calls.items() if path.startswith(prefix)}
+        read = {
+            path[len(prefix) :]
+            for call in calls.values()
+            for path in call.sources
+            if call.path[len(prefix) :] in layer.linears or not is_matrix(call.module)
+        }
+        for name, part in list(layer.linears.items()):
+            if part.enters and name not in read:
+                del layer.linears[name]
+                layer.rows.append(name)
+                self.residual.add(f"{prefix}{name}")
 
     # --- a layer --------------------------------------------------------------------------------------------
 
@@ -255,6 +317,8 @@ class AnatomyReader:
         """Read the parameters of modules that have others in them: those of attention may be one for each head."""
         whole = self.model.get_submodule(prefix[:-1])
         for path, module in whole.named_modules():
+            if is_experts(module):
+                continue
             if list(module.children()) and (own := [*dict(module.named_parameters(recurse=False))]):
                 layer.own[path] = tuple(own)
 
@@ -272,7 +336,7 @@ class AnatomyReader:
         into, through, pending = [], [], list(calls[name].sources)
         while pending:
             path = pending.pop()
-            if path in self.residual:
+            if path in self.residual or path in self.latents.into:
                 continue
             own = path[len(prefix) :]
             if not path.startswith(prefix):
@@ -323,6 +387,8 @@ class AnatomyReader:
     def _group(self, calls: dict[str, ModuleCall], layer: LayerAnatomy, taken: dict[str, str]) -> None:
         groups: dict[tuple[int, str], list[str]] = {}
         for name, part in layer.linears.items():
+            if name in layer.latent_out:
+                continue
             key = (id(calls[name].operand), taken[name]) if part.enters else (id(name), "")
             groups.setdefault(key, []).append(name)
         layer.groups = [tuple(group) for group in groups.values()]

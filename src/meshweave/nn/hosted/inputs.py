@@ -96,7 +96,7 @@ class HostedArguments(ForwardArguments):
         """Return what a call computes with. Raises MeshweaveError where arguments do not fit each other."""
         named = dict(taken)
         cache = named.get("past_key_values")
-        columns = int(tokens.shape[1]) + (0 if cache is None else int(cache.get_seq_length()))
+        columns = int(tokens.shape[-1]) + (0 if cache is None else int(cache.get_seq_length()))
         if "attention_mask" in named and named["attention_mask"].shape[1] != columns:
             seen = named["attention_mask"].shape[1]
             raise LayoutError(

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import Side
+from meshweave.nn.hosted.experts import HostedExperts
 from meshweave.nn.hosted.heads import local_heads, take_heads
+from meshweave.nn.hosted.latent import HostedLatent
 from meshweave.nn.hosted.linears import HostedGroup, HostedLinear, attention_options, units_of
 from meshweave.nn.hosted.own_modules import OwnModule, OwnParameters, hosted_norm
 from meshweave.nn.hosted.parts import AttentionPart, InnerPart, LayerAnatomy
 from meshweave.nn.hosted.residual import Tokens
+from meshweave.nn.hosted.routers import HostedRouter, check_noise
 from meshweave.nn.parallel.parameters import on_meta
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
@@ -31,7 +34,9 @@ class LayerReplacements:
         new: dict[str, nn.Module],
         then: list[Callable[[], None]],
         tokens: Tokens,
+        model: nn.Module,
     ) -> None:
+        self.config: Any = getattr(model, "config", None)
         self.layer, self.parts, self.where, self.new, self.then = layer, parts, where, new, then
         self.tokens, self.roles = tokens, tokens.strategy.roles
         self.units = {
@@ -47,7 +52,8 @@ class LayerReplacements:
         """
         before, own_parameters = set(self.new), list[OwnParameters]()
         self.group_of = {path: group for group in self.parts.groups for path in group}
-        made = {path: self._linear(path) for path in self.parts.linears}
+        self._plan_latent()
+        made = {path: self._linear(path) for path in self.group_of}
         for group in self.parts.groups:
             HostedGroup([made[path] for path in group])
         self.new |= {f"{self.where}.{path}": linear for path, linear in made.items()}
@@ -66,6 +72,15 @@ class LayerReplacements:
                 self.new[name] = hosted_norm(module, self.tokens, name, kind, dims, side)
             else:
                 self.new[name] = OwnModule(module, self.tokens.strategy, name, dims, self._rows(module, part))
+        if self.parts.experts:
+            check_noise(self.layer, self.where)
+        for path in self.parts.rows:
+            name, module = self._module(path)
+            self.new[name] = HostedRouter.of(module, self.tokens, name, self.config)
+        for experts in self.parts.experts:
+            name, module = self._module(experts.path)
+            self.new[name] = HostedExperts(module, self.tokens, name, experts)
+        own_parameters += self._own_of_rows()
         for own in self.parts.attention:
             owner = self.layer.get_submodule(own.path) if own.path else self.layer
             change = take_heads(owner, own.columns, self.units[own.path], self.tokens)
@@ -81,13 +96,42 @@ class LayerReplacements:
         rows = self._rows_of(inner, part, 1)
         dims = {key: self.roles.core(True) if key in inner else self.roles.residual for key in keys}
         own = OwnParameters(owner, self.tokens.strategy, dims, rows)
-
-        def take() -> None:
-            forward = vars(owner).get("forward") or type(owner).forward.__get__(owner)
-            owner.forward = partial(own.call, forward)
-
-        self.then.append(take)
+        self.then.append(partial(self._take, owner, own))
         return own
+
+    def _plan_latent(self) -> None:
+        """Plan what stands for linear layers and norms of latent features."""
+        parts, core = self.parts, self.roles.core(True)
+        for path in parts.latent_into:
+            name, module = self._module(path)
+            self.new[name] = HostedLatent(module, self.tokens, name)
+        for path in parts.latent_between:
+            name, module = self._module(path)
+            self.new[name] = OwnModule(module, self.tokens.strategy, name, core)
+        for path in parts.latent_out:
+            name, module = self._module(path)
+            own = next(each for each in parts.attention if path in each.columns.of)
+            first, end = local_heads(own.columns, self.units[own.path], self.tokens)
+            columns = [column for head in own.columns.of[path][first:end] for column in head]
+            rows = dict.fromkeys(("weight", "bias"), torch.tensor(columns))
+            whole = end - first == own.columns.heads
+            self.new[name] = OwnModule(module, self.tokens.strategy, name, core, None if whole else rows)
+
+    def _own_of_rows(self) -> list[OwnParameters]:
+        """Return the parameters of modules with others in them that compute on rows, such as a router's."""
+        made = []
+        for path, keys in self.parts.own.items():
+            if path not in self.units:
+                owner = self.layer.get_submodule(path)
+                own = OwnParameters(owner, self.tokens.strategy, dict.fromkeys(keys, self.roles.residual), {})
+                self.then.append(partial(self._take, owner, own))
+                made.append(own)
+        return made
+
+    @staticmethod
+    def _take(owner: Any, own: OwnParameters) -> None:
+        forward = vars(owner).get("forward") or type(owner).forward.__get__(owner)
+        owner.forward = partial(own.call, forward)
 
     def _module(self, path: str) -> tuple[str, nn.Module]:
         return f"{self.where}.{path}", on_meta(self.layer.get_submodule(path))

@@ -26,6 +26,7 @@ from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherSta
 from meshweave.nn.hosted.own_modules import HostedEmbedding, OwnModule, OwnTable, hosted_norm
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.ring import run_in_ring
+from meshweave.nn.hosted.routers import auxiliary_loss, check_auxiliary
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.features import CallInputs, PlacedModules
 from meshweave.nn.parallel.linear import ParallelLinear
@@ -72,7 +73,7 @@ class HostedModel(ParallelModel):
         layers = module.get_submodule(anatomy.names.layers)
         uses = [
             LayerReplacements(
-                layer, parts, f"{anatomy.names.layers}.{number}", self._new, self._then, self.tokens
+                layer, parts, f"{anatomy.names.layers}.{number}", self._new, self._then, self.tokens, module
             ).plan()
             for number, (layer, parts) in enumerate(zip(layers, anatomy.layers, strict=True))
         ]
@@ -214,11 +215,14 @@ class HostedModel(ParallelModel):
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> Any:
         assert input_ids is not None
         (batch, sequence), last = input_ids.shape, inputs.logits_to_keep
+        check_auxiliary(self.module, True, "attention_mask" in inputs.named)
         self.tokens.last = last
         out = self._called(input_ids, None, LayerSpan(len(self.blocks)), inputs)
         logits, loss = logits_of(out), None
         if inputs.targets is not None:
             loss, whole = self.vocabulary(logits, inputs.targets), None
+            added = auxiliary_loss(self.module, out, batch * sequence)
+            loss = loss if added is None else loss + added.to(loss.dtype)
         else:
             whole = self.vocabulary.whole_logits(logits, batch, min(last or sequence, sequence))
         return returned(inputs, loss, whole, out)
@@ -267,6 +271,7 @@ class HostedModel(ParallelModel):
         """Take what other stages have out of the module; names of the rest stay."""
         names, module = self.anatomy.names, self.module
         self.arguments.is_whole = (first, end) == (0, len(self.blocks))
+        check_auxiliary(module, self.arguments.is_whole, False)
         if self.anatomy.norms_twice and (first, end) != (0, len(self.blocks)):
             twice = ", ".join(sorted(self.anatomy.norms_twice))
             raise UnsupportedError(f"{twice}: stages of a pipeline do not share a norm that is called twice")

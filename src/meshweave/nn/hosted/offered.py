@@ -20,6 +20,6 @@ def offer_methods(model: ParallelModel) -> set[str]:
         module.generate = RankGenerate(module, model.arguments, model.agreement)
         offered |= {name for name in vars(GenerationMixin) if not name.startswith("_")}
     if hasattr(module, "save_pretrained") and hasattr(module, "config"):
-        module.save_pretrained = RankSavePretrained(module)
+        module.save_pretrained = RankSavePretrained(module, model.context)
         offered.add("save_pretrained")
     return offered

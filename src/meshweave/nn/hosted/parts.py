@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshweave.nn.hosted.columns import HeadColumns
+from meshweave.nn.hosted.expert_parts import ExpertsPart
 from meshweave.nn.parallel.norm import NormKind
 
 
@@ -90,6 +91,10 @@ class LayerAnatomy:
         features: of the feed-forward parts, by the linear layer that leaves them.
         own: names of parameters of modules that have others in them.
         after: those of them that what leaves the heads is computed with.
+        experts: modules of experts.
+        rows: in a layer with experts, modules that compute on whole rows of the residual, such as routers.
+        latent_into, latent_between, latent_out: of latent attention, the linear layers that make latent features,
+            the modules after them, and the linear layers that heads read.
         results: of how many the tuple is that the layer returns; 0 where it returns the residual alone.
     """
 
@@ -100,6 +105,11 @@ class LayerAnatomy:
     inner: list[InnerPart] = field(default_factory=list)
     attention: list[AttentionPart] = field(default_factory=list)
     features: dict[str, int] = field(default_factory=dict)
+    experts: list[ExpertsPart] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    latent_into: list[str] = field(default_factory=list)
+    latent_between: list[str] = field(default_factory=list)
+    latent_out: list[str] = field(default_factory=list)
     results: int = 0
     own: dict[str, tuple[str, ...]] = field(default_factory=dict)
     after: set[tuple[str, str]] = field(default_factory=set)

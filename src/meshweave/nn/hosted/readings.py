@@ -100,9 +100,10 @@ def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
     features = int(operand.shape[-1])
     owners: tuple[Any, ...] = (attention, getattr(attention, "config", None), getattr(model, "config", None))
     for owner in owners:
-        width = getattr(owner, "head_dim", None)
-        if isinstance(width, int) and width and features % width == 0:
-            return features // width
+        for name in ("v_head_dim", "head_dim"):
+            width = getattr(owner, name, None)
+            if isinstance(width, int) and width and features % width == 0:
+                return features // width
         for name in _HEADS:
             heads = getattr(owner, name, None)
             if isinstance(heads, int) and heads and features % heads == 0:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.expert_parts import is_experts
 from meshweave.nn.prove.state import WideCasts
 
 _SOFTMAX = ("Softmax", "ScaledDotProduct")
@@ -31,6 +32,7 @@ class ModuleCall:
         made: a copy of that.
         sources: the marks that the operand was computed from.
         attended: whether a softmax stands between.
+        given: of experts, all that they were given.
     """
 
     path: str
@@ -40,6 +42,7 @@ class ModuleCall:
     made: Tensor | None = None
     sources: frozenset[str] = frozenset()
     attended: bool = False
+    given: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -133,7 +136,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module without modules in it computes with parameters, or is a norm."""
+    """Return whether a module without modules in it computes with parameters, or is a norm; or has experts."""
+    if is_experts(module):
+        return True
     if list(module.children()):
         return False
     return is_norm(module) or next(module.parameters(recurse=False), None) is not None
@@ -146,6 +151,8 @@ def _watch(trace: FlowTrace, path: str, module: nn.Module, stack: ExitStack) -> 
         call = ModuleCall(path, module, _first([*given, *named.values()]))
         if call.operand is not None:
             call.sources, call.attended = trace.sources(call.operand)
+        if is_experts(module):
+            call.given = (*given, *named.values())
         calls.append(call)
         trace.calls.append(call)
 

@@ -7,7 +7,7 @@ ops, moves, ring   torch ops that run them
 units           heads that ranks do not share evenly
 linear, norm, attention, feed_forward, embedding, loss, dropout   modules and functions between them
 structure       which modules of a model are which
-known           which classes of models are recognised, and what of their configs is computed
+known           what runs a model: its own code, or layers by the names of modules
 takeable        what must not have been done to a model before
 rotary          cosines and sines by the model's own module
 features        what transformers offers and a parallelised model has not

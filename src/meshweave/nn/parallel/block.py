@@ -51,7 +51,7 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         check_layer(layer, names, where)
         check_heads(layer, names, heads, where)
         self.names, self.layer_strategy, self.where = names, strategy, where
-        self.gradient_checkpointing, self.opens, self.is_followed = False, True, True
+        self.opens, self.is_followed = True, True
         made: dict[str, ParallelNorm | ParallelLinear] = {}
         for path in (names.attention_norm, names.feed_forward_norm):
             made[path] = ParallelNorm(layer.get_submodule(path), strategy, f"{where}.{path}")
@@ -82,9 +82,6 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
 
     def take(self, layer: nn.Module) -> None:
         """Take the place of the layer that this was planned of: its modules, this rank's part of its weights."""
-        for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
-            if hasattr(layer, name):
-                setattr(self, name, getattr(layer, name))
         for name, child in layer.named_children():
             self.add_module(name, child)
         for path, made in self._made.items():
@@ -145,7 +142,7 @@ def _units(layer: nn.Module, names: LayerMap, heads: Heads, key_heads: int) -> d
     Args:
         heads: as they are shared; `key_heads` heads of keys and values are there in fact.
     """
-    features = int(layer.get_submodule(names.down).weight.numel() // _hidden(layer, names))
+    features = int(layer.get_submodule(names.down).weight.shape[1])
     attention: dict[str, Any] = {"units": heads.keys, "is_attention": True}
     sizes: dict[str, dict[str, Any]] = {names.out: {"place": "out", **attention}}
     for path in names.into_attention:
@@ -170,7 +167,3 @@ def _shared(heads: Heads, strategy: LayerStrategy) -> Heads:
     if heads.keys % ranks and heads.queries % copies == 0:
         return replace(heads, keys=copies)
     return heads
-
-
-def _hidden(layer: nn.Module, names: LayerMap) -> int:
-    return int(layer.get_submodule(names.attention_norm).weight.shape[-1])

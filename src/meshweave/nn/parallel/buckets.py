@@ -12,6 +12,7 @@ of: where ranks are in different ones, what arrives is refused.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,11 +94,14 @@ class KeptParameter:
 
     @cached_property
     def parts(self) -> tuple[int, list[list[tuple[int, int]]]]:
-        """Return the dim that is gathered, and of each rank of its axis the ranges of positions that it keeps."""
-        (axis,), here = self.gathered, tuple(self.strategy.coordinates)
-        dim = [side.dim for side in self.layout.sides].index(self.layout.dims[axis])
-        around = ((*here[:axis], at, *here[axis + 1 :]) for at in range(self.strategy.mesh.shape[axis]))
-        return dim, [self._spans(self.layout.dims, at)[dim] for at in around]
+        """Return the dim that is gathered, and of each rank of its axes the ranges of positions that it keeps."""
+        (name,), here = {self.layout.dims[axis] for axis in self.gathered}, self.strategy.coordinates
+        dim = [side.dim for side in self.layout.sides].index(name)
+        ranges = [
+            range(size) if axis in self.gathered else (here[axis],)
+            for axis, size in enumerate(self.strategy.mesh.shape)
+        ]
+        return dim, [self._spans(self.layout.dims, at)[dim] for at in itertools.product(*ranges)]
 
     def pairs(self, used: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return views of the parameter as it is used, each with that of the same values in a bucket.
@@ -122,7 +126,7 @@ class KeptParameter:
 
 @dataclass(frozen=True, eq=False)
 class ParameterBucket:
-    """Parameters of one dtype that are gathered along one axis, or none, and summed along the same axes."""
+    """Parameters of one dtype that are gathered along the same axes, or none, and summed along the same axes."""
 
     kept: tuple[KeptParameter, ...]
     dtype: torch.dtype
@@ -145,7 +149,7 @@ class ParameterBucket:
 
     @cached_property
     def _sides(self) -> tuple[Side, Side]:
-        count = self.strategy.mesh.shape[self.kept[0].gathered[0]] if self.kept[0].gathered else 1
+        count = math.prod(self.strategy.mesh.shape[axis] for axis in self.kept[0].gathered)
         return Side("hidden", count), Side("", sum(self.sizes))
 
     @cached_property

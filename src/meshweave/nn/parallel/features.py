@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.parallel.loss import IGNORED
@@ -40,11 +41,9 @@ _KEPT = {
 }  # fmt: skip
 """Methods of transformers that read, or go on working."""
 _ARGUMENTS = {
-    "attention_mask": "masks of padding are not taken, but at the end of rows whose labels there are -100",
-    "position_ids": "rows are not packed: positions count from 0",
-    "past_key_values": "keys of tokens before are not taken; give all tokens",
+    "attention_mask": "models of plain torch take no masks, but of the end of rows whose labels there are -100",
+    "position_ids": "positions of models of plain torch count from 0",
     "inputs_embeds": "give input_ids",
-    "use_cache": "keys are not kept for generation",
     "output_hidden_states": "take them from hooks on .blocks",
     "output_attentions": "weights of attention are not kept",
     "return_dict": "the result is a ParallelOutput",
@@ -61,9 +60,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def refuse_features(
-    module: nn.Module, layers: str, runs_own_code: bool = False, offered: Iterable[str] = ()
-) -> None:
+def refuse_features(module: nn.Module, layers: str, runs_own_code: bool, offered: Iterable[str] = ()) -> None:
     """Let methods that would compute on whole weights refuse, on a parallelised module and on those in it.
 
     Args:
@@ -74,30 +71,14 @@ def refuse_features(
     for child in module.modules():
         if child is module or hasattr(child, "save_pretrained"):
             refused = _of_transformers(type(child)) | {"__deepcopy__", "__reduce_ex__"}
-            refused = refused - {*offered} if child is module else refused
-            for name in sorted(refused if child is module or not runs_own_code else refused & {*_METHODS}):
+            for name in sorted(refused - {*offered} if child is module else refused & {*_METHODS}):
                 setattr(child, name, _refusal(type(child).__name__, name))
-    whole = layers
-    while layers := layers.rpartition(".")[0]:
+    while not runs_own_code and (layers := layers.rpartition(".")[0]):
         inner = module.get_submodule(layers)
-        if not runs_own_code:
-            inner.forward = _refusal(type(inner).__name__, "forward")
+        inner.forward = _refusal(type(inner).__name__, "forward")
     module._ddp_params_and_buffers_to_ignore = _WithoutDdp()
     module.peft_config = _WithoutAdapters()
-    if hasattr(module, "_set_gradient_checkpointing") and not runs_own_code:
-        _count_layers(module, list(module.get_submodule(whole)))
-
-
-def _count_layers(module: nn.Module, layers: Sequence[Any]) -> None:
-    """Let transformers' checkpointing of every n-th layer count the parallel ones, which it does not know."""
-    before = module._set_gradient_checkpointing
-
-    def set_all(*args: Any, **kwargs: Any) -> None:
-        before(*args, **kwargs)
-        for number, layer in enumerate(layers):
-            layer.gradient_checkpointing &= number % kwargs.get("every_n_layers", 1) == 0
-
-    module._set_gradient_checkpointing = set_all
+    module.register_load_state_dict_pre_hook(_refuse_other_layouts)
 
 
 def _of_transformers(kind: type) -> set[str]:
@@ -143,6 +124,27 @@ class _WithoutDdp:
             "DDP does not take parameters that are DTensors; take FSDP2 (fully_shard) over another mesh dim, "
             "or a plan with an axis of data parallelism"
         )
+
+
+def _refuse_other_layouts(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any
+) -> None:
+    """Raise LayoutError where tensors of a state dict cannot stand for the parameters of a parallelised model."""
+    assigns = metadata.get("assign_to_params_buffers", False)
+    for name, own in module.named_parameters():
+        given = state.get(prefix + name)
+        if not isinstance(own, DTensor) or not isinstance(given, Tensor):
+            continue
+        if not isinstance(given, DTensor):
+            raise LayoutError(
+                f"{name} of this state dict is a whole tensor, and the model's lies on ranks: "
+                "mw.load_weights(module, folder) reads whole weights"
+            )
+        if assigns and (given.device_mesh, given.placements) != (own.device_mesh, own.placements):
+            raise LayoutError(
+                f"{name} of this state dict lies as {given.placements}, the model's as {own.placements}: load it "
+                "without assign=True"
+            )
 
 
 class _WithoutAdapters:

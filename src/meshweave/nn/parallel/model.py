@@ -175,8 +175,6 @@ class ParallelModel(AroundModule):
         for block in self.module.get_submodule(self.names.layers) if blocks is None else blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
-            elif getattr(block, "gradient_checkpointing", False) and block.training:
-                x = block._gradient_checkpointing_func(block.__call__, x, batch, sequence, rotary)
             else:
                 x = block(x, batch, sequence, rotary)
         return x

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
+from meshweave.nn.hosted.expert_parts import is_experts
 from meshweave.nn.hosted.model import HostedModel
 from meshweave.nn.hosted.offered import offer_methods
-from meshweave.nn.parallel.features import (
-    refuse_features,
-)
+from meshweave.nn.parallel.features import refuse_features
 from meshweave.nn.parallel.known import is_hosted, recognised, title_of
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.optimizers import watch_optimizers
@@ -52,8 +52,8 @@ def parallelize(
     """Put a plan into a model of torch, in place: its layers then run the programs of the plan's strategy.
 
     Every rank of the mesh has the same module, with the same weights or on the meta device, and calls this. Models
-    of transformers are recognised by their class and config (`meshweave.nn.parallel.known`), those of plain torch
-    in the style of GPT-2 and Llama by the names of their modules. What is refused stays as it was.
+    of transformers run by the code of their class, those of plain torch in the style of GPT-2 and Llama are
+    recognised by the names of their modules. What is refused stays as it was.
 
     Args:
         module: the model.
@@ -63,7 +63,7 @@ def parallelize(
         device_mesh: a mesh with a dim for each axis of the strategy: one for "megatron" and "zero3", two for "atp"
             and "summa_block", three for "25d_block". None makes one of all ranks, on the
             model's kind of device, for a plan with sizes.
-        mapping: which modules of the model are which, where they are not recognised.
+        mapping: which modules of a model of plain torch are which, where they are not recognised.
         config: chunks of the batch and slices of 2D products; None as the plan says.
         overlap: communication runs beside the product that it belongs to, and nothing else. "sites" accepts that
             for a plan that was priced with overlap "layers", and counts on it.
@@ -111,7 +111,7 @@ def parallelize(
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
-        with without_adapters(module, mapping is None and is_hosted(module)) as adapters:
+        with without_adapters(module, is_hosted(module)) as adapters:
             model = _made(
                 module,
                 mapping,
@@ -150,7 +150,15 @@ def _maker(
 ) -> tuple[str, Any, Callable[[nn.Module, str, int], ParallelModel]]:
     """Return what a model is taken for, the names of its modules, and what parallelises it or a copy in place."""
     strategy, recompute = plan.strategy, plan.recompute
-    if mapping is None and is_hosted(module):
+    if "expert" in strategy.roles.expert_dims and not any(map(is_experts, module.modules())):
+        raise LayoutError(
+            f"the plan has ranks that share experts, and {type(module).__name__} has no experts: give expert=1"
+        )
+    if is_hosted(module):
+        if mapping is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} runs by its own code: leave out mapping=, which is for plain torch"
+            )
         title, own = title_of(module), names_of(module)
         return title, own, lambda part, *rest: HostedModel(part, strategy, title, recompute, *rest)
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)

@@ -16,6 +16,7 @@ from meshweave.algorithms.block.roles import (
     DATA_ROLES,
     IDLE,
     RING,
+    AxisDims,
     AxisRole,
 )
 from meshweave.algorithms.step import Parallelism, Step
@@ -25,6 +26,7 @@ from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, PlanError, UnsupportedError
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.expert_axes import with_experts
 from meshweave.nn.parallel.strategy import LayerStrategy, device_mesh_for
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import catalog_differences
@@ -148,7 +150,8 @@ def _of_parallelism(
         )
     around = [role for role, size in ((DATA_ROLES[p.zero], p.data), (RING, p.context)) if size > 1]
     axes = [(name, p.size(name), p.stride(name)) for name in _AROUND if p.size(name) > 1]
-    if p.tensor_size == 1 and len(axes) == 1:
+    around = [around[0]] * (_num_data_axes(p) - 1) + around if around else around
+    if p.tensor_size == 1 and len(around) == 1:
         entry = _alone(around[0])
     else:
         entry = STRATEGIES.named(p.strategy)
@@ -157,12 +160,29 @@ def _of_parallelism(
         if columns > 1 or entry.roles[1] is not IDLE:
             axes.append(("tensor", columns, p.stride("tensor")))
         entry = StrategyAround(entry, tuple(around)) if around else entry
+    axes, experts = with_experts(p, axes)
     if device_mesh is not None:
         _check_order(p, device_mesh, axes)
     _, sizes, strides = zip(*axes, strict=True)
     mesh = device_mesh or device_mesh_for(entry, sizes, device, strides)
-    strategy = LayerStrategy.of(entry.name, mesh, config, entry, context)
+    equal: AxisDims = tuple("" for _ in range(len(entry.roles) - len(experts)))
+    experts = (*experts, *equal)
+    strategy = LayerStrategy.of(entry.name, mesh, config, entry, context, experts)
     return ResolvedPlan(strategy, p.recompute == "full")
+
+
+def _num_data_axes(p: Parallelism) -> int:
+    """Return how many axes the ranks of data parallelism are, of which experts may divide a part."""
+    if p.data == 1:
+        return 1
+    axes, _ = with_experts(p, [(name, p.size(name), p.stride(name)) for name in (*_AROUND, "tensor")])
+    count = sum(degree == "data" for degree, _, _ in axes)
+    if count > 1 and p.context > 1:
+        raise UnsupportedError(
+            f"expert={p.expert} x expert_tensor={p.expert_tensor} divides data={p.data} beside a ring: give "
+            "context=1"
+        )
+    return count
 
 
 _AROUND: tuple[Degree, ...] = ("data", "context")

@@ -54,10 +54,11 @@ class LayerStrategy:
         config: BlockConfig | None = None,
         entry: Any = None,
         context: TorchContext | None = None,
+        experts: AxisDims = (),
     ) -> LayerStrategy:
         """Return the strategy of a name, or an entry itself, on a device mesh with a dim for each of its axes.
 
-        A strategy of one axis takes a mesh of one dim.
+        A strategy of one axis takes a mesh of one dim. `experts` is that of `Roles`.
 
         Raises:
             UnsupportedError: there is no such strategy.
@@ -74,7 +75,7 @@ class LayerStrategy:
         problem = site_problem(1, 1, 1, shape, "float32")
         if (reason := entry.refusal(problem)) is not None:
             raise LayoutError(f"{entry.name} {reason}; the device mesh is {'x'.join(map(str, sizes))}")
-        roles: Roles = entry.roles_of(problem)
+        roles: Roles = replace(entry.roles_of(problem), experts=experts)
         ranks = mesh_of(device_mesh).ranks
         rank = dist.get_rank()
         if rank not in ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -68,8 +68,6 @@ class ModelMap:
         dropout: the dropout after the embedding; "" without.
         heads: sizes of attention; None to read them from the configuration and the modules of attention.
         has_causal_loss: whether `forward(tokens, labels)` shifts labels by one, as transformers does.
-        window: returns how many keys a query of a layer attends to, of the model's configuration and the layer's
-            number; None to read it from `sliding_window` of attention or the configuration.
     """
 
     embedding: str
@@ -82,7 +80,6 @@ class ModelMap:
     dropout: str = ""
     heads: Heads | None = None
     has_causal_loss: bool = True
-    window: Callable[[Any, int], int | None] | None = None
 
     def missing(self, module: nn.Module) -> str:
         """Return the first module that a model lacks; "" where it has all."""
@@ -126,8 +123,7 @@ def check_modules(module: nn.Module, names: ModelMap) -> None:
 
 def check_linear(linear: nn.Module, name: str) -> None:
     """Raise UnsupportedError where a module is no linear layer, or computes more than one."""
-    is_conv = type(linear).__name__ == "Conv1D" and type(linear).__module__ == "transformers.pytorch_utils"
-    if not is_conv and not (isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward):
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise UnsupportedError(
             f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
         )
@@ -158,12 +154,9 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
         )
     keys = _first((config, attention), "num_key_value_heads", "n_kv_head", "num_kv_heads") or queries
     width = _first((attention, config), "head_dim")
-    width = int(width or _features(layer.get_submodule(names.out))[1] // queries)
-    if model_map.window is not None:
-        window = model_map.window(config, number)
-    else:
-        owner: Any = attention if hasattr(attention, "sliding_window") else config
-        window = getattr(owner, "sliding_window", None)
+    width = int(width or layer.get_submodule(names.out).weight.shape[1] // queries)
+    owner: Any = attention if hasattr(attention, "sliding_window") else config
+    window = getattr(owner, "sliding_window", None)
     scale = _first((attention,), "scaling")
     return Heads(
         int(queries),
@@ -175,12 +168,6 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
     )
 
 
-def _features(linear: nn.Module) -> tuple[int, int]:
-    """Return how many features leave a linear layer, and how many enter it."""
-    first, second = (int(size) for size in linear.weight.shape)
-    return (second, first) if type(linear).__name__ == "Conv1D" else (first, second)
-
-
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
     """Raise LayoutError where the linear layers of attention have not the features that its heads say."""
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
@@ -189,7 +176,7 @@ def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> 
     else:
         wanted = [(names.query, 0, of_queries), (names.key, 0, of_keys), (names.value, 0, of_keys)]
     for path, side, features in (*wanted, (names.out, 1, of_queries)):
-        count = _features(layer.get_submodule(path))[side]
+        count = int(layer.get_submodule(path).weight.shape[side])
         if count != features:
             raise LayoutError(
                 f"{where}.{path} has {count} features for {heads.queries} heads of queries and {heads.keys} of "

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import ProofError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group
+from meshweave.execute.torch.compat_fsdp import fsdp_ranks
 from meshweave.nn.prove.differences import Compared, Difference, ProofRanks, instead
 from meshweave.nn.prove.given import IGNORED, Given, LossOf, generated, outputs_of
 from meshweave.nn.prove.rounding import EXACT, Rounding
@@ -382,4 +382,4 @@ def _data_ranks(module: nn.Module, data_mesh: DeviceMesh | None) -> list[int]:
     for child in module.modules():
         if isinstance(child, nn.parallel.DistributedDataParallel):
             return list(dist.get_process_group_ranks(child.process_group))
-    return compat.fsdp_ranks(module)
+    return fsdp_ranks(module)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.structure import ModelMap
-from meshweave.nn.prove.state import without_dropout
+from meshweave.nn.prove.state import WIDE, with_loops_over_experts, without_dropout
 
 _OF_MODULE = frozenset(vars(nn.Module()))
 _WINDOW = re.compile(r"window|attention_chunk|local_attention|attention_span")
@@ -146,6 +146,11 @@ def reduced(
     _materialise(made, device, dtype, module)
     _bind(made, sequence, binds)
     without_dropout(made.modules())
+    if dtype == WIDE:
+        with_loops_over_experts(made.modules())
+    for config in _configs(made):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False  # its hooks stay where the first call has put them
     return made.train()
 
 

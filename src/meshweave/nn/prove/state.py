@@ -102,6 +102,8 @@ def prepared(
                 vars(child)["gradient_checkpointing"] = False  # what is computed again would be rounded
             _lay(child, dtype, made, casts_buffers)
         changed += without_dropout([*modules, owner])
+        if dtype == WIDE:
+            changed += with_loops_over_experts(modules)
         if getattr(owner, "recompute", False):
             changed.append((owner, "recompute", True))
             owner.recompute = False
@@ -146,6 +148,21 @@ def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
     for owner in owners:
         for each in _dropouts(owner):
             _drop_nothing(each, changed)
+    return changed
+
+
+def with_loops_over_experts(modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """Let transformers multiply for one expert after the other, as it must in double precision.
+
+    Returns what configurations said before, as (object, attribute, value).
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    name = "_experts_implementation"
+    for child in modules:
+        config = getattr(child, "__dict__", {}).get("config")
+        if getattr(config, name, None) not in (None, "eager"):
+            changed.append((config, name, getattr(config, name)))
+            object.__setattr__(config, name, "eager")
     return changed
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.nn.weights.save import DEFAULT_FILE_BYTES, save_weights
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.weights.save import DEFAULT_FILE_BYTES, save_weights, write_by_first
 from meshweave.nn.weights.slots import slots_of
 
 _UNITS = {
@@ -34,10 +34,11 @@ class RankSavePretrained:
 
     Args:
         module: the model.
+        context: liveness and deadline of waits for other ranks; None takes those of the default process group.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, context: TorchContext | None) -> None:
+        self._module, self._context = module, context
 
     def __call__(
         self,
@@ -60,6 +61,7 @@ class RankSavePretrained:
             UnsupportedError: an argument would change something, or safetensors is not installed.
             LayoutError: ranks do not have all of a tensor.
             CheckpointError: a rank cannot write; on all ranks.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
         module = self._module
         if adapted := next((name for name, _ in module.named_parameters() if ".lora_" in name), None):
@@ -73,16 +75,19 @@ class RankSavePretrained:
                     f"save_pretrained with {name} is not done on a parallelised model; push or convert the folder"
                 )
         mapping = stored_names(module) if save_original_format else _kept_names(module)
-        save_weights(module, save_directory, mapping=mapping, file_bytes=bytes_of(max_shard_size))
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        context = self._context or TorchContext.default()
+        file_bytes = bytes_of(max_shard_size)
+        save_weights(module, save_directory, mapping=mapping, file_bytes=file_bytes, context=context)
+
+        def write_configs() -> None:
             folder, config = str(save_directory), module.config
             config.dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
             config.architectures = [type(module).__name__]
             config.save_pretrained(folder)
             if module.can_generate():
                 module.generation_config.save_pretrained(folder)
-        if dist.is_initialized():
-            dist.barrier()
+
+        write_by_first(Path(save_directory), write_configs, context)
 
 
 def bytes_of(size: int | str) -> int:

@@ -107,12 +107,22 @@ def _saved(
             whole = {name: _gathered(senders[name], own.get(name), rank, writer, device) for name in group}
         if rank == writer and not wrong:
             wrong = _tried(folder, partial(_write, folder, _name(number, len(files)), whole))
-    wrong = _first_of_all(wrong, context)  # the others have sent on, and are told now
-    if not wrong and rank == 0:
-        wrong = _tried(folder, lambda: _finish(folder, files, senders))
+    if wrong := _first_of_all(wrong, context):  # the others have sent on, and are told now
+        raise CheckpointError(wrong)
+    write_by_first(folder, lambda: _finish(folder, files, senders), context)
+    return () if rank else tuple(folder / _name(number, len(files)) for number in range(len(files)))
+
+
+def write_by_first(folder: Path, do: Callable[[], object], context: TorchContext) -> None:
+    """Let the first rank write something into a folder; all ranks return when it is there, or raise.
+
+    Raises:
+        CheckpointError: it cannot; on all ranks.
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
+    wrong = "" if context.rank else _tried(folder, do)
     if wrong := _first_of_all(wrong, context):
         raise CheckpointError(wrong)
-    return () if rank else tuple(folder / _name(number, len(files)) for number in range(len(files)))
 
 
 def _tried(folder: Path, do: Callable[[], object]) -> str:

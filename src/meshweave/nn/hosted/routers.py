@@ -1,0 +1,91 @@
+"""Routers of experts: the model's own, on the rows of a rank, and the auxiliary loss of those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshweave.algorithms.block.roles import Side
+from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.own_modules import OwnModule
+from meshweave.nn.hosted.residual import Tokens, as_plain
+from meshweave.nn.hosted.rows import MovedRows
+from meshweave.nn.parallel.moves import PlacedMove
+
+
+class HostedRouter(OwnModule):
+    """A router in the place of the model's own, by whose class transformers records the logits.
+
+    Where the model computes an auxiliary loss, these are the logits of all tokens: the loss is no sum over tokens.
+    """
+
+    _tokens: Tokens
+    _config: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
+        """Return what stands for a module that computes on rows of the residual."""
+        own = OwnModule(module, tokens.strategy, name, tokens.strategy.roles.residual)
+        own.__class__ = type(cls.__name__, (cls, type(module)), {})
+        own._tokens, own._config = tokens, config
+        return own
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Return what the module itself does of the rows that this rank has, but for logits that are recorded."""
+        out = OwnModule.forward(self, *given, **named)
+        if not getattr(self._config, "output_router_logits", False) or not isinstance(out, tuple):
+            return out
+        logits, *rest = out
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            return out
+        tokens, roles = self._tokens, self.layer_strategy.roles
+        rows = tokens.rows_of(as_plain(logits), roles.residual)
+        side = (Side("", int(logits.shape[1])),)
+        there = PlacedMove(self.layer_strategy, side, roles.residual, roles.nowhere)
+        back = PlacedMove(self.layer_strategy, side, roles.nowhere, roles.residual)
+        whole = MovedRows.apply(rows, there, back, *tokens.sizes).flatten(0, 1)
+        return (whole, *rest)
+
+
+def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | None:
+    """Return what the class of a model adds to the loss of tokens, of all ranks; None where it adds nothing.
+
+    Raises UnsupportedError where that is not computed of all tokens.
+    """
+    loss = getattr(out, "aux_loss", None)
+    if loss is None or not isinstance(loss, Tensor):
+        return None
+    kind, logits = type(module).__name__, getattr(out, "router_logits", None) or ()
+    if any(each.shape[0] != num_tokens for each in logits) or not logits:
+        raise UnsupportedError(
+            f"{kind} computes its auxiliary loss of other rows than {num_tokens} tokens: give "
+            "output_router_logits=False"
+        )
+    factor = getattr(module, "router_aux_loss_coef", None)
+    if not isinstance(factor, float | int):
+        raise UnsupportedError(f"{kind} does not say the factor of its auxiliary loss (router_aux_loss_coef)")
+    return factor * as_plain(loss)
+
+
+def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
+    """Raise UnsupportedError where an auxiliary loss would not be that of all tokens and layers."""
+    if not getattr(getattr(module, "config", None), "output_router_logits", False):
+        return
+    wrong = "" if is_whole else "in a stage of a pipeline"
+    wrong = wrong or ("with an attention_mask" if has_mask else "")
+    if wrong:
+        raise UnsupportedError(
+            f"the auxiliary loss of {type(module).__name__} is not computed {wrong}: give "
+            "config.output_router_logits=False"
+        )
+
+
+def check_noise(layer: nn.Module, where: str) -> None:
+    """Raise UnsupportedError where a routed layer draws noise, which ranks with copies of a token draw apart."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if "jitter" in name and isinstance(value, float) and value > 0:
+                raise UnsupportedError(
+                    f"{where}.{path} has {name}={value}, noise that each rank draws by itself: give 0"
+                )

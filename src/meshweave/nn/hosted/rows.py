@@ -1,0 +1,33 @@
+"""Rows of tokens that go to other ranks, and their gradients back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.nn.parallel.moves import PlacedMove
+
+
+class MovedRows(torch.autograd.Function):  # type: ignore[misc]
+    """A move of rows (batch, sequence, features), and one of their gradient; either may move nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: PlacedMove, back: PlacedMove, batch: int, sequence: int
+    ) -> Tensor:
+        """Return this rank's part after the move, of so many tokens of all ranks."""
+        ctx.back, ctx.sizes = back, (batch, sequence)
+        return _run(x, there, batch, sequence)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the rows."""
+        return _run(grads[0], ctx.back, *ctx.sizes), None, None, None, None
+
+
+def _run(x: Tensor, move: PlacedMove, batch: int, sequence: int) -> Tensor:
+    if not move.is_needed:
+        return x.view_as(x)
+    return move.sized(batch, sequence, x.dtype).run(x.contiguous())

@@ -1,0 +1,50 @@
+"""What the axes of a plan do for experts: whose ranks are neighbours in a stage, whatever else they share."""
+
+from __future__ import annotations
+
+import math
+
+from meshweave.algorithms.block.roles import AxisDims, Dim
+from meshweave.algorithms.step import Parallelism
+from meshweave.algorithms.step.problem import Degree
+from meshweave.base.errors import LayoutError
+
+PlanAxis = tuple[Degree, int, int]
+"""A degree, the ranks of an axis of it, and how many ranks lie between neighbours."""
+
+
+def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
+    """Return axes such that each does one thing for experts, and what: see `Roles.experts`.
+
+    An axis of data parallelism may become two.
+
+    Raises LayoutError where degrees of experts divide other axes.
+    """
+    within: dict[PlanAxis, int] = {}
+    for axis in sorted(axes, key=lambda axis: axis[2]):
+        within[axis] = math.prod(other[1] for other in within)
+    out: list[PlanAxis] = []
+    roles: list[Dim] = []
+    for axis in axes:
+        degree, size, stride = axis
+        first, last = within[axis], within[axis] * size
+        cuts = [cut for cut in (p.expert_tensor, p.expert_tensor * p.expert) if first < cut < last]
+        if cuts and (degree != "data" or len(cuts) > 1 or cuts[0] % first or last % cuts[0]):
+            raise LayoutError(
+                f"parallelism: expert {p.expert} x expert_tensor {p.expert_tensor} divides {size} ranks of "
+                f"{degree}, of which {first} neighbours are one; give a product that these divide, "
+                "or that divides data"
+            )
+        inside = cuts[0] // first if cuts else size
+        parts = [(inside, first)] + ([(size // inside, first * inside)] if cuts else [])
+        for ranks, start in reversed(parts):
+            out.append((degree, ranks, stride * (start // first)))
+            roles.append(_role(p, start, ranks))
+    return out, tuple(roles)
+
+
+def _role(p: Parallelism, first: int, size: int) -> Dim:
+    """Return what an axis does for experts; `first` ranks inside of it are alike to it."""
+    if size == 1 or first >= p.expert_tensor * p.expert:
+        return ""
+    return "inner" if first < p.expert_tensor else "expert"

@@ -1,0 +1,128 @@
+"""Routed models of transformers on several ranks: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from meshweave.execute.ranks.launch import launch
+
+HERE = Path(__file__).parent
+PATHS = {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "parallel")))}
+FOUR = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+WIDE, NARROW = 1e-12, 1e-5
+Case = tuple[str, str, dict[str, Any], dict[str, Any]]
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
+    2: (
+        {"data": 2, "expert": 2},
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert_tensor": 2, "strategy": "megatron"},
+        {"tensor": 2, "zero": 0},
+    ),
+    4: (
+        {"data": 4, "expert": 2, "zero": 3},
+        {"data": 2, "tensor": 2, "expert": 4},
+        {"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2},
+        {"data": 2, "tensor": 2, "expert": 2, "strategy": "megatron", "zero": 1},
+    ),
+    8: (
+        {"data": 4, "tensor": 2, "expert": 4},
+        {"data": 4, "tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 3},
+    ),
+}
+
+
+def _answers(cases: list[Case], num_ranks: int, folder: Path) -> list[Any]:
+    payload = {"cases": cases, "folder": str(folder)}
+    ranks = launch("routed_rank_functions:tried", num_ranks, payload, timeout_s=900, env=PATHS)
+    return list(next(iter(ranks)))
+
+
+def _check(cases: list[Case], answers: list[Any]) -> None:
+    for case, answer in zip(cases, answers, strict=True):
+        bound = NARROW if case[3].get("dtype") == "float32" else WIDE
+        assert isinstance(answer, dict), (case, answer)
+        assert all(off < bound for off in answer.values()), (case, answer)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(900)
+def test_losses_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    """Of each architecture in another layout, of ties of all tokens, unequal shares, and grouped products."""
+    cases: list[Case] = [
+        ("compared", kind, layout, {"clip": 0.01}) for kind, layout in zip(FOUR, LAYOUTS[4], strict=True)
+    ]
+    spread = LAYOUTS[4][1]
+    cases += [
+        ("compared", "mixtral", spread, {"routing": "ties"}),
+        ("compared", "qwen3_moe", LAYOUTS[4][0], {"shape": (7, 12)}),
+        ("compared", "qwen3_moe", spread, {"dtype": "float32"}),
+        ("compared", "mixtral", LAYOUTS[4][2], {"changes": {"output_router_logits": True}}),
+        ("compared", "deepseek_v3", spread, {"check": True}),
+    ]
+    _check(cases, _answers(cases, 4, tmp_path))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_all_architectures_in_all_layouts(num_ranks: int, tmp_path: Path) -> None:
+    cases: list[Case] = []
+    for layout in LAYOUTS[num_ranks]:
+        for kind in FOUR:
+            cases += [
+                ("compared", kind, layout, {"clip": 0.01}),
+                ("compared", kind, layout, {"routing": "ties"}),
+            ]
+            cases.append(("compared", kind, layout, {"dtype": "float32"}))
+    _check(cases, _answers(cases, num_ranks, tmp_path))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stages_whose_ranks_share_experts(tmp_path: Path) -> None:
+    layouts: tuple[dict[str, Any], ...] = (
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert_tensor": 2, "strategy": "megatron"},
+    )
+    cases: list[Case] = [("piped", kind, {"data": 1, **layout}, {}) for layout in layouts for kind in FOUR]
+    for case, answer in zip(cases, _answers(cases, 4, tmp_path), strict=True):
+        assert isinstance(answer, float) and answer < WIDE, (case, answer)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_files_checkpoints_recomputation_and_refusals(tmp_path: Path) -> None:
+    spread: dict[str, Any] = {"data": 2, "expert": 2}
+    shared: dict[str, Any] = {"tensor": 2, "expert_tensor": 2}
+    cases: list[Case] = [
+        ("exported", "mixtral", spread, {}),
+        ("exported", "gpt_oss", shared, {}),
+        ("resumed", "qwen3_moe", spread, {"then": shared}),
+        ("recomputed", "mixtral", {**spread, "recompute": "full"}, {}),
+        ("piped", "mixtral", {"data": 1}, {}),
+        ("local_experts", "gpt_oss", spread, {}),
+        ("compared", "mixtral", {"tensor": (1, 2), "strategy": "atp", "expert": 2}, {}),
+        ("compared", "qwen3", spread, {}),
+        ("compared", "llama", spread, {}),
+        ("compared", "mixtral", spread, {"changes": {"router_jitter_noise": 0.1}}),
+    ]
+    answers = _answers(cases, 2, tmp_path)
+    for answer in answers[:2]:
+        assert answer == {"names": True, "bits": True}, answer
+    assert answers[2] < WIDE, answers[2]
+    assert answers[3] < NARROW, answers[3]
+    assert answers[4] < WIDE, answers[4]
+    assert all("2 of 4 experts from 0 on" in said for said in answers[5]), answers[5]
+    assert "a router reads whole rows of the residual" in answers[6], answers[6]
+    assert "jitter_noise=0.1, noise that each rank" in answers[9], answers[9]
+    for answer in answers[7:9]:
+        assert "has no experts" in answer, answer
