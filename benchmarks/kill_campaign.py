@@ -1,6 +1,6 @@
 """Signals at random moments of trainings, saves, resumes, reshards and commands: who names the right rank.
 
-    python benchmarks/kill_campaign.py [--cases 200] [--seed 0] [--save NAME]
+    python benchmarks/kill_campaign.py [--cases 200] [--seed 0] [--only WORK] [--save NAME]
 
 Each row of the table is a kind of work and a signal: trials, those in which every survivor named the right rank
 within deadline + 5 s, and the latest end of a survivor in seconds after the signal. Trials whose moment did not
@@ -33,11 +33,11 @@ SHARE_OF_COMMANDS = 0.15
 AT_ONCE = 40
 
 
-def trainings(number: int, seed: int) -> list[dict[str, Any]]:
+def trainings(number: int, seed: int, only: str) -> list[dict[str, Any]]:
     """Return the verdicts on trials of trainings; those whose signal did not come are drawn again, once."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     verdicts: list[dict[str, Any]] = []
-    cases = lost_world.drawn(number + number // 4, seed)
+    cases = lost_world.drawn(number + number // 4, seed, only)
     while cases and len(verdicts) < number:
         some, cases = cases[:AT_ONCE], cases[AT_ONCE:]
         done = subprocess.run(
@@ -100,9 +100,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="NAME")
+    parser.add_argument("--only", default="", metavar="WORK", help="kinds of work that begin so, no commands")
     given = parser.parse_args()
-    num_commands = round(SHARE_OF_COMMANDS * given.cases)
-    verdicts = trainings(given.cases - num_commands, given.seed) + commands(num_commands, given.seed)
+    num_commands = 0 if given.only else round(SHARE_OF_COMMANDS * given.cases)
+    verdicts = trainings(given.cases - num_commands, given.seed, given.only)
+    if num_commands:
+        verdicts += commands(num_commands, given.seed)
     rows = table(verdicts)
     for row in rows:
         print(
