@@ -16,13 +16,13 @@ from math import prod
 from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
-from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
+from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.placement import replica_groups, sharding_groups
 from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.stages import Stages
@@ -330,9 +330,8 @@ class _StepWriter:
 
     def _schedule(self, problem: PipelineProblem) -> Schedule:
         p, step = self.p, self.step
-        name = p.schedule_entry.name
-        request = ScheduleRequest(p.num_stages, step.micro_batches, p.virtual_stages)
-        whole = schedule_by_name(name, request, step.action_times())
+        numbers = p.pipeline, p.virtual_stages, step.micro_batches
+        whole = schedule_of(p.schedule, *numbers, step.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
 
 

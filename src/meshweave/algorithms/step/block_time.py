@@ -127,7 +127,7 @@ class LayerBlock:
         """Return the time of the forward part, with the config that is best for both. Raises as `config`."""
         return self._time(False, self.config)
 
-    @property
+    @cached_property
     def split(self) -> tuple[PartTime, PartTime] | None:
         """Return the time of the backward part in two: gradient of the residual, and gradients of weights."""
         if self._is_estimated:
@@ -167,9 +167,12 @@ class LayerBlock:
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
         """Return the time of a piece of the model alone, forward or (`training`) forward and backward."""
-        problem = self.problem
+        problem, known = self.problem, self.problem.cache("pieces")
         block = block_of(problem, self._ranks, training, problem.model.vocab_size or 0)
-        return self._estimated(without_gradients(self._entry.skeleton(block, self.config, piece)))
+        key = self._entry.name, block, self.config, piece
+        if key not in known:  # wherever the ranks lie
+            known[key] = without_gradients(self._entry.skeleton(block, self.config, piece))
+        return self._estimated(known[key])
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:

@@ -55,6 +55,7 @@ class LayerBounds:
         rates = (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
         self._most_flops_per_s = max(chip.effective_flops_per_s, *(rate for _, rate in rates))
         self._kernels: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._added: dict[tuple[object, ...], float] = {}
         self._layers: dict[tuple[StepLayout, int], float] = {}
         self._places: dict[tuple[object, ...], StepLayout] = {}
 
@@ -73,11 +74,15 @@ class LayerBounds:
         Raises LayoutError where the strategy does not fit.
         """
         sizes = layout.tensor, layout.context, layout.experts
-        key = layout.strategy, sizes, micro_batch, layout.data > 1
-        if key not in self._kernels:
-            self._kernels[key] = self._of_kernels(layout.choice(micro_batch, _ANY, 1, 0, "none"))
-        forward_s, whole_s = self._kernels[key]
-        return whole_s + (forward_s if recompute == "full" else 0.0)
+        key = layout.strategy, sizes, micro_batch
+        with_data = *key, layout.data > 1
+        if with_data not in self._added:
+            choice = layout.choice(micro_batch, _ANY, 1, 0, "none")
+            if key not in self._kernels:
+                self._kernels[key] = self._of_kernels(choice)
+            self._added[with_data] = least_added_s(self._problem, choice)
+        forward_s, both_s = self._kernels[key]
+        return both_s + self._added[with_data] + (forward_s if recompute == "full" else 0.0)
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return the seconds of a layer in a layout, with the least time of what is computed again.
@@ -140,7 +145,7 @@ class LayerBounds:
                 sums[kernel.part] += kernel.times * self._least_ps(kernel, entry, choice.tensor_mesh)
             forward_s += share * to_s(sums["forward"])
             backward_s += share * to_s(sums["backward"])
-        return forward_s, forward_s + backward_s + least_added_s(self._problem, choice)
+        return forward_s, forward_s + backward_s
 
     def _least_ps(self, kernel: Kernel, entry: BlockAlgorithm, mesh: tuple[int, int]) -> int:
         """Return the least picoseconds of a kernel, which a 2D product may have cut into slices."""

@@ -139,6 +139,15 @@ def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
 
     None where the tasks of the strategy are not told apart (`LayerBlock.split`).
     """
+    known = problem.cache("layers in two")
+    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
+    if key not in known:
+        known[key] = _layer_split(problem, parallelism)
+    split: Split | None = known[key]
+    return split
+
+
+def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
     totals = PartTime(), PartTime()
     for share, kind in problem.kinds:
         block = layer_block(kind, parallelism)
@@ -155,6 +164,14 @@ def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
     """Return the backward parts of embedding, and of norm, logits and loss, in two; None as `layer_split`."""
+    known, key = problem.cache("ends in two"), layer_key(parallelism)
+    if key not in known:
+        known[key] = _ends_split(problem, parallelism)
+    split: tuple[Split, Split] | None = known[key]
+    return split
+
+
+def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
     begins, _ = ends_time(problem, parallelism)
     none = PartTime(), PartTime()
     vocabulary = problem.model.vocab_size

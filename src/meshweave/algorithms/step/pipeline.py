@@ -87,7 +87,7 @@ def time_pipeline(
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     request = (entry.name, num_ranks, virtual_stages)
     if entry.uses_times:
-        return _build(*request, micro_batches, times).time(times)
+        return _graph_of(schedule_of(*request, micro_batches, times)).time(times)
     rounds, rest = divmod(micro_batches, num_ranks)
     is_periodic = entry.repeats and entry.takes(num_ranks, virtual_stages, micro_batches)
     timed = max(_TIMED_ROUNDS, -(-_TIMED_MICRO_BATCHES // num_ranks))
@@ -134,7 +134,7 @@ def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int
 def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
     """Return whether a schedule has gradients of weights apart from those of the residual."""
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
-    schedule = _graph(entry.name, num_ranks, virtual_stages, 2 * num_ranks).schedule
+    schedule = _schedule(entry.name, num_ranks, virtual_stages, 2 * num_ranks)
     return any(leaf.kind is ActionKind.WEIGHT_GRAD for leaf in schedule.leaves())
 
 
@@ -151,22 +151,36 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
     if known is not None:
         return known
     few = min(micro_batches, 4 * num_ranks)
-    return peak_stashes(_graph(name, *numbers, few).schedule)
+    return peak_stashes(_schedule(name, *numbers, few))
+
+
+def schedule_of(
+    name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
+) -> Schedule:
+    """Return the schedule of an entry for stages with these times. Raises as `time_pipeline`."""
+    entry = SCHEDULES.named(name).for_stages(virtual_stages)
+    if not entry.uses_times:
+        return _schedule(entry.name, num_ranks, virtual_stages, micro_batches)
+    request = ScheduleRequest(num_ranks * virtual_stages, micro_batches, virtual_stages)
+    return schedule_by_name(entry.name, request, times)
+
+
+@lru_cache(maxsize=512)
+def _schedule(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
+    request = ScheduleRequest(num_ranks * virtual_stages, micro_batches, virtual_stages)
+    return schedule_by_name(name, request, ActionTimes.uniform(request.num_stages))
 
 
 @lru_cache(maxsize=512)
 def _graph(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> _Graph:
-    return _build(
-        name, num_ranks, virtual_stages, micro_batches, ActionTimes.uniform(num_ranks * virtual_stages)
-    )
+    return _graph_of(_schedule(name, num_ranks, virtual_stages, micro_batches))
 
 
-def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes) -> _Graph:
-    num_stages = num_ranks * virtual_stages
-    schedule = schedule_by_name(name, ScheduleRequest(num_stages, micro_batches, virtual_stages), times)
+def _graph_of(schedule: Schedule) -> _Graph:
     graph = build_graph(tabulate(schedule), TransferRuntime.BUFFERED)
     stops = np.cumsum([len(actions) for actions in schedule.actions]).tolist()
-    return _Graph(schedule, ordered(graph), *_durations(schedule, num_stages), [stop - 1 for stop in stops])
+    durations = _durations(schedule, schedule.num_stages)
+    return _Graph(schedule, ordered(graph), *durations, [stop - 1 for stop in stops])
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import TimedSchedule, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.compose import update_times_s
+from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.result import Step
 from meshweave.base.units import format_bytes, to_s
 from meshweave.ir.work import Compute, Work
@@ -121,8 +121,7 @@ def _timed(step: Step) -> tuple[TimedSchedule, int]:
         actions = tuple(Action(kind, 0, number) for number in range(count) for kind in both)
         schedule = Schedule((0,), count, (actions,))
     else:
-        name = p.schedule_entry.name
-        schedule = schedule_by_name(name, ScheduleRequest(p.num_stages, count, p.virtual_stages), times)
+        schedule = schedule_of(p.schedule, p.pipeline, p.virtual_stages, count, times)
     return time_schedule(schedule, times, TransferRuntime.BUFFERED), count
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -212,9 +212,10 @@ def model_table(model: Transformer) -> dict[str, Any]:
     if model.config:
         return {"name": model.name, "source": model.source, "config": model.config}
     sizes = {
-        key: value
-        for key, value in vars(model).items()
-        if key not in ("architecture", "not_priced", "layers", "config") and value is not None
+        each.name: value
+        for each in fields(model)
+        if each.name not in ("architecture", "not_priced", "layers", "config")
+        and (value := getattr(model, each.name)) is not None
     }
     architecture = {
         key: list(value) if isinstance(value, tuple) else value

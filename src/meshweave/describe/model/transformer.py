@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.model.architecture import Architecture, NotPriced
@@ -99,7 +100,7 @@ class Transformer:
             (count, replace(self, architecture=each)) for count, each in zip(both, alone, strict=True)
         )
 
-    @property
+    @cached_property
     def layer(self) -> LayerGraph:
         """Return a layer; of several kinds the first. Biases are left out: products add them as they write."""
         if self.layers:
