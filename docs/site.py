@@ -37,14 +37,14 @@ PAGES = (
     "benchmarks/results/*.md", "validation/README.md", "validation/results/*.md",
 )  # fmt: skip
 GROUPS = {
-    "describe": "Clusters, models, meshes, layouts and machines.",
+    "describe": "The catalog, clusters, models, meshes, layouts and machines.",
     "programs": "Programs, their text and their proof.",
     "algorithms": "The table of algorithms and their contract.",
-    "planning": "The search for the best degrees, layouts and schedule.",
+    "planning": "The search for the best degrees, layouts and schedule; plans in the words of other software.",
     "readings": "Estimate, simulation, execution by numpy and torch, and traces of them.",
     "torch": "Products and resharding of DTensors, models and pipelines by a plan, checkpoints.",
     "proofs": "Checks of plans, programs and models.",
-    "errors": "The base of what a user can cause and mend.",
+    "messages": "The base of errors that a user can cause and mend, and what is said while the library works.",
 }
 NAMESPACES = [f"meshweave.{name}" for name in meshweave._NAMESPACES]
 PACKAGES = ["meshweave_lab", "meshweave_studies"]
@@ -117,7 +117,11 @@ def reference_page() -> str:
         "[Limits](limits.md): how large what is read may be.",
         "## Python",
         "`import meshweave as mw` has these names by group, and the namespaces after them (`mw.errors`). "
-        "What is not listed is private by convention.",
+        "What is not listed is private by convention. A program that plans, predicts or trains needs the first "
+        "list, which stays near 45 names; one that does what few do needs a namespace more: the table of "
+        "algorithms, critical paths and the binding of programs stand there "
+        "([0068](../decisions/0068-names-and-namespaces.md)). What belongs to one object is its method: "
+        "`Plan.summary`, `Plan.to_dataframe`, `Plan.save`.",
     ]
     for group, meaning in GROUPS.items():
         names = sorted(" ".join(meshweave._GROUPS[group].values()).split(), key=str.lower)

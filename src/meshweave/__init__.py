@@ -4,24 +4,24 @@
 
 What most programs need is a name of this module:
 
-    describe      clusters, models, meshes, layouts and machines
+    describe      the catalog, clusters, models, meshes, layouts and machines
     programs      programs, their text and their proof
     algorithms    the table of algorithms and their contract
-    planning      the search for the best degrees, layouts and schedule
+    planning      the search for the best degrees, layouts and schedule; plans in the words of other software
     readings      estimate, simulation, execution by numpy and torch, and traces of them
     torch         products and resharding of DTensors, models and pipelines by a plan, checkpoints
     proofs        checks of plans, programs and models
-    errors        the base of what a user can cause and mend; `meshweave.errors` has them all
+    messages      the base of errors that a user can cause and mend (`meshweave.errors` has them all), and the log
 
 The rest stands in namespaces, each a module that says what it is for:
 
-    mw.describe      names of the catalog, placements by tiles, process grids
+    mw.describe      strided placements and by tiles, process grids
     mw.ir            what a program is written with
     mw.lower         passes that rewrite a program into the ops of a transport
-    mw.algorithms    problems and configs of every family, for authors of algorithms
+    mw.algorithms    the whole table, problems and configs of every family, for authors of algorithms
     mw.schedules     schedules of pipelines
-    mw.tune          searches of one family, plan files, exports
-    mw.simulation    rates, results and pictures, for who simulates a cluster
+    mw.tune          searches of one family, plan files
+    mw.simulation    rates, results, critical paths and pictures, for who simulates a cluster
     mw.nn            products of local shards, layers placed by hand, what ranks run in
     mw.jax           products of sharded jax arrays
     mw.errors        every error that a user can cause and mend
@@ -32,21 +32,20 @@ at its first use, so `import meshweave` is quick, and planning and simulation wo
 
 from __future__ import annotations
 
-import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshweave.base.lazy import LazyModule, lazy_names
+from meshweave.base.lazy import lazy_names
 
 __version__ = "0.1.0"
 
 _GROUPS = {
     "describe": {
+        "describe.catalog": "clusters models",
         "describe.machine.cluster": "Cluster load_cluster",
         "describe.model": "Transformer load_model",
         "describe.model.workload": "Workload",
         "describe.layout.mesh": "Mesh",
-        "describe.layout": "Layout Partial Replicate Shard StridedShard",
+        "describe.layout": "Layout Partial Replicate Shard",
         "cost.machine": "Machine",
     },
     "programs": {
@@ -55,10 +54,11 @@ _GROUPS = {
     },
     "algorithms": {
         "algorithms.contract": "Algorithm",
-        "algorithms.table": "ALGORITHMS algorithm",
+        "algorithms.table": "algorithm",
         "check.contract": "prove_contract",
     },
     "planning": {
+        "tune.exports": "export",
         "tune.plan": "Plan",
         "tune.ranking": "rank",
         "tune.step_search": "plan",
@@ -67,9 +67,7 @@ _GROUPS = {
     "readings": {
         "estimate": "estimate",
         "simulate": "simulate",
-        "simulate.critical": "critical_path",
         "execute.numpy": "run_numpy",
-        "execute.torch.bind": "bind",
         "execute.torch.context": "TorchContext",
         "execute.ranks.launch": "launch",
         "trace": "Trace",
@@ -87,8 +85,9 @@ _GROUPS = {
         "check": "run verify",
         "nn.prove.proof": "prove",
     },
-    "errors": {
+    "messages": {
         "base.errors": "MeshweaveError",
+        "base.log": "set_log_level",
     },
 }
 """Names by what they are for; the guide and the API reference have the same groups."""
@@ -121,18 +120,19 @@ if TYPE_CHECKING:
     from meshweave.algorithms.step import Parallelism as Parallelism
     from meshweave.algorithms.step import SoftwareStack as SoftwareStack
     from meshweave.algorithms.step import step as step
-    from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithm as algorithm
     from meshweave.base.errors import MeshweaveError as MeshweaveError
+    from meshweave.base.log import set_log_level as set_log_level
     from meshweave.check import run as run
     from meshweave.check import verify as verify
     from meshweave.check.contract import prove_contract as prove_contract
     from meshweave.cost.machine import Machine as Machine
+    from meshweave.describe.catalog import clusters as clusters
+    from meshweave.describe.catalog import models as models
     from meshweave.describe.layout import Layout as Layout
     from meshweave.describe.layout import Partial as Partial
     from meshweave.describe.layout import Replicate as Replicate
     from meshweave.describe.layout import Shard as Shard
-    from meshweave.describe.layout import StridedShard as StridedShard
     from meshweave.describe.layout.mesh import Mesh as Mesh
     from meshweave.describe.machine.cluster import Cluster as Cluster
     from meshweave.describe.machine.cluster import load_cluster as load_cluster
@@ -142,7 +142,6 @@ if TYPE_CHECKING:
     from meshweave.estimate import estimate as estimate
     from meshweave.execute.numpy import run_numpy as run_numpy
     from meshweave.execute.ranks.launch import launch as launch
-    from meshweave.execute.torch.bind import bind as bind
     from meshweave.execute.torch.context import TorchContext as TorchContext
     from meshweave.ir.analysis.validate import validate as validate
     from meshweave.ir.program import Program as Program
@@ -157,14 +156,14 @@ if TYPE_CHECKING:
     from meshweave.nn.weights import load_weights as load_weights
     from meshweave.nn.weights import save_weights as save_weights
     from meshweave.simulate import simulate as simulate
-    from meshweave.simulate.critical import critical_path as critical_path
     from meshweave.trace import Trace as Trace
+    from meshweave.tune.exports import export as export
     from meshweave.tune.plan import Plan as Plan
     from meshweave.tune.ranking import rank as rank
     from meshweave.tune.step_search import plan as plan
 
 _MOVED = {
-    "meshweave": "fused=nn rank_configs=rank",
+    "meshweave": "cluster_names=clusters export_plan=export fused=nn model_names=models rank_configs=rank",
     "meshweave.errors": (
         "BindError CheckpointError DeadlineError DescriptionError LayoutError PlanError ProgramError "
         "ProofError RankLostError UnsupportedError"
@@ -177,11 +176,10 @@ _MOVED = {
     ),
     "meshweave.lower": "lower_chains lower_one_sided lower_rings read_in_place write_out_tiles",
     "meshweave.describe": (
-        "block_2d block_cyclic cluster_names column_block cyclic FcLayer model_names Placement "
-        "ProcessGrid row_block Tile"
+        "block_2d block_cyclic column_block cyclic FcLayer Placement ProcessGrid row_block StridedShard Tile"
     ),
     "meshweave.algorithms": (
-        "algorithms_for AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem Gradient Matmul2d "
+        "ALGORITHMS algorithms_for AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem Gradient Matmul2d "
         "Matmul2dConfig Matmul2dProblem Memory plan_reshard reshard_program ReshardPlan ReshardProblem "
         "StageLimits Step step_of step_program StepParts StepProblem TensorMove universal_program "
         "UniversalConfig UniversalProblem"
@@ -193,16 +191,16 @@ _MOVED = {
         "TransferRuntime"
     ),
     "meshweave.tune": (
-        "block_reason BlockRanking Export export_plan FusedChoice load_plan plan_model rank_blocks "
+        "block_reason BlockRanking Export FusedChoice load_plan plan_model rank_blocks "
         "RankedConfig search_schedule simulate_best SpaceOptions tune_fused tune_layouts tune_product "
         "tune_universal"
     ),
     "meshweave.simulation": (
-        "CriticalPath Estimate HostTopology RankRates simulate_step Simulation Span StepSimulation "
+        "critical_path CriticalPath Estimate HostTopology RankRates simulate_step Simulation Span StepSimulation "
         "timeline_svg timeline_text"
     ),
     "meshweave.nn": (
-        "Difference FallingBehindWarning join_ranks LayerMap Liveness matmul2d ModelMap open_memory "
+        "bind Difference FallingBehindWarning join_ranks LayerMap Liveness matmul2d ModelMap open_memory "
         "ParallelLinear ParallelModel ParallelStage Pipeline prepare Proof RankContext "
         "record_torch_actions reshard_state_dict StepComparison StoredTensor torch_pipeline "
         "TrainingState universal_linear UniversalParallel"
@@ -213,34 +211,11 @@ _MOVED = {
         "load_matrix mesh_bandwidth rank_meshes"
     ),
 }
-"""Names that stand elsewhere now, by where; for one version they are to be had here too, with a warning."""
-
-_MOVED_TO = {
-    name.partition("=")[0]: (module, name.partition("=")[2] or name)
-    for module, names in _MOVED.items()
-    for name in names.split()
-}
+"""Names that stand elsewhere now, by where: see `lazy_names`."""
 
 
-class _FrontDoor(LazyModule):
-    """This module: its names, its namespaces, and for one version the names that moved."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _NAMESPACES:
-            return import_module(f"meshweave.{name}")
-        return _moved(name) if name in _MOVED_TO else super().__getattr__(name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_NAMESPACES})
-
-
-def _moved(old: str) -> Any:
-    module, name = _MOVED_TO[old]
-    warnings.warn(f"meshweave.{old} is {module}.{name} now", DeprecationWarning, stacklevel=3)
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise AttributeError(f"meshweave.{old} is {module}.{name} now: {error}") from None
-
-
-__all__ = ["__version__", *_NAMESPACES, *lazy_names(__name__, _GROUPS.values(), _FrontDoor)]
+__all__ = [
+    "__version__",
+    *_NAMESPACES,
+    *lazy_names(__name__, _GROUPS.values(), moved=_MOVED, modules=_NAMESPACES),
+]

@@ -17,7 +17,7 @@ _HOME = {
     "cost.fabric": "HostTopology",
     "estimate": "Estimate",
     "simulate": "Simulation",
-    "simulate.critical": "CriticalPath",
+    "simulate.critical": "CriticalPath critical_path",
     "trace": "Span",
     "algorithms.step": "StepSimulation simulate_step",
     "report.timeline": "timeline_svg timeline_text",
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshweave.report.timeline import timeline_text as timeline_text
     from meshweave.simulate import Simulation as Simulation
     from meshweave.simulate.critical import CriticalPath as CriticalPath
+    from meshweave.simulate.critical import critical_path as critical_path
     from meshweave.trace import Span as Span
 
 __all__ = lazy_names(__name__, [_HOME])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshweave.calibrate import fit_calibration, plan_sweep, to_toml
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.catalog import cluster_names
+from meshweave.describe.catalog import clusters
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.host import HostRates
@@ -118,7 +118,7 @@ def test_chains_that_do_not_fit_are_remarked_upon_and_kept():
     assert fit.remark in axis.source and calibration.cluster.send_buffer_bytes == 1 << 20
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", clusters())
 def test_every_cluster_of_the_catalog_survives_the_file(name, tmp_path):
     reloaded(tmp_path, load_cluster(name))
 

@@ -35,7 +35,7 @@ from meshweave.calibrate import device, tpu_compiler
 from meshweave.check import runner, verifier
 from meshweave.cli import calibrate
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.catalog import catalog_text, clusters, models
 from meshweave.describe.machine.measured_file import SHIPPED
 from meshweave.ir.program.text import to_text
 from meshweave_lab.lab import Lab
@@ -149,7 +149,7 @@ def _counted_programs() -> Iterator[str]:
 
 def _catalog_seeds(kind: str, small: tuple[str, ...], is_whole: bool) -> tuple[str, ...]:
     """Return small descriptions, each as often as it takes to be half of all, and those of the catalog."""
-    names = cluster_names() if kind == "clusters" else model_names()
+    names = clusters() if kind == "clusters" else models()
     named = tuple(catalog_text(kind, name) for name in (names if is_whole else names[:: len(names) // 4]))
     return small * max(1, len(named) // len(small)) + named
 

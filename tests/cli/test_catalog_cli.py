@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.catalog import catalog_text, clusters, models
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 
@@ -23,8 +23,8 @@ def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
 def test_all_entries_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = called(capsys)
     assert status == 0
-    assert all(name in out for name in (*model_names(), *cluster_names()))
-    sources = {load_model(name).source for name in model_names()}
+    assert all(name in out for name in (*models(), *clusters()))
+    sources = {load_model(name).source for name in models()}
     assert not any(source[:20] in out for source in sources if source)  # those of one entry stand with it
 
 
@@ -35,13 +35,13 @@ def test_one_kind(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert ("tpu-v4-pod" in out) == (kind == "clusters")
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", models())
 def test_a_model_in_full(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, out, _ = called(capsys, "models", name)
     assert status == 0 and "source" in out and "num_parameters" in out and "adam_bytes" in out
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", clusters())
 def test_a_cluster_in_full(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, out, _ = called(capsys, "clusters", name)
     assert status == 0
@@ -55,7 +55,7 @@ def test_a_name_alone_will_do(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(capsys, "--json")
     data = json.loads(out)
-    assert [entry["name"] for entry in data["models"]] == list(model_names())
+    assert [entry["name"] for entry in data["models"]] == list(models())
     assert all(entry["file"]["source"] for kind in data.values() for entry in kind)
     gpt3 = next(entry for entry in data["models"] if entry["name"] == "gpt3")
     assert gpt3["derived"]["adam_bytes"] == 12 * gpt3["derived"]["num_parameters"]
@@ -67,7 +67,7 @@ def test_toml_is_the_file_of_the_entry(
 ) -> None:
     status, out, err = called(capsys, *args, "--toml")
     assert (status, err) == (0, "")
-    kind, load = ("clusters", load_cluster) if args[-1] in cluster_names() else ("models", load_model)
+    kind, load = ("clusters", load_cluster) if args[-1] in clusters() else ("models", load_model)
     assert out == catalog_text(kind, args[-1])
     path = tmp_path / "mine.toml"
     path.write_text(out)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, MeshweaveError
-from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.catalog import catalog_text, clusters, models
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.links import COMM_KINDS, NetworkAxis
@@ -22,7 +22,7 @@ from meshweave.describe.model import load_model
 from sampling import examples
 
 LOADERS = {"clusters": load_cluster, "models": load_model}
-ENTRIES = [("clusters", n) for n in cluster_names()] + [("models", n) for n in model_names()]
+ENTRIES = [("clusters", n) for n in clusters()] + [("models", n) for n in models()]
 GPT2 = {
     "model_type": "gpt2",
     "n_embd": 768,
@@ -43,8 +43,8 @@ TREE = {
     },
 }
 SEEDS = {
-    "clusters": [*(tomllib.loads(catalog_text("clusters", n)) for n in cluster_names()), TREE],
-    "models": [tomllib.loads(catalog_text("models", n)) for n in model_names()],
+    "clusters": [*(tomllib.loads(catalog_text("clusters", n)) for n in clusters()), TREE],
+    "models": [tomllib.loads(catalog_text("models", n)) for n in models()],
     "hf": [GPT2],
 }
 
@@ -82,7 +82,7 @@ def test_entry_loads_under_its_own_name(kind: str, name: str) -> None:
     assert hash(entry) is not None
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", clusters())
 def test_every_table_of_a_cluster_has_a_source(name: str) -> None:
     own = tomllib.loads(catalog_text("clusters", name))
     table = table_like("clusters", own, name)
@@ -90,7 +90,7 @@ def test_every_table_of_a_cluster_has_a_source(name: str) -> None:
     assert not numbers_without_source(table["network"])
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", clusters())
 def test_no_collective_beats_its_links(name: str) -> None:
     network = load_cluster(name).network
     axes: tuple[NetworkAxis, ...]

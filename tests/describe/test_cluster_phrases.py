@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import meshweave as mw
 from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.base.outputs import taken_notes
-from meshweave.describe.catalog import catalog_text, cluster_names
+from meshweave.describe.catalog import catalog_text, clusters
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.cluster_phrase import usual_host
 from meshweave.describe.machine.cluster_table import cluster_table
@@ -71,7 +71,7 @@ def test_any_words_are_a_cluster_or_a_refusal_of_one_line(text: str) -> None:
 
 def test_each_chip_has_one_usual_host_that_loads() -> None:
     seen: dict[str, str] = {}
-    for name in cluster_names():
+    for name in clusters():
         for line in catalog_text("clusters", name).splitlines():
             if line.startswith("usual_for"):
                 for title in re.findall(r'"([^"]+)"', line):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from meshweave.base.errors import DescriptionError
-from meshweave.describe.catalog import model_names
+from meshweave.describe.catalog import models
 from meshweave.describe.model import load_model
 from meshweave.describe.model.memory import RECOMPUTES, activation_bytes, chip_memory, step_flops
 from meshweave.describe.model.workload import Workload
@@ -39,7 +39,7 @@ def test_mixed_precision_adam_takes_16_bytes_per_parameter() -> None:
     assert chip_memory(GPT3, replace(WORK, dtype="float32"), 1).state_bytes == 16 * GPT3.num_parameters
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", models())
 def test_everything_is_sharded_over_all_chips(name: str) -> None:
     model = load_model(name)
     whole, part = chip_memory(model, WORK, 1), chip_memory(model, WORK, 64)

@@ -8,14 +8,14 @@ from statistics import median
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import cluster_names
+from meshweave.describe.catalog import clusters
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.scores import error_of_runs_like, run_scores
 
 
 def test_the_table_is_small_and_of_chips_of_the_catalog() -> None:
     assert len((files("meshweave") / "catalog" / "scores.csv").read_bytes()) < 100_000
-    chips = {load_cluster(name).chip.name for name in cluster_names()}
+    chips = {load_cluster(name).chip.name for name in clusters()}
     assert len(run_scores()) > 200 and {score.chip for score in run_scores()} <= chips
     assert {score.fitted for score in run_scores()} == {True, False}
 

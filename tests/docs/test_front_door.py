@@ -33,6 +33,11 @@ def names_of(module: str) -> list[str]:
     return [name for name in importlib.import_module(module).__all__ if name != "__version__"]
 
 
+def moved(module: str) -> dict[str, tuple[str, str]]:
+    """Return where names of a module stand now."""
+    return vars(importlib.import_module(module))["_moved"]
+
+
 def need(module: str, name: str) -> None:
     """Skip where what a name needs is not installed."""
     if "jax" in (name, module.rpartition(".")[2]):
@@ -100,13 +105,14 @@ def test_a_name_whose_package_is_missing_says_how_to_get_it(name: str, package: 
     assert said.stdout.strip() == expected
 
 
-@pytest.mark.parametrize("old", sorted(meshweave._MOVED_TO))
-def test_a_name_that_moved_says_where(old: str) -> None:
-    module, new = meshweave._MOVED_TO[old]
+@pytest.mark.parametrize(("door", "old"), [(door, old) for door in LAZY for old in moved(door)])
+def test_a_name_that_moved_says_where(door: str, old: str) -> None:
+    module, new = moved(door)[old]
     need(module, new)
-    assert old not in meshweave.__all__
-    with pytest.warns(DeprecationWarning, match=rf"^meshweave\.{old} is {module}\.{new} now$") as told:
-        value = getattr(meshweave, old)
+    itself = importlib.import_module(door)
+    assert old not in itself.__all__
+    with pytest.warns(DeprecationWarning, match=rf"^{door}\.{old} is {module}\.{new} now$") as told:
+        value = getattr(itself, old)
     assert [warning.filename for warning in told] == [__file__]
     assert value is getattr(importlib.import_module(module), new)
 
@@ -239,6 +245,28 @@ def deep_imports(source: str) -> list[str]:
                 ):
                     deep.append(f"mw.{space}.{name}")
     return deep
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("info", ["searching llama-2-7b on 8 chips", "priced"]), ("warning", []), ("off", [])],
+)
+def test_the_log_says_what_is_done_from_a_level_on(level: str, shown: list[str]) -> None:
+    code = (
+        f"import meshweave as mw; mw.set_log_level('{level}'); mw.set_log_level('{level}'); "
+        "mw.plan('llama-2-7b', 'dgx-h100:8', batch=16, sequence=2048, tp=2, pp=1, cp=1, strategy='megatron')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(shown)  # once each, though the level was set twice
+    for line, text in zip(lines, shown, strict=True):
+        assert line.startswith("meshweave.tune") and text in line
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(meshweave.MeshweaveError, match=r"no level 'inof'.*info.*off"):
+        meshweave.set_log_level("inof")
 
 
 def test_errors_are_one_list() -> None:

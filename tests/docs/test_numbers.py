@@ -73,6 +73,21 @@ def test_comparisons_of_the_guide() -> None:
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
 
 
+def test_the_accuracy_of_planners_is_that_of_the_published_page() -> None:
+    judged = (pages.ROOT / "validation/results/published.md").read_text().split("## Families that judge")[1]
+    told = re.search(
+        r"(\d+) of \d+ rows scored, (\d+) sources: median of their medians (\S+)% .*?; (\d+)% of", judged
+    )
+    assert told is not None
+    runs, sources, median, share = told.groups()
+    assert f"{sources} sources, {runs} runs of models that nothing was fitted on" in COMPARISON
+    assert f"median {median} %, {share} % within 20 %" in COMPARISON
+    calculon = next(line for line in judged.splitlines() if line.startswith("| calculon"))
+    rows, scored, error, _, worst = (cell.strip(" %") for cell in calculon.split("|")[2:7])
+    assert f"meshweave on these {rows} | as above; {scored} can be laid out as printed" in COMPARISON
+    assert f"median {error} %, worst {worst} %" in COMPARISON
+
+
 def test_estimates_of_steps_beside_simulation() -> None:
     rows = MEASURED["load"]("step_estimates")["rows"]
     errors = [abs(row["error"]) for row in rows]
@@ -394,7 +409,7 @@ def test_the_shown_summary_of_a_simulation() -> None:
     program = mw.algorithm("meshslice").program(problem, mw.algorithms.Matmul2dConfig((1,) * 6))
     machine = mw.Machine.of(mw.load_cluster("tpu-v4-pod:256"), program)
     run = mw.simulate(program, machine)
-    path, page = mw.critical_path(run), guide("simulating")
+    path, page = mw.simulation.critical_path(run), guide("simulating")
     closed_form_s = mw.estimate(program, machine).total_s
     assert f"duration {format_s(run.duration_s)}; closed form {format_s(closed_form_s)}" in page
     assert path.verdict in page

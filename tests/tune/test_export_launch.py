@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from meshweave.base.errors import MeshweaveError, UnsupportedError
 from meshweave.cli.app import app
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.tune.exports import LAUNCHERS, TARGETS, export_plan, launch_file
+from meshweave.tune.exports import LAUNCHERS, TARGETS, export, launch_file
 
 RECORDER = """import json, os, sys
 with open(os.environ["RECORD"] + "." + os.environ.get("HOST", "0"), "a") as file:
@@ -41,8 +41,8 @@ def recorded(folder: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "torchtitan", "deepspeed"])
 def test_a_shell_gives_torchrun_the_ranks_and_the_settings(target: str, tmp_path: Path) -> None:
-    export = export_plan(plan_of(PLAIN), target)
-    script = launch_file(export, "torchrun", load_cluster("dgx-h100:16"))
+    made = export(plan_of(PLAIN), target)
+    script = launch_file(made, "torchrun", load_cluster("dgx-h100:16"))
     environment = commands(tmp_path, ("torchrun",)) | {
         "MASTER": "h0",
         "HOST_NUMBER": "1",
@@ -55,20 +55,20 @@ def test_a_shell_gives_torchrun_the_ranks_and_the_settings(target: str, tmp_path
     own = words[words.index("train.py") :]
     if target == "deepspeed":
         assert own == ["train.py", "--x", "1", "--deepspeed", "deepspeed.json"]
-        assert json.loads((tmp_path / "deepspeed.json").read_text()) == export.settings
+        assert json.loads((tmp_path / "deepspeed.json").read_text()) == made.settings
     else:
-        assert own[3:] == export.text.replace("\\\n", " ").split()
+        assert own[3:] == made.text.replace("\\\n", " ").split()
 
 
 def test_without_what_trains_a_shell_says_so(tmp_path: Path) -> None:
-    script = launch_file(export_plan(plan_of(PLAIN), "torchtitan"), "torchrun", load_cluster("dgx-h100:8"))
+    script = launch_file(export(plan_of(PLAIN), "torchtitan"), "torchrun", load_cluster("dgx-h100:8"))
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode != 0 and "TRAIN: set it to the training script" in result.stderr
 
 
 def test_slurm_gives_each_host_the_same_lines(tmp_path: Path) -> None:
-    export = export_plan(plan_of(PLAIN), "accelerate")
-    script = launch_file(export, "slurm", load_cluster("dgx-h100:16"))
+    made = export(plan_of(PLAIN), "accelerate")
+    script = launch_file(made, "slurm", load_cluster("dgx-h100:16"))
     environment = commands(tmp_path, ("accelerate",))
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho h0; echo h1\n")
     (tmp_path / "srun").write_text(
@@ -87,9 +87,7 @@ def test_slurm_gives_each_host_the_same_lines(tmp_path: Path) -> None:
 
 
 def test_a_job_set_has_a_pod_for_each_host() -> None:
-    manifest = json.loads(
-        launch_file(export_plan(plan_of(PLAIN), "torchtitan"), "jobset", load_cluster("p5:32"))
-    )
+    manifest = json.loads(launch_file(export(plan_of(PLAIN), "torchtitan"), "jobset", load_cluster("p5:32")))
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["parallelism"] == job["completions"] == 4
     container = job["template"]["spec"]["containers"][0]
@@ -100,9 +98,9 @@ def test_a_job_set_has_a_pod_for_each_host() -> None:
 @pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("launcher", sorted(LAUNCHERS))
 def test_every_target_is_started_or_refused_by_name(target: str, launcher: str) -> None:
-    export = export_plan(plan_of(PLAIN), target)
+    made = export(plan_of(PLAIN), target)
     try:
-        text = launch_file(export, launcher, load_cluster("dgx-h100:16"))
+        text = launch_file(made, launcher, load_cluster("dgx-h100:16"))
     except MeshweaveError as error:
         assert target in str(error)
     else:
@@ -110,11 +108,11 @@ def test_every_target_is_started_or_refused_by_name(target: str, launcher: str) 
 
 
 def test_what_has_no_hosts_is_refused() -> None:
-    export = export_plan(plan_of(PLAIN), "torchtitan")
+    made = export(plan_of(PLAIN), "torchtitan")
     with pytest.raises(UnsupportedError, match=r"the hosts of .* are not described"):
-        launch_file(export, "slurm", load_cluster("tpu-v4-pod:16"))
+        launch_file(made, "slurm", load_cluster("tpu-v4-pod:16"))
     with pytest.raises(UnsupportedError, match=r"no launcher 'slrm' \(did you mean 'slurm'\?\)"):
-        launch_file(export, "slrm", load_cluster("dgx-h100:16"))
+        launch_file(made, "slrm", load_cluster("dgx-h100:16"))
 
 
 def test_the_verb_writes_it(tmp_path: Path) -> None:
@@ -126,7 +124,4 @@ def test_the_verb_writes_it(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     table = json.loads(result.stdout)
     assert table["launch"].startswith("#!/bin/bash\n#SBATCH")
-    assert (
-        table["settings"]
-        == json.loads(json.dumps(asdict(export_plan(plan_of({}), "torchtitan"))))["settings"]
-    )
+    assert table["settings"] == json.loads(json.dumps(asdict(export(plan_of({}), "torchtitan"))))["settings"]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_exports import plan_of
 
-from meshweave.tune.exports import export_plan
+from meshweave.tune.exports import export
 
 pytestmark = pytest.mark.slow
 
@@ -132,15 +132,15 @@ def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> 
     if target in PACKAGES and not any(folder.iterdir()):
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         environment = os.environ | {"DS_BUILD_OPS": "0"}
-        made = subprocess.run(
+        installed = subprocess.run(
             [*command, "--no-build-isolation", *PACKAGES[target].split()], capture_output=True, text=True,
             check=False, env=environment,
         )  # fmt: skip
-        if made.returncode:
-            pytest.skip(f"pip could not install {target}: {made.stderr.strip().splitlines()[-1]}")
-    export = export_plan(plan_of(degrees), target)
+        if installed.returncode:
+            pytest.skip(f"pip could not install {target}: {installed.stderr.strip().splitlines()[-1]}")
+    made = export(plan_of(degrees), target)
     given = json.dumps(
-        {"settings": export.settings, "text": export.text, "data": degrees["data"], "port": free_port()}
+        {"settings": made.settings, "text": made.text, "data": degrees["data"], "port": free_port()}
     )
     done = subprocess.run(
         [sys.executable, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,

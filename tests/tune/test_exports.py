@@ -22,7 +22,7 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
-from meshweave.tune.exports import TARGETS, export_plan
+from meshweave.tune.exports import TARGETS, export
 from meshweave.tune.exports.model_words import defining
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
@@ -60,9 +60,7 @@ def plan_of(
 
 
 def test_megatron_lm_has_its_arguments() -> None:
-    settings = export_plan(
-        plan_of({"virtual_stages": 4, "recompute": "full", "zero": 3}), "megatron-lm"
-    ).settings
+    settings = export(plan_of({"virtual_stages": 4, "recompute": "full", "zero": 3}), "megatron-lm").settings
     assert settings["--tensor-model-parallel-size"] == 4 and settings["--sequence-parallel"]
     assert settings["--num-layers-per-virtual-pipeline-stage"] == 4
     assert settings["--num-query-groups"] == 8 and settings["--ffn-hidden-size"] == 14336
@@ -74,20 +72,20 @@ def test_a_strategy_that_others_do_not_have_is_refused_and_a_row_is_named() -> N
     for target in TARGETS:
         plan = plan_of({"strategy": "meshslice_block", "tensor": (2, 2)}, {"zero": 0} | expressible(target))
         with pytest.raises(UnsupportedError, match=r"2x2 ranks.*row 2 of the plan can be"):
-            export_plan(plan, target)
-        assert export_plan(plan, target, 2).settings
+            export(plan, target)
+        assert export(plan, target, 2).settings
     with pytest.raises(UnsupportedError, match="no row of the plan can be"):
-        export_plan(plan_of({"strategy": "atp"}), "torchtitan")
+        export(plan_of({"strategy": "atp"}), "torchtitan")
     with pytest.raises(LayoutError, match="no row 3"):
-        export_plan(plan_of({}, {}), "hf", 3)
+        export(plan_of({}, {}), "hf", 3)
 
 
 def test_what_is_left_out_is_said() -> None:
-    left_out = export_plan(plan_of({"recompute": "selective"}), "hf").left_out
+    left_out = export(plan_of({"recompute": "selective"}), "hf").left_out
     for word in ("megatron_sp", "Data parallelism of 2", "Pipeline parallelism of 2", "ZeRO 1", "Selective"):
         assert any(word in sentence for sentence in left_out), word
     with pytest.raises(UnsupportedError, match="transposed"):
-        export_plan(plan_of({}, model="gpt3"), "hf")
+        export(plan_of({}, model="gpt3"), "hf")
 
 
 @given(
@@ -107,10 +105,10 @@ def test_what_is_left_out_is_said() -> None:
 def test_degrees_are_kept_or_spoken_of(degrees: dict[str, Any], target: str) -> None:
     plan = plan_of(degrees)
     try:
-        export = export_plan(plan, target)
+        made = export(plan, target)
     except MeshweaveError:
         return
-    settings = export.settings.get("parallelism", export.settings)
+    settings = made.settings.get("parallelism", made.settings)
     tensor = degrees["tensor"] if isinstance(degrees["tensor"], int) else math.prod(degrees["tensor"])
     assert tensor == 1 or degrees["strategy"].startswith("megatron")
     names = {
@@ -130,11 +128,11 @@ def test_degrees_are_kept_or_spoken_of(degrees: dict[str, Any], target: str) -> 
         settings[names[1]] == degrees["pipeline"] if names[1] else target == "hf" or degrees["pipeline"] == 1
     )
     if target == "hf" and degrees["pipeline"] > 1:
-        assert any("Pipeline" in sentence for sentence in export.left_out)
+        assert any("Pipeline" in sentence for sentence in made.left_out)
     if target != "hf" and degrees["order"] not in (
         ("tensor", "context", "data", "pipeline"), ("tensor", "context", "pipeline", "data")
     ):  # fmt: skip
-        assert any("order of ranks" in sentence for sentence in export.left_out)
+        assert any("order of ranks" in sentence for sentence in made.left_out)
 
 
 SIZES = {
@@ -213,11 +211,11 @@ def test_every_field_has_another_value() -> None:
 def test_each_field_is_told_or_said_to_be_left_out(target: str) -> None:
     """Changes each field alone: an export that stays the same leaves it out in silence."""
     degrees = expressible(target)
-    before = export_plan(plan_of(degrees), target)
+    before = export(plan_of(degrees), target)
     silent = []
     for name, plan in changes(degrees).items():
         try:
-            after = export_plan(plan, target)
+            after = export(plan, target)
         except UnsupportedError:
             continue
         if after == before:
@@ -252,13 +250,13 @@ def parsed(arguments: dict[str, Any]) -> dict[str, Any]:
 def test_megatron_arguments_read_back_are_the_model(name: str) -> None:
     model = load_model(name)
     plan = plan_of({}, model=name, sequence=2048)
-    export = export_plan(plan, "megatron-lm")
+    made = export(plan, "megatron-lm")
     expected = defining(model)
-    back = parsed(export.settings)
+    back = parsed(made.settings)
     scaling = expected["rotary_scaling"]
     expected["rotary_scaling"] = json.loads(scaling)["factor"] if scaling else ""
     assert back == {key: expected[key] for key in back}
-    assert not any(sentence.startswith("The model has") for sentence in export.left_out)
+    assert not any(sentence.startswith("The model has") for sentence in made.left_out)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -281,10 +279,10 @@ def test_a_config_read_back_is_the_model(family: str, seed: int) -> None:
     if family == "mistral":
         config["sliding_window"] = draw.choice([None, 4096])
     model = transformer_from_config(config, "folder/config.json")
-    export = export_plan(plan_of({"tensor": 1, "strategy": "megatron"}, model=model), "hf")
-    back = transformer_from_config(json.loads(json.dumps(export.settings["config"])), "folder/config.json")
+    made = export(plan_of({"tensor": 1, "strategy": "megatron"}, model=model), "hf")
+    back = transformer_from_config(json.loads(json.dumps(made.settings["config"])), "folder/config.json")
     assert back == model
-    assert not any("not told" in sentence and "The model has" in sentence for sentence in export.left_out)
+    assert not any("not told" in sentence and "The model has" in sentence for sentence in made.left_out)
 
 
 def test_the_verb_prints_settings_and_what_they_leave_out(tmp_path: Path) -> None:
@@ -301,7 +299,7 @@ def test_the_verb_prints_settings_and_what_they_leave_out(tmp_path: Path) -> Non
 def test_styles_are_those_of_transformers() -> None:
     styles = pytest.importorskip("transformers.integrations.tensor_parallel").ALL_PARALLEL_STYLES
     theirs = pytest.importorskip("transformers").LlamaConfig.base_model_tp_plan
-    plan = export_plan(plan_of({}), "hf").settings["tp_plan"]
+    plan = export(plan_of({}), "hf").settings["tp_plan"]
     assert set(plan.values()) <= set(styles)
     assert {f"model.{name}": style for name, style in theirs.items()}.items() <= plan.items()
 
@@ -310,7 +308,7 @@ def test_styles_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "llama-3.1-405b"])
 def test_the_config_is_one_of_transformers(name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    exported = export_plan(plan_of({"strategy": "megatron"}, model=name), "hf").settings["config"]
+    exported = export(plan_of({"strategy": "megatron"}, model=name), "hf").settings["config"]
     config = transformers.AutoConfig.for_model(**exported)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -323,7 +321,7 @@ def test_the_config_is_one_of_transformers(name: str) -> None:
 @pytest.mark.slow
 def test_overrides_are_fields_of_torchtitan() -> None:
     configs = pytest.importorskip("torchtitan.config.configs", reason="torchtitan is not installed")
-    settings = export_plan(plan_of({"schedule": "1f1b", "virtual_stages": 2}), "torchtitan").settings
+    settings = export(plan_of({"schedule": "1f1b", "virtual_stages": 2}), "torchtitan").settings
     for table, config in (("parallelism", configs.ParallelismConfig), ("training", configs.TrainingConfig)):
         assert set(settings[table]) <= {field.name for field in fields(config)}
         config(**settings[table])
@@ -354,7 +352,7 @@ def test_arguments_are_fields_of_megatron_core(degrees: dict[str, Any]) -> None:
         "megatron.core.transformer.transformer_config", reason="megatron-core is missing"
     )
     ddp = pytest.importorskip("megatron.core.distributed").DistributedDataParallelConfig
-    settings = export_plan(plan_of(degrees), "megatron-lm").settings
+    settings = export(plan_of(degrees), "megatron-lm").settings
     named = {name[2:].replace("-", "_"): value for name, value in settings.items() if name not in OF_TRAINING}
     tables: list[dict[str, Any]] = []
     for config in (core.TransformerConfig, ddp):
@@ -375,9 +373,9 @@ def test_degrees_of_experts_are_exported_or_refused() -> None:
     mixtral = load_model("mixtral-8x7b")
     for target in TARGETS:
         try:
-            export = export_plan(plan_of(degrees, model=mixtral), target)
+            made = export(plan_of(degrees, model=mixtral), target)
         except UnsupportedError as error:
             assert "degrees of experts" in str(error) or target in ("hf", "axolotl")
         else:
-            assert 4 in (export.settings.get("parallelism") or export.settings).values()
-            assert any("layers = " in sentence for sentence in export.left_out)
+            assert 4 in (made.settings.get("parallelism") or made.settings).values()
+            assert any("layers = " in sentence for sentence in made.left_out)

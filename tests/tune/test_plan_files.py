@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from meshweave.algorithms.step import load_stack
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import app
-from meshweave.describe.catalog import cluster_names, kernels_names, model_names
+from meshweave.describe.catalog import clusters, kernels_names, models
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
@@ -166,10 +166,10 @@ def test_random_descriptions_survive_their_tables(seed: int) -> None:
 
 
 def test_the_catalog_survives_its_tables() -> None:
-    for name in cluster_names():
+    for name in clusters():
         cluster = load_cluster(name)
         assert cluster_from(through_json(cluster_table(cluster)), "plan") == cluster
-    for name in model_names():
+    for name in models():
         model = load_model(name)
         assert transformer_from(through_json(model_table(model)), "plan") == model
     own = load_cluster("dgx-h100")

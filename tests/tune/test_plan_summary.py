@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import meshweave as mw
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
 
 STEP = ("llama-2-7b", "dgx-h100:8")
@@ -26,7 +29,33 @@ def test_the_text_of_a_plan_is_what_the_command_prints(options, capsys) -> None:
 
 
 def test_a_plan_of_products_and_an_empty_one() -> None:
-    plan = mw.tune.plan_model(mw.load_model("gpt3"), mw.load_cluster("tpu-v4-pod:16"), mw.Workload(8, 2048))
+    plan = products()
     first, *rest = plan.summary().splitlines()
     assert first.startswith("gpt3 on 16 chips") and len(rest) == len(plan.candidates)
     assert "nothing that fits" in repr(plan.model_copy(update={"candidates": ()}))
+
+
+def products() -> mw.Plan:
+    return mw.tune.plan_model(mw.load_model("gpt3"), mw.load_cluster("tpu-v4-pod:16"), mw.Workload(8, 2048))
+
+
+def test_a_plan_is_a_table_of_pandas() -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed: nothing needs it but this method")
+    plan = mw.plan(
+        "mixtral-8x7b", STEP[1] + "0", batch=80, sequence=2048, strategy="megatron_sp", dp=20, pp=1
+    )
+    table = plan.to_dataframe()
+    assert len(table) == len(plan.step.ranked) and table.notna().all(axis=None)
+    assert list(table["step_s"]) == [record.step_s for record in plan.step.ranked]
+    parts = [f"{part}_s" for part in plan.step.best.parts_s]
+    assert table[parts].sum(axis=1).to_numpy() == pytest.approx(table["step_s"].to_numpy(), rel=1e-6)
+    assert set(table["expert"]) == {record.degrees.expert for record in plan.step.ranked}
+    assert list(products().to_dataframe()["algorithm"]) == [each.algorithm for each in products().candidates]
+
+
+def test_without_pandas_a_table_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setattr("meshweave.base.lazy.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError) as told:
+        products().to_dataframe()
+    assert str(told.value) == "Plan.to_dataframe needs pandas, which is not installed: pip install pandas"

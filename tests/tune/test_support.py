@@ -10,11 +10,11 @@ import meshweave as mw
 from meshweave.algorithms.step.precision import PRECISIONS
 from meshweave.algorithms.step.stacks import IDEAL, stack_names
 from meshweave.base.errors import MeshweaveError
-from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.catalog import clusters, models
 from meshweave.tune.support import Support, support_of
 
 RNG = random.Random(20261123)
-PAIRS = [(model, RNG.choice(cluster_names())) for model in model_names()]
+PAIRS = [(model, RNG.choice(clusters())) for model in models()]
 
 
 def known(model: str, cluster: str) -> Support:

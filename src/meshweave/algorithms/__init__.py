@@ -15,7 +15,7 @@ from meshweave.base.lazy import lazy_names
 
 _HOME = {
     "algorithms.contract": "Gradient",
-    "algorithms.table": "algorithms_for",
+    "algorithms.table": "ALGORITHMS algorithms_for",
     "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
     "algorithms.universal": "StageLimits UniversalConfig UniversalProblem universal_program",
     "algorithms.experts": "ExpertsProblem Routing",
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshweave.algorithms.step import StepProblem as StepProblem
     from meshweave.algorithms.step import step_of as step_of
     from meshweave.algorithms.step import step_program as step_program
+    from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithms_for as algorithms_for
     from meshweave.algorithms.universal import StageLimits as StageLimits
     from meshweave.algorithms.universal import UniversalConfig as UniversalConfig

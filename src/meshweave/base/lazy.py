@@ -10,6 +10,7 @@ same names as imports under TYPE_CHECKING; a test compares both.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,28 +28,46 @@ class LazyModule(ModuleType):
     """
 
     _homes: dict[str, str]
+    _moved: dict[str, tuple[str, str]]
+    _modules: tuple[str, ...]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in self._homes and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        moved = vars(self).get("_moved", {}).get(name)
+        if moved is not None:
+            return _by_its_old_name(f"{self.__name__}.{name}", *moved)
+        if name in vars(self).get("_modules", ()):
+            return import_module(f"{self.__name__}.{name}")
         home = vars(self).get("_homes", {}).get(name)
         if home is None:
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
         try:
             value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
-            raise _without(error, f"{self.__name__}.{name}") from error
+            raise without_package(error, f"{self.__name__}.{name}") from error
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *self._homes})
+        return sorted({*vars(self), *self._homes, *self._modules})
 
 
-def _without(error: ModuleNotFoundError, name: str) -> Exception:
-    """Return what to say of a public name whose module needs a package that is not installed."""
+def _by_its_old_name(old: str, module: str, name: str) -> Any:
+    warnings.warn(f"{old} is {module}.{name} now", DeprecationWarning, stacklevel=3)
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"{old} is {module}.{name} now: {error}") from None
+
+
+def without_package(error: ModuleNotFoundError, name: str) -> Exception:
+    """Return what to say of a public name that needs a package which is not installed: an UnsupportedError.
+
+    Where the package is installed, it is the error itself.
+    """
     package = (error.name or "").partition(".")[0]
     if not package or find_spec(package) is not None:
         return error
@@ -67,22 +86,33 @@ def _without(error: ModuleNotFoundError, name: str) -> Exception:
 
 
 def lazy_names(
-    module: str, homes: Iterable[Mapping[str, str]], kind: type[LazyModule] = LazyModule
+    module: str,
+    homes: Iterable[Mapping[str, str]],
+    *,
+    moved: Mapping[str, str] | None = None,
+    modules: Iterable[str] = (),
 ) -> list[str]:
     """Let a module import public names at their first use; return them sorted, for its `__all__`.
 
     Args:
         module: its `__name__`.
         homes: tables of the names in each module below `meshweave`, as {"ir.program": "Program parse"}.
-        kind: the class that the module gets.
+        moved: names that stand elsewhere now, by the module there, as {"meshweave": "old=new same"}; for one
+            version they are to be had here too, with a warning.
+        modules: the modules below it that are imported at their first use too.
     """
     itself = sys.modules[module]
-    modules = {
+    places = {
         name: f"meshweave.{home}"
         for table in homes
         for home, names in table.items()
         for name in names.split()
     }
-    vars(itself)["_homes"] = modules
-    itself.__class__ = kind
-    return sorted(modules)
+    vars(itself)["_homes"], vars(itself)["_modules"] = places, tuple(modules)
+    vars(itself)["_moved"] = {
+        name.partition("=")[0]: (to, name.partition("=")[2] or name)
+        for to, names in (moved or {}).items()
+        for name in names.split()
+    }
+    itself.__class__ = LazyModule
+    return sorted(places)

@@ -10,7 +10,7 @@ import typer
 from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
-from meshweave.describe.catalog import catalog_text, cluster_names, gpu_names, kernels_names, model_names
+from meshweave.describe.catalog import catalog_text, clusters, gpu_names, kernels_names, models
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.gpu import GpuFile, load_gpu
@@ -84,7 +84,7 @@ def catalog(
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return dict(zip(KINDS, (model_names, cluster_names, kernels_names, gpu_names), strict=True))[kind]()
+    return dict(zip(KINDS, (models, clusters, kernels_names, gpu_names), strict=True))[kind]()
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _format_number(key: str, value: Any) -> str:
 
 def _print_models(console: Console) -> None:
     rows = []
-    for name in model_names():
+    for name in models():
         model = load_model(name)
         attention = model.layer.attentions[0]
         heads = str(attention.heads)
@@ -237,7 +237,7 @@ def _print_gpus(console: Console) -> None:
 
 def _print_clusters(console: Console) -> None:
     rows = []
-    for name in cluster_names():
+    for name in clusters():
         cluster = load_cluster(name)
         chip, network = cluster.chip, cluster.network
         dtype, peak = max(chip.peak_flops_per_s, key=lambda pair: pair[1])

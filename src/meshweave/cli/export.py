@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from meshweave.cli.options import JSON_HELP, print_json, read_plan
-from meshweave.tune.exports import LAUNCHERS, TARGETS, export_plan, launch_file
+from meshweave.tune import exports
+from meshweave.tune.exports import LAUNCHERS, TARGETS, launch_file
 from meshweave.tune.plan_description import planned_cluster
 
 
@@ -30,13 +31,13 @@ def export(
     Example: meshweave export plan.json --to megatron-lm
     """
     planned = read_plan(plan)
-    export = export_plan(planned, to, row)
-    text = export.text
+    made = exports.export(planned, to, row)
+    text = made.text
     if launch is not None:
-        text = launch_file(export, launch, planned_cluster(planned))
+        text = launch_file(made, launch, planned_cluster(planned))
     if json:
-        print_json(asdict(export) | ({} if launch is None else {"launch": text}))
+        print_json(asdict(made) | ({} if launch is None else {"launch": text}))
         return
     typer.echo(text)
-    for sentence in export.left_out:
+    for sentence in made.left_out:
         typer.echo(f"left out: {sentence}", err=True)

@@ -1,7 +1,7 @@
 """What there is: clusters, chips, models, meshes and layouts, and the catalog of both.
 
-`meshweave` itself has the classes that most need: clusters, models, meshes, layouts. Here are the names of the
-catalog, rates of hosts, placements by tiles, and the process grids of ScaLAPACK.
+`meshweave` itself has the classes that most need: clusters, models, meshes, layouts. Here are rates of hosts,
+strided placements and by tiles, and the process grids of ScaLAPACK.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 from meshweave.base.lazy import lazy_names
 
 _HOME = {
-    "describe.catalog": "cluster_names model_names",
     "describe.machine.host": "HostRates",
     "describe.model": "FcLayer",
-    "describe.layout": "Placement Tile",
+    "describe.layout": "Placement StridedShard Tile",
     "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
 }
 
 if TYPE_CHECKING:
-    from meshweave.describe.catalog import cluster_names as cluster_names
-    from meshweave.describe.catalog import model_names as model_names
     from meshweave.describe.layout import Placement as Placement
+    from meshweave.describe.layout import StridedShard as StridedShard
     from meshweave.describe.layout import Tile as Tile
     from meshweave.describe.layout.grid import ProcessGrid as ProcessGrid
     from meshweave.describe.layout.grid import block_2d as block_2d
@@ -32,4 +30,4 @@ if TYPE_CHECKING:
     from meshweave.describe.machine.host import HostRates as HostRates
     from meshweave.describe.model import FcLayer as FcLayer
 
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy_names(__name__, [_HOME], moved={"meshweave": "cluster_names=clusters model_names=models"})

@@ -12,12 +12,12 @@ def _names(kind: str) -> tuple[str, ...]:
     return tuple(sorted(entry.name[: -len(".toml")] for entry in entries if entry.name.endswith(".toml")))
 
 
-def cluster_names() -> tuple[str, ...]:
+def clusters() -> tuple[str, ...]:
     """Return the catalog names of clusters, sorted."""
     return _names("clusters")
 
 
-def model_names() -> tuple[str, ...]:
+def models() -> tuple[str, ...]:
     """Return the catalog names of models, sorted."""
     return _names("models")
 

@@ -33,6 +33,7 @@ _HOME = {
     "nn.pipelining.parallel_stage": "ParallelStage",
     "nn.training.state": "TrainingState",
     "execute.memory": "open_memory",
+    "execute.torch.bind": "bind",
     "execute.ranks.job": "RankContext",
     "execute.torch.world": "join_ranks",
     "execute.ranks.liveness": "Liveness",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from meshweave.execute.memory import open_memory as open_memory
     from meshweave.execute.ranks.job import RankContext as RankContext
     from meshweave.execute.ranks.liveness import Liveness as Liveness
+    from meshweave.execute.torch.bind import bind as bind
     from meshweave.execute.torch.world import join_ranks as join_ranks
     from meshweave.nn.experts import DispatchHandle as DispatchHandle
     from meshweave.nn.experts import ExpertExchange as ExpertExchange

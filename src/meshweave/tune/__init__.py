@@ -1,4 +1,4 @@
-"""Searches besides `meshweave.plan` and `meshweave.rank`: one family's own, plan files and exports.
+"""Searches besides `meshweave.plan` and `meshweave.rank`: one family's own, and plan files.
 
 `rank_blocks` and `tune_layouts` choose for one layer, `tune_universal` and `tune_fused` for one product,
 `plan_model` for the products of a model, `search_schedule` the order of the ops of a product.
@@ -15,7 +15,7 @@ _HOME = {
     "tune.product": "TunedProduct tune_product",
     "tune.search": "plan_model",
     "tune.step_search": "SpaceOptions",
-    "tune.exports": "Export export_plan",
+    "tune.exports": "Export",
     "tune.ranked": "RankedConfig",
     "tune.ranking": "simulate_best",
     "tune.blocks": "BlockRanking rank_blocks",
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from meshweave.tune.blocks import BlockRanking as BlockRanking
     from meshweave.tune.blocks import rank_blocks as rank_blocks
     from meshweave.tune.exports import Export as Export
-    from meshweave.tune.exports import export_plan as export_plan
     from meshweave.tune.fused import FusedChoice as FusedChoice
     from meshweave.tune.fused import tune_fused as tune_fused
     from meshweave.tune.layouts import tune_layouts as tune_layouts
@@ -45,4 +44,4 @@ if TYPE_CHECKING:
     from meshweave.tune.step_search import SpaceOptions as SpaceOptions
     from meshweave.tune.universal import tune_universal as tune_universal
 
-__all__ = lazy_names(__name__, [_HOME])
+__all__ = lazy_names(__name__, [_HOME], moved={"meshweave": "export_plan=export"})

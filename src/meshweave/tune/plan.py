@@ -8,14 +8,16 @@ with one loader (`tune.plan_file`).
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from meshweave.algorithms.matmul2d.common.passes import PassName, Stationary
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
+from meshweave.base.lazy import without_package
 from meshweave.base.outputs import write_file
 from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, Seconds, StepsRecord, Width
 
@@ -162,6 +164,25 @@ class Plan(Record):
         from meshweave.tune.plan_summary import product_lines, step_lines
 
         return "\n".join(product_lines(self) if self.steps is None else step_lines(self, self.steps, price))
+
+    def to_dataframe(self) -> Any:
+        """Return the ranking as a `DataFrame` of pandas, the fastest first, a row for each configuration.
+
+        Columns of a step are the fields of `mw.Parallelism`, then `step_s`, `tokens_per_s_per_chip`, `mfu`, `hfu`
+        and `memory_bytes`, the seconds of each part (`compute_s`, `tensor_s`, ...) and the bytes of each kind
+        (`weights_bytes`, ...). Those of products are `algorithm`, `mesh_shape`, `block_s` and `utilisation`.
+
+        Raises:
+            UnsupportedError: pandas is not installed; the library does not need it otherwise.
+        """
+        from meshweave.tune.plan_summary import product_rows, step_rows
+
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise without_package(error, "Plan.to_dataframe") from error
+        rows = product_rows(self) if self.steps is None else step_rows(self.steps)
+        return pandas.DataFrame(list(rows))
 
     def __str__(self) -> str:
         """Return the summary."""

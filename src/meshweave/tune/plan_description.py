@@ -11,7 +11,7 @@ from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKerne
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import load_stack, stack_names
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable
-from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.catalog import clusters, models
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
 from meshweave.describe.machine.cluster_table import cluster_table
 from meshweave.describe.machine.host import HostRates
@@ -52,7 +52,7 @@ def planned_model(plan: Plan) -> Transformer:
     """
     if plan.description is not None:
         return transformer_from(plan.description.model, "description.model")
-    if plan.model not in model_names():
+    if plan.model not in models():
         raise DescriptionError(
             f"this plan is of an older format, without its model, and the catalog has no {plan.model}; "
             "plan it anew"
@@ -64,7 +64,7 @@ def planned_cluster(plan: Plan) -> Cluster:
     """Return the cluster of a plan, likewise. Raises DescriptionError."""
     if plan.description is not None:
         return cluster_from(plan.description.cluster, "description.cluster")
-    if plan.cluster not in cluster_names():
+    if plan.cluster not in clusters():
         raise DescriptionError(
             f"this plan is of an older format, without its cluster, and the catalog has no {plan.cluster}; "
             "plan it anew, or give --cluster FILE"
@@ -128,11 +128,11 @@ def catalog_differences(plan: Plan) -> tuple[str, ...]:
     if plan.description is None:
         return ()
     sentences = []
-    if plan.model in model_names() and model_table(load_model(plan.model)) != plan.description.model:
+    if plan.model in models() and model_table(load_model(plan.model)) != plan.description.model:
         sentences.append(
             f"the plan's model {plan.model} is not the catalog's of that name: the plan's is taken"
         )
-    if plan.cluster in cluster_names() and not _is_catalog_cluster(plan):
+    if plan.cluster in clusters() and not _is_catalog_cluster(plan):
         sentences.append(
             f"the plan's cluster {plan.cluster} is not the catalog's of that name: the plan's is taken"
         )

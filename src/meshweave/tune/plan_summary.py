@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from meshweave.algorithms.step.stacks import IDEAL, fitted_as
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.scores import error_of_runs_like
-from meshweave.tune.plan_records import DescriptionRecord, StepRecord, StepsRecord
+from meshweave.tune.plan_records import DegreesRecord, DescriptionRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
 
 
@@ -97,6 +97,25 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
         chip = plan.description.cluster["chip"]["name"]
         yield f"error      {error_of_runs_like(chip, fitted_as(steps.stack), is_low=bool(steps.precision))}"
     yield f"next       {advice(steps)}"
+
+
+def product_rows(plan: Planned) -> Iterator[dict[str, Any]]:
+    """Yield the algorithms of a plan of products by column: see `Plan.to_dataframe`."""
+    names = ("algorithm", "mesh_shape", "block_s", "utilisation")
+    for candidate in plan.candidates:
+        yield {name: getattr(candidate, name) for name in names}
+
+
+def step_rows(steps: StepsRecord) -> Iterator[dict[str, Any]]:
+    """Yield the configurations of a plan of a step by column: see `Plan.to_dataframe`."""
+    names = ("step_s", "tokens_per_s_per_chip", "mfu", "hfu", "memory_bytes")
+    for record in steps.ranked:
+        yield {
+            **{name: getattr(record.degrees, name) for name in DegreesRecord.model_fields},
+            **{name: getattr(record, name) for name in names},
+            **{f"{part}_s": seconds for part, seconds in record.parts_s.items()},
+            **{f"{kind}_bytes": count for kind, count in record.memory_parts.items()},
+        }
 
 
 def _speed(steps: StepsRecord) -> str:

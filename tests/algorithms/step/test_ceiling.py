@@ -12,7 +12,7 @@ from meshweave.algorithms.step import load_stack
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.base.errors import MeshweaveError
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.catalog import clusters, models
 from meshweave.describe.machine.left_out import best_product_rate, unmeasured_kernels
 from sampling import mostly_slow
 
@@ -41,7 +41,7 @@ def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.a
         seq = rng.choice([512, 4096, 65536])
         try:
             laid = cluster.with_chips(chips)
-            steps.append(mw.step(rng.choice(model_names()), laid, batch=16, sequence=seq, **options))
+            steps.append(mw.step(rng.choice(models()), laid, batch=16, sequence=seq, **options))
         except MeshweaveError:
             continue
         if len(steps) == count:
@@ -52,7 +52,7 @@ def some_steps(cluster: mw.Cluster, rng: random.Random, count: int) -> list[mw.a
 @pytest.mark.parametrize("seed", mostly_slow(range(12), keep=1))
 def test_no_chip_of_the_catalog_is_above_what_it_has_shown_without_a_reason(seed: int) -> None:
     rng, priced, above = random.Random(seed), 0, 0
-    for name in cluster_names():
+    for name in clusters():
         for step in some_steps(mw.load_cluster(name), rng, 3):
             priced += 1
             ceiling, peak = step.ceiling, step.problem.cluster.chip.peak(step.problem.dtype)

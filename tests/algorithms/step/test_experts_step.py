@@ -23,7 +23,7 @@ from meshweave.algorithms.step.problem import DEGREES
 from meshweave.algorithms.step.routing import chosen_shares, drawn_loads, expert_ranks
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
-from meshweave.describe.catalog import model_names
+from meshweave.describe.catalog import models
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.hugging_face import transformer_from_config
@@ -222,7 +222,7 @@ def test_the_runtime_of_the_library_refuses_experts_by_name() -> None:
     assert step(MIXTRAL, "dgx-h100:32", 64, 2048, ep=8).problem.stack.name == load_stack("ideal").name
 
 
-@pytest.mark.parametrize("name", [name for name in model_names() if load_model(name).is_routed])
+@pytest.mark.parametrize("name", [name for name in models() if load_model(name).is_routed])
 def test_the_fullest_rank_of_layers_of_several_kinds_is_no_lower_than_any(name: str) -> None:
     """The search asks a few ranks alone: dense layers before others must not hide the fullest one."""
     model, cluster = load_model(name), load_cluster("dgx-h100:512")

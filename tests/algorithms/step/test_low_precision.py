@@ -14,7 +14,7 @@ from meshweave.algorithms.step.precision import PRECISIONS, ProductDtypes, preci
 from meshweave.algorithms.step.quantizing import Quantizing, cast_weight_bytes, quantizing
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import cluster_names
+from meshweave.describe.catalog import clusters
 from meshweave.describe.machine.measured_file import LOW_PRECISIONS
 
 MODEL = "llama-2-7b"
@@ -27,7 +27,7 @@ def problem_of(precision: str | None, cluster: str = FAST) -> mw.algorithms.Step
     )
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", clusters())
 def test_a_precision_is_measured_on_the_chip_or_refused(name: str) -> None:
     cluster = mw.load_cluster(name)
     kernels = cluster.chip.kernels

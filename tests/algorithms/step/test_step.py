@@ -103,7 +103,7 @@ def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batc
         bare, chip, batch=micro_batch * count, sequence=512, micro_batch=micro_batch, stack="ideal"
     )
     block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
-    entry = mw.ALGORITHMS["megatron_sp"]
+    entry = mw.algorithms.ALGORITHMS["megatron_sp"]
     machine = mesh_machine(step.problem.priced_cluster, (1, 1), ("row", "col"))
     layer_s = entry.estimate(block, BlockConfig(), machine).total_s
     assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
@@ -261,7 +261,7 @@ def test_groups_with_equal_weights() -> None:
 def test_attention_of_a_block_is_priced_by_its_shape() -> None:
     """The estimate of a block on chips with constants of attention is the uncontended time of its program."""
     problem = BlockProblem.of(LLAMA, mw.Workload(2, 512), (2, 1))
-    entry = mw.ALGORITHMS["megatron_sp"]
+    entry = mw.algorithms.ALGORITHMS["megatron_sp"]
     machine = mesh_machine(HOSTS.with_chips(2), (2, 1), ("row", "col"))
     uncontended = mw.estimate(entry.program(problem, BlockConfig()), machine)
     assert entry.estimate(problem, BlockConfig(), machine).total_s == pytest.approx(

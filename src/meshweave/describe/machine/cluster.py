@@ -11,7 +11,7 @@ from typing import Any
 from meshweave.base.errors import DescriptionError
 from meshweave.base.limits import CHIPS
 from meshweave.base.outputs import note
-from meshweave.describe.catalog import catalog_text, cluster_names
+from meshweave.describe.catalog import catalog_text, clusters
 from meshweave.describe.files import fail, is_path, load_table, parse_table
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.chip import Chip
@@ -100,7 +100,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if not as_is and is_phrase(name):
         table, size = phrase_table(name)
         return _sized(cluster_from(table, name), size)
-    if isinstance(name_or_path, Path) or (where not in cluster_names() and is_path(where)):
+    if isinstance(name_or_path, Path) or (where not in clusters() and is_path(where)):
         cluster = cluster_from(load_table(where), where)
     else:
         file = f"{where}.toml"

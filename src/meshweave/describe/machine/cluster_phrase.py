@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 from meshweave.base.errors import DescriptionError, nearest_word, printable
-from meshweave.describe.catalog import catalog_text, cluster_names
+from meshweave.describe.catalog import catalog_text, clusters
 from meshweave.describe.files import parse_table
 from meshweave.describe.like import table_like
 
@@ -95,7 +95,7 @@ def _usual_hosts() -> dict[str, tuple[str, str]]:
 
 
 def _titles() -> Iterator[tuple[str, str]]:
-    for name in cluster_names():
+    for name in clusters():
         for title in parse_table(catalog_text("clusters", name), f"{name}.toml", "toml").get("usual_for", ()):
             yield title, name
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from meshweave.base.errors import DescriptionError, printable
-from meshweave.describe.catalog import catalog_text, model_names
+from meshweave.describe.catalog import catalog_text, models
 from meshweave.describe.files import (
     FileModel,
     Name,
@@ -239,7 +239,7 @@ def load_model(name_or_path: str | Path) -> Transformer:
         UnsupportedError: the model is not a dense decoder-only transformer.
     """
     file_name = str(name_or_path)
-    if not isinstance(name_or_path, Path) and (file_name in model_names() or not is_path(file_name)):
+    if not isinstance(name_or_path, Path) and (file_name in models() or not is_path(file_name)):
         file = f"{file_name}.toml"
         return transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
     if os.path.isdir(file_name):  # noqa: PTH112  (unlike Path.is_dir, never raises)

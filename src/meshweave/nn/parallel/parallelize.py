@@ -137,6 +137,7 @@ def _made(
     check_takeable(module, names.embedding, names.head, names.positions, adds_bias=is_own)
     strategy = plan.strategy
     if check:
+        _LOG.info("proving the plan on copies of the layers of %s", type(module).__name__)
         with all_trained(module):
             proved = check_layers(module, names, strategy, lambda part: make(part, "", 0), title)
         return make(module, proved, debug_every)

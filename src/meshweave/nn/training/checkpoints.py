@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import operator
 import threading
 import time
@@ -45,6 +46,7 @@ from meshweave.nn.training.manifest import (
 from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, share_out
 from meshweave.nn.training.rounds import AgreementRound, Rounds
 
+_LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
 _LEFT_S = 3.0
 """Seconds in which a rank must be seen to write, where the program has ended without a `wait`."""
@@ -135,6 +137,7 @@ class Checkpoints:
             if self._is_first and not words.get("wrong"):
                 self._wrong_in(lambda: remove(self.folder / part_name(step)))
             raise CheckpointError(f"the checkpoint cannot be saved: {error}") from None
+        _LOG.info("saving step %d into %s: %d tensors of this rank", step, self.folder, len(pieces))
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_
         copies: list[Tensor] = []

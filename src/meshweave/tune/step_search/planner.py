@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -39,6 +40,7 @@ NOTE = (
     "Estimated without contention between kinds of traffic. Kernels, collectives and links are those of the "
     "cluster's description; what the software stack adds is that of `stack`."
 )
+_LOG = logging.getLogger(__name__)
 _FIELDS_OF_SPACE = {
     "strategy": "strategies",
     "schedule": "schedules",
@@ -143,7 +145,10 @@ def plan_step(
     limit = problem.usable_bytes(memory_bytes)
     check_problem(problem)
     space = StepSpace(problem, options)
+    _LOG.info("searching %s on %d chips", problem.model.name, problem.cluster.num_chips)
     ranking = StepSearch(space, limit, num_exact, progress).ranking()
+    of = ranking.count
+    _LOG.info("priced %d of %d layouts, %d over memory", of.priced, of.nodes, of.over_memory)
     if not ranking.rows:
         raise UnsupportedError(refusal_text(ranking))
     model, cluster = problem.model, problem.cluster

@@ -1,4 +1,4 @@
-"""`export_plan`: one row of a plan as settings of other software."""
+"""`export`: one row of a plan as settings of other software."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
 }
 
 
-def export_plan(plan: Plan, target: str, row: int = 1) -> Export:
+def export(plan: Plan, target: str, row: int = 1) -> Export:
     """Return a configuration of a plan of a step as settings of other software.
 
     Args:
