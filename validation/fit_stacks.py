@@ -50,6 +50,7 @@ FREE = {
     "torchtitan": ("overlap", "launch_s"),
     "nanotron": ("overlap", "launch_s"),
     "megatron-core": (),
+    "maxtext": (),
 }
 """What is fitted of each stack. Megatron of 2021 waits for its reductions: overlap is 0. Others run collectives
 beside the backward part, and have one overlap: it is a matter of the machine more than of the stack."""
@@ -59,6 +60,9 @@ LOW_PRECISION = "megatron-core"
 """The stack whose fitted rows are below 16 bits. It has the overlap of the others and no gap between kernels: of
 it nothing is fitted, but the rate of its kernels of attention on Blackwell, one for its chips. (The share of the
 rate of products that Blackwell sustains was tried instead: 0.767, with a larger loss on the fitted rows.)"""
+TPUS = {"maxtext": ("tpu-v5e", "tpu-v6e")}
+"""A stack, and kernels of chips on which its rate of attention and the share that products sustain are fitted, on
+its own rows alone. Its overlap is that of the others."""
 BLACKWELL = ("B200", "B300", "GB200", "GB300")
 FITTED_RATES = {"llm-foundry": ("A100", "H100")}
 """Stacks whose kernel of attention has a fitted rate, by chip."""
@@ -181,6 +185,42 @@ def blackwell_attention() -> float:
     return float(rates[losses.index(min(losses))])
 
 
+def tpu_rates(stack: str, kernels: str) -> tuple[float, float]:
+    """Return a stack's rate of attention over that of products on a chip, and the share that products sustain."""
+    rows = []
+    for run in (*shipped_runs(), *shipped_runs("dense_runs.csv")):
+        if stack_of(run).name != stack:
+            continue
+        try:
+            case = case_of(run, attention=1.0)
+            chip = case.problem.cluster.chip
+            if not is_fitted(case.problem.model) or not chip.kernels or chip.kernels.reference != kernels:
+                continue
+            case = replace(case, problem=_at_share(case.problem, 1.0))
+            first = predict(case)
+            slower = (
+                replace(case.problem, attention_share=_PRICED_RATE),
+                _at_share(case.problem, _PRICED_SHARE),
+            )
+            attention, products = (predict(replace(case, problem=each)).seconds for each in slower)
+            published_s = published_seconds(case, first.step)
+        except NoPredictionError:
+            continue
+        added = attention - first.seconds, (products - first.seconds) / (1 / _PRICED_SHARE - 1)
+        rows.append((first.seconds, *added, published_s))
+    bare, attention_s, products_s, published = np.array(rows).T
+
+    def loss(inverse: Array) -> float:
+        seconds = bare + (inverse[0] - 1) * attention_s + (inverse[1] - 1) * products_s
+        return float(np.abs(np.log(seconds / published)).mean())
+
+    bounds = _INVERSE_RATE, _INVERSE_SHARE
+    starts = [np.array([first, second]) for first in (1.0, 3.0, 5.0) for second in (1.0, 1.3, 1.6)]
+    least, best = min((search(loss, start, bounds) for start in starts), key=lambda pair: pair[0])
+    print(stack, kernels, len(rows), "rows: mean", round(least, 4))
+    return 1 / float(best[0]), round(1 / float(best[1]), 3)
+
+
 def _name(stack: str, constant: str) -> str:
     """Return the name of a stack's constant among all that are fitted; stacks share some."""
     return constant if constant in _SHARED and constant not in FIXED.get(stack, {}) else f"{stack} {constant}"
@@ -189,7 +229,8 @@ def _name(stack: str, constant: str) -> str:
 def _at_share(problem: StepProblem, share: float) -> StepProblem:
     """Return a problem whose chips sustain a share of the rate of products, where that share is fitted."""
     chip = problem.cluster.chip
-    if chip.kernels is None or chip.kernels.reference not in _FITTED_KERNELS:
+    tpus = [kind for kinds in TPUS.values() for kind in kinds]
+    if chip.kernels is None or chip.kernels.reference not in (*_FITTED_KERNELS, *tpus):
         return problem
     chip = replace(chip, kernels=replace(chip.kernels, sustained_share=share))
     return replace(problem, cluster=replace(problem.cluster, chip=chip))
@@ -255,6 +296,9 @@ def stacks_toml(values: dict[str, float]) -> str:
         kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
         attention[kernel] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
     attention["transformer-engine"] = dict.fromkeys(BLACKWELL, blackwell_attention())
+    for name, kinds in TPUS.items():
+        kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
+        attention[kernel] = {f'"{load_kernels(kind).name}"': values[f"{name} {kind}"] for kind in kinds}
     lines = [
         "# Constants of software stacks (`SoftwareStack`), and rates of kernels of attention over the one",
         "# whose constants the chip has. Written by validation/fit_stacks.py.",
@@ -289,13 +333,16 @@ def main() -> None:
         row
         for run in shipped_runs()
         if stack_of(run).name in FREE
-        and stack_of(run).name != LOW_PRECISION
+        and stack_of(run).name not in (LOW_PRECISION, *TPUS)
         and (row := priced_row(run)) is not None
     ]
     values = fit(rows)
+    shares = {name: round(1 / values[chip], 3) for name, chip in _FITTED_KERNELS.items()}
+    for stack, kinds in TPUS.items():
+        for kind in kinds:
+            values[f"{stack} {kind}"], shares[kind] = tpu_rates(stack, kind)
     (CATALOG / "stacks.toml").write_text(stacks_toml(values), "utf-8")
-    for name, chip in _FITTED_KERNELS.items():
-        share = round(1 / values[chip], 3)
+    for name, share in shares.items():
         print(name, "sustains", share)
         kernels = replace(load_kernels(name), sustained_share=share)
         (CATALOG / "kernels" / f"{name}.toml").write_text(kernels_toml(kernels), "utf-8")

@@ -4,7 +4,7 @@ python validation/fit_tpu.py --compile 150     # adds what compiles in 150 s; ne
 python validation/fit_tpu.py                   # fits and scores what was compiled
 
 writes the catalog's tpu_gemm.csv and tpu-*.toml, benchmarks/results/tpu_kernels.json and
-validation/results/tpu_kernels.md.
+validation/results/tpu_kernels.md. (The CSV of v6e has fewer shapes than the others', C in bfloat16 alone.)
 
 Shapes are drawn by a seed, and those are added that a chip of the 4x4 mesh multiplies in the readings
 `fixed-batch` and `public-defaults` of MeshSlice. Of each device, 60 products are scored by constants that are
@@ -35,6 +35,7 @@ from meshweave.calibrate.tpu_compiler import (
 )
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.execute.jax.tpu import TPU_TARGETS, TpuTarget, compiler_versions
 from meshweave_studies.kernels.score import Score, predicted
 from meshweave_studies.kernels.tables import tpu_page
@@ -181,7 +182,9 @@ def catalog_entry(name: str, group: Group) -> ChipKernels:
         f"Fitted by validation/fit_tpu.py on cycles that XLA's compiler for TPUs expects ({VERSIONS}), operands "
         "in the chip's memory; errors on products not fitted stand in benchmarks/results/tpu_kernels.json"
     )
-    return replace(kernels, source=source)
+    path = CATALOG / f"{name}.toml"
+    share = load_kernels(name).sustained_share if path.exists() else 1.0  # fit_stacks.py's
+    return replace(kernels, source=source, sustained_share=share)
 
 
 def main(say: Callable[[str], None] = print) -> None:

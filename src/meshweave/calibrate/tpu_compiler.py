@@ -54,10 +54,11 @@ def product_cycles(
     from jax.sharding import SingleDeviceSharding
 
     sharding = SingleDeviceSharding(tpu_devices(target)[0])
+    options = {**PLACES[place], **target.options}
     product = jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=out_dtype), out_shardings=sharding)
     for m, n, k in shapes:
         operands = (ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding) for size in ((m, k), (k, n)))
-        compiled = product.lower(*operands).compile(compiler_options=dict(PLACES[place]))
+        compiled = product.lower(*operands).compile(compiler_options=options)
         yield expected_cycles(compiled.as_text())
 
 

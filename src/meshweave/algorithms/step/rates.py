@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.kernels import ProductConstants, ProductModel
+from meshweave.describe.machine.kernels import ProductConstants, ProductModel, SystolicConstants
 
 
 def _sustained(of: ProductModel, share: float) -> ProductModel:
     """Return the constants of products whose units run at a share of their clock."""
-    if not isinstance(of, ProductConstants):
-        return of
-    return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
+    if isinstance(of, ProductConstants):
+        return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
+    if isinstance(of, SystolicConstants):
+        return replace(of, flops_per_s=share * of.flops_per_s, rounded_per_s=share * of.rounded_per_s)
+    return of
 
 
 def without_casts(cluster: Cluster) -> Cluster:

@@ -119,6 +119,9 @@ class TorusFile(FileModel):
     chips: Count | None = Field(None, description="the number of chips, a whole number of at least 1")
     min_chips: Count = Field(1, description="the fewest chips it comes with, a whole number of at least 1")
     max_chips: Count = Field(65536, description="the most chips it comes with, a whole number of at least 1")
+    slices: AxisFile | None = Field(
+        None, description="a table: the link of each chip to a network that joins several tori"
+    )
 
     def network(self) -> Network:
         """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
@@ -131,7 +134,10 @@ class TorusFile(FileModel):
                 chips *= size
         shape = tuple(self.shape) if self.shape is not None else None
         axes = tuple(axis.axis() for axis in self.axes)
-        return TorusNetwork(axes, shape, chips, self.reconfigurable, self.min_chips, self.max_chips)
+        slices = None if self.slices is None else self.slices.axis()
+        return TorusNetwork(
+            axes, shape, chips, self.reconfigurable, self.min_chips, self.max_chips, slices=slices
+        )
 
 
 class RingFile(FileModel):

@@ -36,7 +36,8 @@ class TorusNetwork:
     """A torus: chips in a grid, each dimension of it a ring. `axes` are the links of each dimension.
 
     `shape` is its fixed shape, or None if it is `reconfigurable` into any shape of `min_chips` to `max_chips`. A
-    mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
+    mesh axis that spans several torus axes is a ring through them at the pace of the slowest. `slices` is the link
+    of each chip to a data-centre network that joins several such tori; None where nothing joins them.
 
     Raises:
         DescriptionError: shape, axes and number of chips do not agree.
@@ -48,6 +49,7 @@ class TorusNetwork:
     reconfigurable: bool = False
     min_chips: int = 1
     max_chips: int = 65536
+    slices: NetworkAxis | None = None
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -111,8 +113,17 @@ class TorusNetwork:
                 return slowest_axis(spanned or self.axes)
         raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
 
-    def with_chips(self, chips: int) -> TorusNetwork:
-        """Return the torus with another number of chips. Raises DescriptionError if its shape is fixed."""
+    def with_chips(self, chips: int) -> TorusNetwork | HostsNetwork:
+        """Return the torus with another number of chips; several tori, as hosts, where one has not so many.
+
+        Chips of one torus are then joined by one of its axes, both directions of it together, and each has a link
+        of its own to the others. Raises DescriptionError if the shape is fixed.
+        """
+        if self.slices is not None and chips > self.max_chips:
+            most, axis = self.max_chips, self.axes[0]
+            rate = axis.link_bytes_per_s * axis.num_directions
+            intra = replace(axis, link_bytes_per_s=rate, num_directions=1)
+            return HostsNetwork(1, most, intra, most, self.slices).with_chips(chips)
         if not self.reconfigurable and chips != self.chips:
             raise DescriptionError(
                 f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
@@ -282,7 +293,8 @@ def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) ->
     """Return a network with every kind of link of it changed."""
     match network:
         case TorusNetwork():
-            return replace(network, axes=tuple(change(axis) for axis in network.axes))
+            joined = network.slices and change(network.slices)
+            return replace(network, axes=tuple(change(axis) for axis in network.axes), slices=joined)
         case HostsNetwork():
             return replace(network, intra=change(network.intra), nic=change(network.nic))
         case FullMeshNetwork():

@@ -31,6 +31,7 @@ class TpuTarget:
         cluster: the catalog's cluster of such chips, for the rates of links.
         kernels: the catalog's constants of products, fitted to cycles of this compiler; "" where there are none.
         config: further settings of the topology; `chip_config_name` chooses between cores and whole chips.
+        options: options of the compiler that its users give.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TpuTarget:
     cluster: str
     kernels: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -66,11 +68,24 @@ TPU_TARGETS = {
     "tpu-v5e": TpuTarget(
         "TPU v5e", "v5litepod-16", "v5e:4x4", 4, 1.5e9, 0.819e12, cluster="tpu-v5e", kernels="tpu-v5e"
     ),
+    "tpu-v6e": TpuTarget(
+        "TPU v6e",
+        "v6e-16",
+        "v6e:4x4",
+        16,
+        1.75e9,
+        1.64e12,
+        cluster="tpu-v6e",
+        kernels="tpu-v6e",
+        options={"xla_tpu_scoped_vmem_limit_kib": "98304"},
+    ),
 }
 """By the name that `meshweave calibrate --device` takes. The two cores of a v4 chip run as one by default.
 
 Clocks and memory: 1050 MHz and 1228 GB/s of a v4 chip (Jouppi et al., ISCA '23, table 1); 197 TFLOP/s of v5e
-(Google Cloud's documentation) are 4 arrays at 1.5 GHz, beside 819 GB/s.
+(Google Cloud's documentation) are 4 arrays at 1.5 GHz, beside 819 GB/s. 918 TFLOP/s of v6e are, as we read them,
+16 such arrays at 1.75 GHz. Its products are compiled with the memory on the chip that MaxText's recipes give them
+(benchmarks/xla_flags_library.py, DENSE_VMEM_LIMIT_FLAG); without it large ones take 1.5 times as long.
 """
 
 

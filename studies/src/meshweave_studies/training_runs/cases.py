@@ -50,7 +50,7 @@ class RunCase:
         stack: the software that ran.
         choices: the parallelism; several where the source leaves something open.
         recomputed_share: the share of layers that compute their forward part again; selective recomputation of
-            operations is read as half.
+            operations is read as half, or by multiplications where a row names products that are kept.
         kept: what the forward part keeps, where it is not what the parallelism says.
     """
 
@@ -113,8 +113,10 @@ def case_of(
     # sources print what the allocator has, in memory of which makers' sizes leave out the rest
     cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
     degrees = _degrees(run, words, cluster.num_chips)
-    degrees = replace(degrees, zero=_zero_level(words, stack, degrees))
+    degrees = replace(degrees, zero=_zero_level(words, stack, degrees), zero_group=words.sharding(degrees))
     micro, batch = _batch(run, words, degrees.data)
+    if not stack.accumulates:
+        micro = batch // degrees.data
     seq = run.count("seq")
     if seq is None:
         raise NoPredictionError("the sequence length is not stated")
@@ -151,7 +153,7 @@ def case_of(
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None
-    return RunCase(run, stack, problem, choices, words.recomputed_share, words.kept_operators)
+    return RunCase(run, stack, problem, choices, words.recomputed_of(model, seq), words.kept_operators)
 
 
 def _with_experts(run: PublishedRun, choice: Parallelism) -> Parallelism:
@@ -194,8 +196,13 @@ class _Words:
             return stated
         if "shard_grad_op" in self.text:
             return 2
-        shards = self.number(r"fsdp ?=?(\d+)")
+        shards = self.number(r"[fh]sdp ?=?(\d+)")
         return 3 if "full_shard" in self.text or (shards or 0) > 1 else 0
+
+    def sharding(self, degrees: Parallelism) -> int | None:
+        """Return how many replicas shard among themselves where others have copies ("HSDP=n"); None for all."""
+        group = self.number(r"hsdp ?=?(\d+)")
+        return group if group is not None and group < degrees.replicas else None
 
     @property
     def recompute(self) -> Recompute | None:
@@ -212,6 +219,20 @@ class _Words:
     def recomputed_share(self) -> float:
         """Return the share of layers that are recomputed: half where every other product is kept (torchtitan)."""
         return 0.5 if re.search(r"\bsac\b", self.text) else 1.0
+
+    def recomputed_of(self, model: Transformer, sequence: int) -> float:
+        """Return the share of layers whose forward part is computed again, by multiplications.
+
+        "full recompute but qkv, out" names the products whose results are kept. The last one's is not needed.
+        """
+        kept = re.search(r"full recompute but ((?:\w+(?:, )?)+)", self.text)
+        if kept is None:
+            return self.recomputed_share
+        *products, _ = model.layer.linears
+        attention = model.layer.attention_flops(sequence) / (2 * sequence)
+        sizes = {node.name: node.operand.size * node.result.size for node in products}
+        again = sum(size for name, size in sizes.items() if name not in kept[1].split(", "))
+        return (again + attention) / (sum(sizes.values()) + attention)
 
     @property
     def kept_operators(self) -> ActivationRule | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshweave.describe.files import parse_table
 from meshweave.describe.model import load_model
+from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.transformer import Transformer
 from meshweave_studies.training_runs.routed_runs import exclusion, routed_model
 from meshweave_studies.training_runs.rows import COUNTS, PublishedRun
@@ -31,6 +32,8 @@ _CHECKPOINTS = re.compile(r"\bS?AC\b")
 """Words of torchtitan for what is computed again."""
 _CATALOG = {"8b": "llama-3-8b", "70b": "llama-3-70b", "405b": "llama-3.1-405b"}
 """Llama 3 and 3.1 by size: both have the same shapes."""
+_FAMILY_WORDS = (("mpt", "mpt"), ("mistral", "mistral"), ("gemma3", "gemma-3"))
+"""Words of a model's name, and the family that they name."""
 _LLAMA_2 = {size: f"llama-2-{size}" for size in ("7b", "13b", "70b")}
 _VOCABULARY = 51200
 
@@ -98,6 +101,7 @@ def with_source_columns(run: PublishedRun) -> PublishedRun:
             config = config or columns.get("config", "")
             if not _CHECKPOINTS.search(config):
                 config = f"{config} {columns.get('recompute', '')}".rstrip()
+            config = f"{config} {columns.get('adds', '')}".strip()
     return replace(run, chips=chips, config=config, counts=counts)
 
 
@@ -109,8 +113,11 @@ def stated_parameters(run: PublishedRun) -> int | None:
 
 def _family_name(run: PublishedRun) -> str:
     model, source = run.model.lower(), run.source.lower()
-    if "mpt" in model:
-        return "mpt"
+    known = next((name for word, name in _FAMILY_WORDS if word in model), "")
+    if known:
+        return known
+    if "configs/v5e" in source:
+        return "maxtext"
     if "llama-like" in model or "nanotron" in source:
         return "nanotron"
     if "zero bubble" in source:
@@ -131,11 +138,12 @@ def _from_family(family: Mapping[str, Any], size: str, numbers: list[int]) -> Tr
         return Transformer(name, *sizes, False, source, tied_embeddings=False)
     if not family.get("gated"):
         return _gpt(name, numbers, family["vocab_size"], source)
-    layers, hidden, heads, ffn = numbers
-    tied = size not in family.get("untied", ())
-    return Transformer(
-        name, layers, hidden, heads, heads, hidden // heads, ffn, family["vocab_size"], True, source, tied
-    )
+    layers, hidden, heads, *others, ffn = numbers
+    kv_heads, width = others or (heads, hidden // heads)
+    tied, vocab_size = size not in family.get("untied", ()), family["vocab_size"]
+    sizes = layers, hidden, heads, kv_heads, width, ffn, vocab_size, True, source, tied
+    windows = {key: family[key] for key in ("window", "windowed_layers") if key in family}
+    return Transformer(name, *sizes, Architecture(**windows))
 
 
 def _gpt(name: str, numbers: list[int], vocab_size: int, source: str) -> Transformer:

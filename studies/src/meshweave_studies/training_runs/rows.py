@@ -67,10 +67,10 @@ def read_runs(path: str | Path) -> tuple[PublishedRun, ...]:
     return parse_runs(read_text(path), path)
 
 
-def shipped_runs() -> tuple[PublishedRun, ...]:
-    """Return the runs that ship with the package."""
+def shipped_runs(name: str = SHIPPED) -> tuple[PublishedRun, ...]:
+    """Return the runs of a file that ships with the package."""
     folder = files("meshweave_studies").joinpath("published")
-    return parse_runs(folder.joinpath(SHIPPED).read_text("utf-8"), SHIPPED)
+    return parse_runs(folder.joinpath(name).read_text("utf-8"), name)
 
 
 def parse_runs(text: str, file: str | Path) -> tuple[PublishedRun, ...]:

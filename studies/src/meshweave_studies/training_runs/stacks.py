@@ -35,6 +35,7 @@ class RunStack:
         zero: the level of ZeRO where a row names none, or a lower one.
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
+        accumulates: whether a step may have several micro-batches where rows state none.
         does: what else the software does, by attributes of `SoftwareStack`.
     """
 
@@ -52,6 +53,7 @@ class RunStack:
     zero: int = 0
     interleaves: bool = False
     needs_precision: bool = False
+    accumulates: bool = True
     does: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -111,6 +113,7 @@ _STACKS = (
         attention_kernel="transformer-engine",
         needs_precision=True,
     ),
+    RunStack(("MaxText", "maxtext"), "maxtext", attention_kernel="splash", loss="fused", accumulates=False),
 )
 _ZERO_3 = RunStack(
     (),
