@@ -152,6 +152,24 @@ def test_what_rows_say() -> None:
     assert shared.choices[0].zero == 2 and shared.problem.cluster.name == "dgx-h100"
     titan = next(case_of(run) for run in RUNS if "torchtitan" in run.source)
     assert (titan.problem.batch, titan.recomputed_share) == (16, 0.5)
+    scaled = next(case_of(run) for run in RUNS if "configs/v5e" in run.source and "2 x" in run.chips)
+    assert (scaled.problem.batch, scaled.choices[0].zero_group, scaled.choices[0].micro_batch) == (
+        3072,
+        256,
+        6,
+    )
+    assert 1.5e10 < scaled.problem.model.num_parameters < 1.7e10
+
+
+def test_recipes_name_products_that_are_kept() -> None:
+    """Of Llama 3 8B without queries, keys, values and out: two products of 4096 x 14336, and attention."""
+    words = "BF16 FULL_SHARD full recompute but qkv, out"
+    own = {"model": "Llama3.1-8B", "chips": "8 v6e", "gbs": "24", "seq": "8192", "source": "MaxText"}
+    case = case_of(run_of(**own, tp="", pp="", config=words))
+    attention = case.problem.model.layer.attention_flops(8192) / (2 * 8192)
+    again = 2 * 4096 * 14336 + attention
+    assert case.recomputed_share == pytest.approx(again / (again + 4096 * (6144 + 4096)))
+    assert (case.choices[0].zero, case.choices[0].zero_group, case.stack.name) == (3, None, "maxtext")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.chip import Chip
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import cluster_from, load_cluster
+from meshweave.describe.machine.cluster_table import cluster_table
 from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
 
@@ -257,3 +258,13 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
         load_cluster(path)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{path}: 53 problems" and len(lines) == 22 and lines[-1] == "  and 33 more"
+
+
+def test_more_chips_than_a_torus_has_are_slices_of_equal_size() -> None:
+    pod = load_cluster("tpu-v6e")
+    assert isinstance(pod.with_chips(128).network, TorusNetwork)
+    joined = pod.with_chips(1024).network
+    assert isinstance(joined, HostsNetwork)
+    assert (joined.num_hosts, joined.chips_per_host, joined.nics_per_host) == (4, 256, 256)
+    assert (joined.nic.link_bytes_per_s, joined.intra.link_bytes_per_s) == (12.5e9, 200e9)
+    assert cluster_from(cluster_table(pod), "pod.toml").with_chips(1024) == replace(pod, network=joined)

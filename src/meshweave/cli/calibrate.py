@@ -41,8 +41,8 @@ class CalibrateOptions:
         str,
         typer.Option(
             help="Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU "
-            "expects them (tpu-v4, tpu-v4-core, tpu-v5e; needs no TPU), and write a kernels file, which a cluster "
-            "file names by chip.kernels."
+            "expects them (tpu-v4, tpu-v4-core, tpu-v5e, tpu-v6e; needs no TPU), and write a kernels file, "
+            "which a cluster file names by chip.kernels."
         ),
     ] = ""
     dtype: Annotated[
