@@ -87,9 +87,8 @@ def _network_table(network: Network) -> dict[str, Any]:
                 "min_chips": network.min_chips,
                 "max_chips": network.max_chips,
             }
-            links = {"axes": [_axis_table(axis) for axis in network.axes]}
-            joined = {"slices": _axis_table(network.slices)} if network.slices else {}
-            return {"kind": "torus", **shape, **sizes, **links, **joined}
+            table = {"kind": "torus", **shape, **sizes, "axes": [_axis_table(axis) for axis in network.axes]}
+            return table | ({"slices": _axis_table(network.slices)} if network.slices else {})
         case HostsNetwork():
             counts = {
                 name: getattr(network, name) for name in ("num_hosts", "chips_per_host", "nics_per_host")

@@ -140,10 +140,10 @@ def _from_family(family: Mapping[str, Any], size: str, numbers: list[int]) -> Tr
         return _gpt(name, numbers, family["vocab_size"], source)
     layers, hidden, heads, *others, ffn = numbers
     kv_heads, width = others or (heads, hidden // heads)
-    tied, vocab_size = size not in family.get("untied", ()), family["vocab_size"]
-    sizes = layers, hidden, heads, kv_heads, width, ffn, vocab_size, True, source, tied
+    shape = layers, hidden, heads, kv_heads, width, ffn, family["vocab_size"]
     windows = {key: family[key] for key in ("window", "windowed_layers") if key in family}
-    return Transformer(name, *sizes, Architecture(**windows))
+    tied = size not in family.get("untied", ())
+    return Transformer(name, *shape, True, source, tied, Architecture(**windows))
 
 
 def _gpt(name: str, numbers: list[int], vocab_size: int, source: str) -> Transformer:
