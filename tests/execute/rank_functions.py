@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
+from meshweave.execute.ranks import guard
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
@@ -166,6 +167,13 @@ def killed_while_others_agree(context, payload):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     exchange(ours, range(3), "words", "the second agreement")
+
+
+def killed_while_one_looks_late(context, payload):
+    """As above, and rank 1 hears of it from rank 0 before it looks itself."""
+    if context.rank == 1:
+        guard._FIRST_LOOK_S = 60.0
+    killed_while_others_agree(context, payload)
 
 
 def killed_while_others_form_a_group(context, payload):

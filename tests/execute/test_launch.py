@@ -128,6 +128,7 @@ def test_forming_a_group_ends_at_the_deadline_and_names_the_rank_that_was_stoppe
     ("function", "what"),
     [
         ("killed_while_others_agree", "the second agreement"),
+        ("killed_while_one_looks_late", "the second agreement"),
         ("killed_while_others_form_a_group", "ranks (0, 1, 2) to form a group"),
     ],
 )

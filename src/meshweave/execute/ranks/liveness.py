@@ -168,13 +168,13 @@ class Liveness:
             return None
         lost = RankLostError(finding.reason, finding.missing)
         self._verdict = finding
-        self._announce("lost", _one_line(lost), finding.missing)
+        self._announce("lost", f"{_one_line(lost)}{self._while_waiting}", finding.missing)
         return lost
 
     def check_lost(self) -> None:
-        """Raise RankLostError where the monitor has found that ranks are lost."""
+        """Raise RankLostError where the monitor has found that ranks are lost; it names what is waited for."""
         if self._verdict is not None:
-            raise RankLostError(self._verdict.reason, self._verdict.missing)
+            raise RankLostError(f"{self._verdict.reason}{self._while_waiting}", self._verdict.missing)
 
     def waits_since(self, seconds: float) -> bool:
         """Return whether a guarded wait of this process has taken as long."""
@@ -284,8 +284,7 @@ class Liveness:
 
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
         """Return what to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
-        waits = " and ".join(sorted({wait.what for wait in list(self.waits.values())}))
-        while_ = f" while waiting for {waits}" if waits else ""
+        waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)
         why = finding.reason or finding.given_up or "every other rank still answers"
         missing = () if finding.has_left else finding.missing
@@ -293,7 +292,12 @@ class Liveness:
             self._announce("lost", why, missing)
         elif not ignored:
             self._announce("stopped", signum.name)
-        return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", missing
+        return f"meshweave: rank {self.rank} got {signum.name}{waiting}: {why}", missing
+
+    @property
+    def _while_waiting(self) -> str:
+        waits = " and ".join(sorted({wait.what for wait in list(self.waits.values())}))
+        return f" while waiting for {waits}" if waits else ""
 
     def _look(
         self, *, patient: bool, overdue: bool, peers: Iterable[int] | None, store_hangs: bool = False
