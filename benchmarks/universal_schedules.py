@@ -43,7 +43,7 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid, block_2d, block_cyclic, column_block, row_block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import SwitchNetwork
-from meshweave.tune.schedules import search_schedule
+from meshweave_studies.slicing.schedules import search_schedule
 
 CLAIM = 1.05
 SIZES = {"square": (12_000, 12_000, 12_000), "mlp-1": (6_000, 48_000, 12_000)}

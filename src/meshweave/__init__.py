@@ -192,8 +192,7 @@ _MOVED = {
     ),
     "meshweave.tune": (
         "block_reason BlockRanking Export FusedChoice load_plan plan_model rank_blocks "
-        "RankedConfig search_schedule simulate_best SpaceOptions tune_fused tune_layouts tune_product "
-        "tune_universal"
+        "RankedConfig simulate_best SpaceOptions tune_fused tune_product tune_universal"
     ),
     "meshweave.simulation": (
         "critical_path CriticalPath Estimate HostTopology RankRates simulate_step Simulation Span StepSimulation "
@@ -206,6 +205,8 @@ _MOVED = {
         "TrainingState universal_linear UniversalParallel"
     ),
     "meshweave_lab": "Lab PlacedProduct dtensor_traffics paced",
+    "meshweave_studies.slicing.layouts": "tune_layouts",
+    "meshweave_studies.slicing.schedules": "search_schedule",
     "meshweave_studies.matrix": (
         "CommunicationMatrix MatrixLayer MeasuredBandwidth MeshBandwidth MeshTime communication_matrix "
         "load_matrix mesh_bandwidth rank_meshes"

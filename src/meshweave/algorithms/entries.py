@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from meshweave.algorithms.contract import Algorithm
 from meshweave.base.errors import UnsupportedError, did_you_mean
-from meshweave.base.installed import all_offered
+from meshweave.base.installed import all_offered, offered
 
 ENTRY_POINTS = "meshweave.algorithms"
 """The group of entry points under which an installed package offers algorithms of its own."""
@@ -57,8 +57,9 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         return self._entries
 
     def named(self, name: str) -> AlgorithmT:
-        """Return the entry called `name`. Raises UnsupportedError that names the nearest one."""
+        """Return the entry called `name`. Raises UnsupportedError that names the nearest one, or its package."""
         if name not in self.entries:
+            offered(ENTRY_POINTS, name)
             raise UnsupportedError(f"there is no {self.what} '{name}'{did_you_mean(name, self)}")
         return self.entries[name]
 

@@ -11,8 +11,9 @@ from meshweave.base.errors import UnsupportedError
 OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "meshweave-lab": {"meshweave.commands": ("lab", "bench"), "meshweave.calibration": ("lab",)},
     "meshweave-studies": {
+        "meshweave.algorithms": ("cosma", "dtensor"),
         "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
-        "meshweave.commands.tune": ("mesh",),
+        "meshweave.commands.tune": ("layouts", "schedule", "mesh"),
     },
 }
 """The packages of this repository beside the wheel, and what each offers, by group of entry points."""

@@ -91,19 +91,21 @@ def lazy_names(
     *,
     moved: Mapping[str, str] | None = None,
     modules: Iterable[str] = (),
+    package: str = "meshweave",
 ) -> list[str]:
     """Let a module import public names at their first use; return them sorted, for its `__all__`.
 
     Args:
         module: its `__name__`.
-        homes: tables of the names in each module below `meshweave`, as {"ir.program": "Program parse"}.
+        homes: tables of the names in each module below `package`, as {"ir.program": "Program parse"}.
         moved: names that stand elsewhere now, by the module there, as {"meshweave": "old=new same"}; for one
             version they are to be had here too, with a warning.
         modules: the modules below it that are imported at their first use too.
+        package: what the modules of `homes` stand below.
     """
     itself = sys.modules[module]
     places = {
-        name: f"meshweave.{home}"
+        name: f"{package}.{home}"
         for table in homes
         for home, names in table.items()
         for name in names.split()

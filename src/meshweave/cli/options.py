@@ -29,8 +29,6 @@ from meshweave.base.outputs import claim_output, note
 from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import read_stdin, read_text
-from meshweave.describe.layout import Layout
-from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.tune import load_plan
@@ -144,15 +142,6 @@ def read_dtype(text: str) -> str:
             f"there is no dtype '{printable(text)}'{did_you_mean(text, DTYPES)}; there are {', '.join(DTYPES)}"
         )
     return text
-
-
-def read_grid(text: str, num_ranks: int) -> Layout:
-    """Return blocks on the process grid that "4x2" or, in two copies, "2x2x2" stands for. Raises LayoutError."""
-    shape = read_mesh(text)
-    if math.prod(shape) != num_ranks:
-        raise LayoutError(f"grid '{printable(text)}' is not one of {num_ranks} processes, one a rank")
-    copies, rows, cols = shape if len(shape) == 3 else (1, *shape)
-    return ProcessGrid(rows, cols, copies).block_layout()
 
 
 def read_ranks(text: str) -> tuple[int, ...]:

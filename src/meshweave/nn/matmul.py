@@ -87,7 +87,7 @@ def matmul(
         context: process groups, deadline and liveness; by default those of the default process group.
         schedule: the order in which a rank issues its fetches, products and accumulates: "direct" as its steps are
             listed, or "greedy", "cost-greedy", "exhaustive" by their costs on the cluster. The gradients take it
-            too. `search_schedule` simulates all four. All ranks must give the same.
+            too. `meshweave tune schedule` simulates all four. All ranks must give the same.
         limits: the most products, fetches and accumulates of one stage of such a schedule; also how many products,
             and accumulates, a rank may run at once.
         overlap: how communication is hidden. "slices": by the universal product, which fetches the next slices

@@ -1,7 +1,7 @@
 """Searches besides `meshweave.plan` and `meshweave.rank`: one family's own, and plan files.
 
-`rank_blocks` and `tune_layouts` choose for one layer, `tune_universal` and `tune_fused` for one product,
-`plan_model` for the products of a model, `search_schedule` the order of the ops of a product.
+`rank_blocks` chooses for one layer, `tune_universal` and `tune_fused` for one product, `plan_model` for the
+products of a model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _HOME = {
     "tune.block_reasons": "block_reason",
     "tune.fused": "FusedChoice tune_fused",
     "tune.universal": "tune_universal",
-    "tune.layouts": "tune_layouts",
-    "tune.schedules": "search_schedule",
 }
 
 if TYPE_CHECKING:
@@ -33,15 +31,19 @@ if TYPE_CHECKING:
     from meshweave.tune.exports import Export as Export
     from meshweave.tune.fused import FusedChoice as FusedChoice
     from meshweave.tune.fused import tune_fused as tune_fused
-    from meshweave.tune.layouts import tune_layouts as tune_layouts
     from meshweave.tune.plan_file import load_plan as load_plan
     from meshweave.tune.product import TunedProduct as TunedProduct
     from meshweave.tune.product import tune_product as tune_product
     from meshweave.tune.ranked import RankedConfig as RankedConfig
     from meshweave.tune.ranking import simulate_best as simulate_best
-    from meshweave.tune.schedules import search_schedule as search_schedule
     from meshweave.tune.search import plan_model as plan_model
     from meshweave.tune.step_search import SpaceOptions as SpaceOptions
     from meshweave.tune.universal import tune_universal as tune_universal
 
-__all__ = lazy_names(__name__, [_HOME], moved={"meshweave": "export_plan=export"})
+_MOVED = {
+    "meshweave": "export_plan=export",
+    "meshweave_studies.slicing.layouts": "tune_layouts",
+    "meshweave_studies.slicing.schedules": "search_schedule",
+}
+
+__all__ = lazy_names(__name__, [_HOME], moved=_MOVED)

@@ -71,8 +71,8 @@ def tune_universal(
         stationary: the matrix that has to stay put; None for any.
         slices: slice counts to try.
         memory_bytes: the most that a rank may allocate beside the matrices (`extra_bytes`); None for no limit.
-        schedule: in which order ranks issue their steps. Estimates do not depend on it; `search_schedule` compares
-            schedules by simulation.
+        schedule: in which order ranks issue their steps. Estimates do not depend on it; `meshweave tune schedule`
+            compares schedules by simulation.
         limits: how many steps of each kind a rank may have at once. Estimates do not depend on them.
 
     Raises:

@@ -7,28 +7,29 @@ for row in study.rows:
     print(row.model, row.published, row.ours, row.verdict)
 """
 
-from meshweave_studies.papers import (
-    FIGURES,
-    reproduce_alpacomm,
-    reproduce_atp,
-    reproduce_meshslice,
-    reproduce_slicing,
-    reproduce_t3,
-    reproduce_zero_bubble,
-    select,
-)
-from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection
+from __future__ import annotations
 
-__all__ = [
-    "FIGURES",
-    "PaperSummary",
-    "Reproduction",
-    "Selection",
-    "reproduce_alpacomm",
-    "reproduce_atp",
-    "reproduce_meshslice",
-    "reproduce_slicing",
-    "reproduce_t3",
-    "reproduce_zero_bubble",
-    "select",
-]
+from typing import TYPE_CHECKING
+
+from meshweave.base.lazy import lazy_names
+
+_HOME = {
+    "papers": "FIGURES reproduce_alpacomm reproduce_atp reproduce_meshslice reproduce_slicing reproduce_t3 "
+    "reproduce_zero_bubble select",
+    "reproduction": "PaperSummary Reproduction Selection",
+}
+
+if TYPE_CHECKING:
+    from meshweave_studies.papers import FIGURES as FIGURES
+    from meshweave_studies.papers import reproduce_alpacomm as reproduce_alpacomm
+    from meshweave_studies.papers import reproduce_atp as reproduce_atp
+    from meshweave_studies.papers import reproduce_meshslice as reproduce_meshslice
+    from meshweave_studies.papers import reproduce_slicing as reproduce_slicing
+    from meshweave_studies.papers import reproduce_t3 as reproduce_t3
+    from meshweave_studies.papers import reproduce_zero_bubble as reproduce_zero_bubble
+    from meshweave_studies.papers import select as select
+    from meshweave_studies.reproduction import PaperSummary as PaperSummary
+    from meshweave_studies.reproduction import Reproduction as Reproduction
+    from meshweave_studies.reproduction import Selection as Selection
+
+__all__ = lazy_names(__name__, [_HOME], package=__name__)

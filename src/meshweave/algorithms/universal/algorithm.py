@@ -1,33 +1,23 @@
-"""Entries that solve a `UniversalProblem`: the universal product, COSMA, and the product of DTensor."""
+"""The entry that solves a `UniversalProblem`, and what is common to all that do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT, Gradient, within
 from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
-from meshweave.algorithms.universal.cosma import Grid, cosma_problem, cosma_program
-from meshweave.algorithms.universal.dtensor import (
-    STRATEGIES,
-    Collectives,
-    Strategy,
-    choose_strategy,
-    resharded_program,
-)
 from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
 from meshweave.algorithms.universal.program import universal_program
 from meshweave.algorithms.universal.reduction import replicas_have_same_bits
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.algorithms.universal.volume import volume
-from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import factorisations
 from meshweave.estimate import Estimate
 from meshweave.estimate.universal import estimate_universal
 from meshweave.ir.program import Program
@@ -159,108 +149,4 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         return Estimate(parts.total_s, parts.compute_s, 0.0, 0.0, 0.0, transfer_s)
 
 
-@dataclass(frozen=True)
-class CosmaConfig:
-    """The grid (parts of M, N, K), and whether C is all-reduced instead of reduce-scattered."""
-
-    grid: Grid
-    all_reduce: bool = False
-
-    def __str__(self) -> str:
-        return f"grid {'x'.join(map(str, self.grid))}{', all-reduce' if self.all_reduce else ''}"
-
-
-class Cosma(AnyLayoutProduct[CosmaConfig]):
-    """Gather, multiply once, reduce; operands lie in the layouts of the grid that communicates least."""
-
-    name = "cosma"
-    title = "COSMA"
-    source = "Kwasniewski et al., SC '19"
-
-    def examples(self) -> Iterator[UniversalProblem]:
-        """Yield a product that is cut in all three dims, and one whose C every rank gets whole."""
-        yield cosma_problem(16, 16, 16, (2, 2, 2), "float32")
-        yield cosma_problem(12, 8, 12, (2, 1, 3), "int64", all_reduce=True)
-
-    def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[CosmaConfig]:
-        """Yield the grids whose layouts are those of the problem."""
-        for pm, pn, pk in factorisations(len(problem.ranks), 3):
-            grid = pm, pn, pk
-            for all_reduce in (False, True):
-                if _fits(problem, grid, all_reduce):
-                    yield CosmaConfig(grid, all_reduce)
-
-    def refusal(self, problem: UniversalProblem) -> str | None:
-        """Return why no grid of COSMA has these layouts, None where one has."""
-        if next(self.candidates(problem), None) is None:
-            return "its operands lie in equal parts on a grid of its own"
-        return None
-
-    def program(self, problem: UniversalProblem, config: CosmaConfig) -> Program:
-        """Return COSMA's program on the config's grid. Raises LayoutError where the layouts are others."""
-        if not _fits(problem, config.grid, config.all_reduce):
-            raise LayoutError(f"these layouts are not those of COSMA's {config}")
-        return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
-
-    def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
-        """Return (): the operands of the gradients are not laid out as on a grid of COSMA."""
-        return ()
-
-
-def _fits(problem: UniversalProblem, grid: Grid, all_reduce: bool) -> bool:
-    try:
-        own = cosma_problem(*problem.sizes, grid, problem.dtype, all_reduce=all_reduce)
-    except LayoutError:
-        return False
-    return own == problem
-
-
-@dataclass(frozen=True)
-class RedistributionConfig:
-    """The placements that operands are redistributed to, and whether collectives are rings or direct reads."""
-
-    strategy: Strategy
-    collectives: Collectives = "ring"
-
-    def __str__(self) -> str:
-        return f"{self.strategy}, {self.collectives} collectives"
-
-
-class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
-    """Redistribute the operands by collectives, multiply once, reduce the result, as DTensor does."""
-
-    name = "dtensor"
-    title = "DTensor"
-    source = "PyTorch, torch.distributed.tensor; Slicing Is All You Need, section 5.2.1"
-
-    def examples(self) -> Iterator[UniversalProblem]:
-        """Yield products of sharded matrices on one axis."""
-        mesh = Mesh.of("tp", (4,), ("x",))
-        rows, columns = Layout(mesh, (Shard(0),)), Layout(mesh, (Shard(1),))
-        yield UniversalProblem(8, 8, 8, rows, rows, rows)
-        yield UniversalProblem(9, 7, 10, columns, rows, columns, "int64")
-
-    def candidates(
-        self, problem: UniversalProblem, cluster: Cluster | None = None
-    ) -> Iterator[RedistributionConfig]:
-        """Yield what DTensor would choose first, then the other strategies that end in the layout of C."""
-        chosen = choose_strategy(problem)
-        for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != chosen):
-            if strategy != "outer" and STRATEGIES[strategy][2] not in problem.c.placements:
-                continue
-            yield RedistributionConfig(strategy)
-            yield RedistributionConfig(strategy, "direct")
-
-    def refusal(self, problem: UniversalProblem) -> str | None:
-        """Return why DTensor has no strategy for these layouts, None where it has one."""
-        try:
-            choose_strategy(problem)
-        except LayoutError as error:
-            return str(error)
-        return None
-
-    def program(self, problem: UniversalProblem, config: RedistributionConfig) -> Program:
-        return resharded_program(problem, config.strategy, config.collectives)
-
-
-ENTRIES = (Universal(), Cosma(), DTensorProduct())
+ENTRIES = (Universal(),)

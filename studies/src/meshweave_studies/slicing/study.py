@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
-from meshweave.algorithms.universal.cosma import Grid, choose_grid, cosma_program
-from meshweave.algorithms.universal.dtensor import Collectives, choose_strategy, resharded_program
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Shard
@@ -21,6 +19,8 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.simulate import simulate
+from meshweave_studies.slicing.cosma import Grid, choose_grid, cosma_program
+from meshweave_studies.slicing.dtensor import Collectives, choose_strategy, resharded_program
 from meshweave_studies.slicing.partitionings import (
     NAMED,
     Partitioning,

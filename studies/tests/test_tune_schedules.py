@@ -12,7 +12,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout.grid import block_2d, row_block
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate import simulate
-from meshweave.tune.schedules import search_schedule
+from meshweave_studies.slicing.schedules import search_schedule
 
 
 def test_every_kind_is_simulated_and_the_fastest_comes_first() -> None:

@@ -8,12 +8,18 @@ hold are gathered, there is one product, and C is summed over the boxes that dif
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshweave.algorithms.contract import Gradient
 from meshweave.algorithms.matrix_views import full_matrix
+from meshweave.algorithms.universal.algorithm import AnyLayoutProduct
 from meshweave.algorithms.universal.config import permute_axes
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, ReduceScatter
@@ -132,3 +138,65 @@ def _cuts(layout: Layout, dim: int, but: str) -> int:
         if isinstance(placement, Shard) and placement.dim == dim and axis != but:
             count *= size
     return count
+
+
+# --- the entry of the table ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CosmaConfig:
+    """The grid (parts of M, N, K), and whether C is all-reduced instead of reduce-scattered."""
+
+    grid: Grid
+    all_reduce: bool = False
+
+    def __str__(self) -> str:
+        return f"grid {'x'.join(map(str, self.grid))}{', all-reduce' if self.all_reduce else ''}"
+
+
+class Cosma(AnyLayoutProduct[CosmaConfig]):
+    """Gather, multiply once, reduce; operands lie in the layouts of the grid that communicates least."""
+
+    name = "cosma"
+    title = "COSMA"
+    source = "Kwasniewski et al., SC '19"
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield a product that is cut in all three dims, and one whose C every rank gets whole."""
+        yield cosma_problem(16, 16, 16, (2, 2, 2), "float32")
+        yield cosma_problem(12, 8, 12, (2, 1, 3), "int64", all_reduce=True)
+
+    def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[CosmaConfig]:
+        """Yield the grids whose layouts are those of the problem."""
+        for pm, pn, pk in factorisations(len(problem.ranks), 3):
+            grid = pm, pn, pk
+            for all_reduce in (False, True):
+                if _fits(problem, grid, all_reduce):
+                    yield CosmaConfig(grid, all_reduce)
+
+    def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why no grid of COSMA has these layouts, None where one has."""
+        if next(self.candidates(problem), None) is None:
+            return "its operands lie in equal parts on a grid of its own"
+        return None
+
+    def program(self, problem: UniversalProblem, config: CosmaConfig) -> Program:
+        """Return COSMA's program on the config's grid. Raises LayoutError where the layouts are others."""
+        if not _fits(problem, config.grid, config.all_reduce):
+            raise LayoutError(f"these layouts are not those of COSMA's {config}")
+        return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
+
+    def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
+        """Return (): the operands of the gradients are not laid out as on a grid of COSMA."""
+        return ()
+
+
+def _fits(problem: UniversalProblem, grid: Grid, all_reduce: bool) -> bool:
+    try:
+        own = cosma_problem(*problem.sizes, grid, problem.dtype, all_reduce=all_reduce)
+    except LayoutError:
+        return False
+    return own == problem
+
+
+COSMA = Cosma()

@@ -15,14 +15,17 @@ the reduction out; that is why it likes outer products (Slicing Is All You Need,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.algorithms.matrix_views import full_matrix
+from meshweave.algorithms.universal.algorithm import AnyLayoutProduct
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
 from meshweave.ir.program.ops import Add, AllGather, AllToAll, Copy, Fence, Get, Matmul, Op, ReduceScatter
 from meshweave.ir.program.views import FULL, Range, View
@@ -250,3 +253,57 @@ class _ReshardedProgramBuilder:
         yield Copy(out=full_matrix("c"), src=View("c_terms", tuple(part)), lane=COMPUTE)
         for term in terms:
             yield Add(out=full_matrix("c"), src=term, lane=COMPUTE)
+
+
+# --- the entry of the table ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RedistributionConfig:
+    """The placements that operands are redistributed to, and whether collectives are rings or direct reads."""
+
+    strategy: Strategy
+    collectives: Collectives = "ring"
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.collectives} collectives"
+
+
+class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
+    """Redistribute the operands by collectives, multiply once, reduce the result, as DTensor does."""
+
+    name = "dtensor"
+    title = "DTensor"
+    source = "PyTorch, torch.distributed.tensor; Slicing Is All You Need, section 5.2.1"
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield products of sharded matrices on one axis."""
+        mesh = Mesh.of("tp", (4,), ("x",))
+        rows, columns = Layout(mesh, (Shard(0),)), Layout(mesh, (Shard(1),))
+        yield UniversalProblem(8, 8, 8, rows, rows, rows)
+        yield UniversalProblem(9, 7, 10, columns, rows, columns, "int64")
+
+    def candidates(
+        self, problem: UniversalProblem, cluster: Cluster | None = None
+    ) -> Iterator[RedistributionConfig]:
+        """Yield what DTensor would choose first, then the other strategies that end in the layout of C."""
+        chosen = choose_strategy(problem)
+        for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != chosen):
+            if strategy != "outer" and STRATEGIES[strategy][2] not in problem.c.placements:
+                continue
+            yield RedistributionConfig(strategy)
+            yield RedistributionConfig(strategy, "direct")
+
+    def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why DTensor has no strategy for these layouts, None where it has one."""
+        try:
+            choose_strategy(problem)
+        except LayoutError as error:
+            return str(error)
+        return None
+
+    def program(self, problem: UniversalProblem, config: RedistributionConfig) -> Program:
+        return resharded_program(problem, config.strategy, config.collectives)
+
+
+DTENSOR = DTensorProduct()

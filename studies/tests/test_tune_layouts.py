@@ -14,9 +14,9 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.grid import block_2d, block_cyclic, row_block
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.tune.layout_bounds import LayoutBounds
-from meshweave.tune.layouts import grid_layouts, layout_words, tune_layouts
 from meshweave.tune.universal import extra_bytes, tune_universal
+from meshweave_studies.slicing.layout_bounds import LayoutBounds
+from meshweave_studies.slicing.layouts import grid_layouts, layout_words, tune_layouts
 from sampling import mostly_slow, scaled
 
 SLOW = RankRates(1e9, 2e8, 1e-6, 1e-6, 5e9)

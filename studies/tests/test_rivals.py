@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from meshweave.algorithms.universal.cosma import choose_grid, cosma_program, face_elements
-from meshweave.algorithms.universal.dtensor import (
-    STRATEGIES,
-    Collectives,
-    Strategy,
-    choose_strategy,
-    resharded_program,
-)
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Replicate, Shard
@@ -19,6 +11,14 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.links import factorisations
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.work import traffic
+from meshweave_studies.slicing.cosma import choose_grid, cosma_program, face_elements
+from meshweave_studies.slicing.dtensor import (
+    STRATEGIES,
+    Collectives,
+    Strategy,
+    choose_strategy,
+    resharded_program,
+)
 
 
 def problem(m: int, n: int, k: int, count: int, dims: tuple[int, int, int]) -> UniversalProblem:

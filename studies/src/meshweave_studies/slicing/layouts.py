@@ -21,8 +21,8 @@ from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
-from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.universal import TunedUniversal, extra_bytes, tune_universal
+from meshweave_studies.slicing.layout_bounds import LayoutBounds
 
 Key = tuple[float, float, int, int]
 """What layouts are compared by, less is better: seconds, bytes that all ranks together receive, bytes of the
