@@ -19,8 +19,8 @@ from machine import save
 import meshweave as mw
 from meshweave.algorithms.block import BlockProblem
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.blocks import block_machine
 from meshweave.tune.ranking import solvers
+from meshweave_studies.blocks.ranking import block_machine
 
 GOAL = 0.04
 MAX_OPS = 300_000

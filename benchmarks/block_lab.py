@@ -32,9 +32,9 @@ from meshweave.describe.machine.network import HostsNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.blocks import block_machine, mesh_of, rank_blocks
 from meshweave.tune.ranking import RankedConfig, simulate_best
 from meshweave_lab import Lab, RunningLab
+from meshweave_studies.blocks.ranking import block_machine, mesh_of, rank_blocks
 
 APART = 0.08
 """Two measured times count as different where they are further apart than this share of the smaller one."""

@@ -27,10 +27,10 @@ from block_lab import TORCH, Constants, calibrate, lab_parser, planned, problem_
 from machine import save
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.tune.blocks import mesh_of
 from meshweave.tune.ranking import RankedConfig
 from meshweave_lab import Lab, RunningLab
 from meshweave_lab.fork_server import fork_servers
+from meshweave_studies.blocks.ranking import mesh_of
 
 GOAL = 0.08
 """How far a measured step may be from the predicted one."""

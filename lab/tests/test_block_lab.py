@@ -7,9 +7,9 @@ import pytest
 
 from meshweave.algorithms.block import BlockProblem
 from meshweave.algorithms.block.folds import functions_of
+from meshweave.cost.machine import mesh_machine
 from meshweave.execute.numpy import run_numpy
 from meshweave.simulate import simulate
-from meshweave.tune.blocks import block_machine
 from meshweave_lab import Lab
 
 torch = pytest.importorskip("torch")
@@ -66,8 +66,9 @@ def test_what_was_measured_is_what_the_calibrated_cluster_takes(name):
 
     known = Constants(goodput=0.5, step_s=2e-3, all_reduce_s=0.07)
     described = Lab.load(ROOT / "examples" / "labs" / f"{name}.toml").cluster()
-    machine = block_machine(with_constants(described, known, 8), (8, 1))
-    slowest = block_machine(described, (8, 1)).rate("tp.row", "send_recv", shared=True)
+    machine = mesh_machine(with_constants(described, known, 8), (8, 1), ("row", "col"), logical=True)
+    flat = mesh_machine(described, (8, 1), ("row", "col"), logical=True)
+    slowest = flat.rate("tp.row", "send_recv", shared=True)
     small, large = (
         simulate(ring_program("all_gather", 8, size), machine).duration_s for size in (4, 1 << 20)
     )

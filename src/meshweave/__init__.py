@@ -191,8 +191,8 @@ _MOVED = {
         "TransferRuntime"
     ),
     "meshweave.tune": (
-        "block_reason BlockRanking Export FusedChoice load_plan plan_model rank_blocks "
-        "RankedConfig simulate_best SpaceOptions tune_fused tune_product tune_universal"
+        "Export FusedChoice load_plan plan_model RankedConfig simulate_best SpaceOptions tune_fused tune_product "
+        "tune_universal"
     ),
     "meshweave.simulation": (
         "critical_path CriticalPath Estimate HostTopology RankRates simulate_step Simulation Span StepSimulation "
@@ -205,6 +205,8 @@ _MOVED = {
         "TrainingState universal_linear UniversalParallel"
     ),
     "meshweave_lab": "Lab PlacedProduct dtensor_traffics paced",
+    "meshweave_studies.blocks.ranking": "BlockRanking rank_blocks",
+    "meshweave_studies.blocks.reasons": "block_reason",
     "meshweave_studies.slicing.layouts": "tune_layouts",
     "meshweave_studies.slicing.schedules": "search_schedule",
     "meshweave_studies.matrix": (

@@ -122,7 +122,7 @@ def test_a_verb_of_the_wheel_is_never_another_package_s(tmp_path: Path) -> None:
 def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp_path: Path) -> None:
     for name, groups in OFFERED.items():
         for verb in (*groups["meshweave.commands"], *groups.get("meshweave.commands.tune", ())):
-            words = ["tune", verb] if verb == "mesh" else [verb]
+            words = [verb] if verb in groups["meshweave.commands"] else ["tune", verb]
             done = called(*words, "--help", paths=wheel_alone, alone=True)
             assert (done.returncode, done.stdout) == (2, ""), done
             assert name in done.stderr and done.stderr.count("\n") == 1 and "pip install" in done.stderr

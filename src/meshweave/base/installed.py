@@ -13,7 +13,7 @@ OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
     "meshweave-studies": {
         "meshweave.algorithms": ("cosma", "dtensor"),
         "meshweave.commands": ("reproduce", "compile", "simulate-gpu"),
-        "meshweave.commands.tune": ("layouts", "schedule", "mesh"),
+        "meshweave.commands.tune": ("block", "layouts", "schedule", "mesh"),
     },
 }
 """The packages of this repository beside the wheel, and what each offers, by group of entry points."""

@@ -1,4 +1,4 @@
-"""`meshweave tune`: the strategy of a layer, and the algorithm of any problem; installed packages add verbs."""
+"""`meshweave tune`: the algorithm of any problem; installed packages add verbs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import typer
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.commands import Verbs
 from meshweave.cli.entries import SettingsOption, read_entry
-from meshweave.cli.options import print_json, read_names
-from meshweave.cli.tune_block import JsonOption, block
+from meshweave.cli.options import JSON_HELP, print_json, read_names
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.tables import print_table
 
@@ -34,8 +33,7 @@ tune = typer.Typer(
 ClusterOption = Annotated[
     str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
 ]
-
-tune.command()(block)
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 @tune.command("algorithm")

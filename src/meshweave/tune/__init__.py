@@ -1,7 +1,6 @@
 """Searches besides `meshweave.plan` and `meshweave.rank`: one family's own, and plan files.
 
-`rank_blocks` chooses for one layer, `tune_universal` and `tune_fused` for one product, `plan_model` for the
-products of a model.
+`tune_universal` and `tune_fused` choose for one product, `plan_model` for the products of a model.
 """
 
 from __future__ import annotations
@@ -18,16 +17,11 @@ _HOME = {
     "tune.exports": "Export",
     "tune.ranked": "RankedConfig",
     "tune.ranking": "simulate_best",
-    "tune.blocks": "BlockRanking rank_blocks",
-    "tune.block_reasons": "block_reason",
     "tune.fused": "FusedChoice tune_fused",
     "tune.universal": "tune_universal",
 }
 
 if TYPE_CHECKING:
-    from meshweave.tune.block_reasons import block_reason as block_reason
-    from meshweave.tune.blocks import BlockRanking as BlockRanking
-    from meshweave.tune.blocks import rank_blocks as rank_blocks
     from meshweave.tune.exports import Export as Export
     from meshweave.tune.fused import FusedChoice as FusedChoice
     from meshweave.tune.fused import tune_fused as tune_fused
@@ -42,6 +36,8 @@ if TYPE_CHECKING:
 
 _MOVED = {
     "meshweave": "export_plan=export",
+    "meshweave_studies.blocks.ranking": "BlockRanking rank_blocks",
+    "meshweave_studies.blocks.reasons": "block_reason",
     "meshweave_studies.slicing.layouts": "tune_layouts",
     "meshweave_studies.slicing.schedules": "search_schedule",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.stacks import Stack, stacked_chart
 from meshweave_studies.figures import Cell, Figure, FigurePanel
+from meshweave_studies.stacks import Stack, stacked_chart
 
 _CUT = 6.0
 """Figure 10 ends here: 1D tensor parallelism would leave no room for the others."""

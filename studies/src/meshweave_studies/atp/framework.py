@@ -29,7 +29,7 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Lane, Op, Program, Statement, rewrite
 from meshweave.simulate import simulate
-from meshweave.tune.blocks import MeshShape, block_machine
+from meshweave_studies.blocks.ranking import MeshShape, block_machine
 
 ATP, SUMMA, COLLECTIVE, DEPTH = "atp", "summa_block", "collective_block", "25d_block"
 """Strategies: ATP's own, and its rivals."""

@@ -40,7 +40,6 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.work import Compute
 from meshweave.simulate import simulate
-from meshweave.tune.blocks import MeshShape, block_machine
 from meshweave_studies.atp.framework import (
     ATP,
     DEPTH,
@@ -52,6 +51,7 @@ from meshweave_studies.atp.framework import (
 )
 from meshweave_studies.atp.readings import RATES, AtpReading
 from meshweave_studies.atp.readings import READINGS as NAMED
+from meshweave_studies.blocks.ranking import MeshShape, block_machine
 from meshweave_studies.layer_operations import ops_besides_fc_layers
 
 TABLE_2 = "ATP, table 2"

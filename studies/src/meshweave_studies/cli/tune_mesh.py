@@ -9,11 +9,12 @@ import typer
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import OldSequenceOption, print_json, read_dtype, read_sequence
-from meshweave.cli.tune_block import BatchOption, DtypeOption, JsonOption, SequenceOption
+from meshweave.cli.tune import JsonOption
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.report.tables import print_table
+from meshweave_studies.cli.tune_block import BatchOption, DtypeOption, SequenceOption
 from meshweave_studies.matrix.device_meshes import MeshTime, comes_in_shapes, rank_meshes
 from meshweave_studies.matrix.hierarchy import CommunicationMatrix, GivenPairs, MatrixLayer, UniformPairs
 from meshweave_studies.matrix.matrix_file import load_cluster_or_matrix

@@ -16,8 +16,7 @@ from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json, progress_bar, read_bytes, read_dtype, read_mesh, read_names
-from meshweave.cli.tune import ClusterOption
-from meshweave.cli.tune_block import JsonOption
+from meshweave.cli.tune import ClusterOption, JsonOption
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid

@@ -7,9 +7,9 @@ from functools import partial
 from statistics import geometric_mean
 
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.stacks import Stack, stacked_chart
 from meshweave_studies.figures import Cell, Figure, FigurePanel, PaperFigures, bars_by_row
 from meshweave_studies.gpu.kernels import Source
+from meshweave_studies.stacks import Stack, stacked_chart
 from meshweave_studies.t3.end_to_end import BASES, Phase
 from meshweave_studies.t3.groups import (
     BIG,

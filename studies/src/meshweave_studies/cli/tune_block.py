@@ -14,7 +14,6 @@ from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
-    JSON_HELP,
     OldSequenceOption,
     OutputOption,
     print_json,
@@ -24,16 +23,16 @@ from meshweave.cli.options import (
     read_names,
     read_sequence,
 )
+from meshweave.cli.tune import JsonOption
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.report.tables import print_table
 
 if TYPE_CHECKING:
-    from meshweave.tune.blocks import BlockRanking, MeshShape
+    from meshweave_studies.blocks.ranking import BlockRanking, MeshShape
 
 BatchOption = Annotated[int, typer.Option(min=1, help="Sequences of all chips together.")]
 SequenceOption = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 DtypeOption = Annotated[str, typer.Option(help="Element type of activations and weights.")]
-JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def block(
     """
     from meshweave.describe.model import load_model
     from meshweave.describe.model.workload import Workload
-    from meshweave.tune.blocks import rank_blocks
+    from meshweave_studies.blocks.ranking import rank_blocks
 
     with progress_bar("ranking strategies") as progress:
         ranking = rank_blocks(
@@ -138,8 +137,8 @@ def _meshes(text: str) -> tuple[MeshShape, ...] | None:
 
 
 def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
-    from meshweave.tune.block_reasons import block_reason
-    from meshweave.tune.blocks import mesh_of
+    from meshweave_studies.blocks.ranking import mesh_of
+    from meshweave_studies.blocks.reasons import block_reason
 
     rows = []
     for position, ranked in enumerate(ranking.ranked[:count]):
@@ -171,7 +170,7 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
 
 
 def _print_ranking(ranking: BlockRanking, count: int) -> None:
-    from meshweave.tune.block_reasons import block_reason, next_strategy
+    from meshweave_studies.blocks.reasons import block_reason, next_strategy
 
     data = _ranking_json(ranking, count)
     model, load = ranking.model, ranking.workload
@@ -204,8 +203,8 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
 
 
 def _picture(ranking: BlockRanking, count: int) -> str:
-    from meshweave.report.stacks import Stack, stacked_chart
-    from meshweave.tune.block_reasons import name_of
+    from meshweave_studies.blocks.reasons import name_of
+    from meshweave_studies.stacks import Stack, stacked_chart
 
     stacks = [
         Stack(name_of(ranked), ((ranked.seconds - ranked.exposed_s) * 1e3, ranked.exposed_s * 1e3))

@@ -13,8 +13,8 @@ from fractions import Fraction
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cost.machine import Machine
-from meshweave.tune.blocks import BlockRanking, mesh_of
 from meshweave.tune.ranked import RankedConfig
+from meshweave_studies.blocks.ranking import BlockRanking, mesh_of
 
 _SHARES = {
     Fraction(1, 2): "half",

@@ -16,9 +16,9 @@ from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.block_reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
-from meshweave.tune.blocks import block_machine, block_meshes, mesh_of, rank_blocks
 from meshweave.tune.ranking import rank
+from meshweave_studies.blocks.ranking import block_machine, block_meshes, mesh_of, rank_blocks
+from meshweave_studies.blocks.reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
 from sampling import examples
 
 GPT = Transformer("small", 1, 512, 8, 8, 64, 2048, None, False, "made up")
