@@ -186,7 +186,7 @@ _MOVED = {
     ),
     "meshweave.schedules": (
         "Action ActionKind ActionTimes Edge list_transfers PartCost pipeline_program PipelineAlgorithm "
-        "PipelineConfig PipelineProblem prove_progress read_schedule Recompute Schedule schedule_by_name "
+        "PipelineConfig PipelineProblem prove_progress Recompute Schedule schedule_by_name "
         "schedule_from_csv schedule_to_csv ScheduleDeadlock ScheduleRequest Stage Stash time_schedule "
         "TransferRuntime"
     ),

@@ -15,7 +15,7 @@ from meshweave.base.lazy import lazy_names
 _HOME = {
     "algorithms.pipeline": (
         "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem Recompute "
-        "Schedule Stage Stash pipeline_program read_schedule"
+        "Schedule Stage Stash pipeline_program"
     ),
     "algorithms.pipeline.action_graph": "TransferRuntime",
     "algorithms.pipeline.action_times": "ActionTimes time_schedule",
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from meshweave.algorithms.pipeline import Stage as Stage
     from meshweave.algorithms.pipeline import Stash as Stash
     from meshweave.algorithms.pipeline import pipeline_program as pipeline_program
-    from meshweave.algorithms.pipeline import read_schedule as read_schedule
     from meshweave.algorithms.pipeline.action_graph import TransferRuntime as TransferRuntime
     from meshweave.algorithms.pipeline.action_times import ActionTimes as ActionTimes
     from meshweave.algorithms.pipeline.action_times import time_schedule as time_schedule

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
+from schedule_reader import read_schedule
 
 from meshweave.algorithms.pipeline import (
     ActionKind,
@@ -14,7 +15,6 @@ from meshweave.algorithms.pipeline import (
     PipelineAlgorithm,
     PipelineConfig,
     PipelineProblem,
-    read_schedule,
 )
 from meshweave.algorithms.pipeline.examples import chain_of_ranks, small_stage
 from meshweave.algorithms.pipeline.functions import reference

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_problems import chains
+from schedule_reader import read_schedule
 
 from meshweave.algorithms.pipeline import (
     ENTRIES,
@@ -19,7 +20,6 @@ from meshweave.algorithms.pipeline import (
     PipelineProblem,
     Schedule,
     pipeline_program,
-    read_schedule,
 )
 from meshweave.algorithms.pipeline.communication import communicating_steps
 from meshweave.algorithms.pipeline.examples import chain_of_ranks

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixed_problem import mixed_meshes
 from pipeline_problems import CONFIGS, FOLDED, chains, check, folded_chains, meshes
+from schedule_reader import read_schedule
 
 from meshweave.algorithms.pipeline import (
     ENTRIES,
@@ -23,7 +24,6 @@ from meshweave.algorithms.pipeline import (
     PipelineProblem,
     Schedule,
     pipeline_program,
-    read_schedule,
 )
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed
 from meshweave.algorithms.pipeline.examples import chain_of_ranks, small_stage

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_schedules import KIND, named_schedules, sound_schedules
+from schedule_reader import read_schedule
 
-from meshweave.algorithms.pipeline import ENTRIES, PipelineProblem, pipeline_program, read_schedule
+from meshweave.algorithms.pipeline import ENTRIES, PipelineProblem, pipeline_program
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.actions import Action, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig

@@ -19,7 +19,6 @@ from meshweave.algorithms.pipeline.problem import Recompute as Recompute
 from meshweave.algorithms.pipeline.problem import Stage as Stage
 from meshweave.algorithms.pipeline.problem import Stash as Stash
 from meshweave.algorithms.pipeline.program import pipeline_program as pipeline_program
-from meshweave.algorithms.pipeline.reader import read_schedule as read_schedule
 from meshweave.algorithms.pipeline.zero_bubble import ZERO_BUBBLE
 
 ENTRIES: tuple[PipelineAlgorithm, ...] = (

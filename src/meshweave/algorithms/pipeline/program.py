@@ -6,7 +6,7 @@ activations and one for gradients, so that a transfer goes on beside the stages,
 value and a free slot where it arrives. Lanes are shared by edges that no pipeline rank has in common.
 
 Every op carries the action that it is part of in its name, and the micro-batch in its `args` or `tag`, so
-that `reader` finds the schedule again.
+that the schedule can be read from the program again.
 """
 
 from __future__ import annotations
