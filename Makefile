@@ -13,7 +13,7 @@ MODULES := $(shell find src lab/src studies/src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo train test browser coverage lint sanitize sanitized-core docs wheel accuracy bench gpu slow clean FORCE
+.PHONY: demo train test browser coverage lint sanitize sanitized-core docs wheel accuracy bench gpu gpu-wheels slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -93,7 +93,13 @@ docs: $(STAMP)
 # Triton's interpreter, and what is left out is said.
 gpu: $(STAMP)
 	$(PIP) install --quiet --no-compile -c constraints.txt 'triton>=3.5' 'cuda-bindings>=12.8'
-	$(BIN)/python benchmarks/gpu/run.py
+	$(BIN)/python benchmarks/gpu/run.py --stage $(or $(STAGE),all)
+
+# Wheels that a machine with a GPU, torch and Triton but no network may lack, in .whl; benchmarks/gpu/bare.sh installs them.
+gpu-wheels: $(TOOLS)
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(or $(GPU_PYTHON),3.12) \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d .whl \
+		pydantic pydantic-core typing-inspection annotated-types typer rich
 
 # Wheels and source archives in dist, and a clean environment without a compiler in which they plan, simulate and run.
 wheel: $(TOOLS)

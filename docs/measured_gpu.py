@@ -108,10 +108,10 @@ def power() -> str:
 
 def tracked() -> str:
     """Return the table of products that count their tiles, beside the same kernel without counters and cuBLAS."""
-    if not (RESULTS / "fused.json").exists():
+    if not (RESULTS / "tracked.json").exists():
         return NOT_YET
     lines = ["| rows, columns, depth, ranks | us | of untracked | of cuBLAS |", "|---|---|---|---|"]
-    for row in load("fused")["rows"]["products"]:
+    for row in load("tracked")["rows"].values():
         of = [row["tracked_s"] / row[f"{name}_s"] for name in ("untracked", "cublas")]
         sizes = ", ".join(map(str, row["shape"]))
         lines.append(f"| {sizes} | {1e6 * row['tracked_s']:.0f} | {of[0]:.3f} | {of[1]:.2f} |")
@@ -120,13 +120,13 @@ def tracked() -> str:
 
 def triggered() -> str:
     """Return the table of products beside the copies that they trigger."""
-    if not (RESULTS / "fused.json").exists():
+    if not (RESULTS / "triggered.json").exists():
         return NOT_YET
     lines = [
         "| rows, columns, depth, ranks | copies to | product, us | copies, us | together, of the longer |",
         "|---|---|---|---|---|",
     ]
-    for row in load("fused")["rows"]["triggered"]:
+    for row in (one for both in load("triggered")["rows"].values() for one in both):
         sizes, times = ", ".join(map(str, row["shape"])), [row[f"{name}_s"] for name in ("product", "copies")]
         shown = " | ".join(f"{1e6 * seconds:.0f}" for seconds in times)
         ratio = row["together_s"] / max(times)

@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import json
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,27 @@ def save_rows(folder: Path, name: str, rows: Any) -> Path:
     whole = {"device": describe_device(), "machine": describe_environment(), "rows": rows}
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
+
+
+class KeptRows:
+    """The rows of a result by name, saved one by one: what this device has measured already is not measured again.
+
+    Rows of another device, or of other versions of its software, are dropped.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._device = describe_device()
+        self.rows: dict[str, Any] = {}
+        path = folder / f"{name}.json"
+        if path.exists():
+            saved = json.loads(path.read_text())
+            if {**saved["device"], "date": ""} == {**self._device, "date": ""}:
+                self.rows = dict(saved["rows"])
+
+    def keep(self, key: str, measure: Callable[[], Any]) -> Any:
+        """Return a row, measured and saved where it is not there."""
+        if key not in self.rows:
+            self.rows[key] = measure()
+            save_rows(self._folder, self._name, self.rows)
+        return self.rows[key]

@@ -1,6 +1,6 @@
 """Track and trigger on one GPU: what counting tiles costs, and copies that start as regions are whole.
 
-python benchmarks/gpu/fused.py [--folder FOLDER]    # measure on a CUDA device, save fused.json
+python benchmarks/gpu/fused.py [--folder FOLDER]    # measure on a CUDA device, save tracked.json, triggered.json
 TRITON_INTERPRET=1 python benchmarks/gpu/fused.py --dry    # small products on a CPU; saves nothing
 
 Products are those of T3's sub-layers in bfloat16, in as many regions as there are ranks. "Untracked" is the same
@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from meshweave.execute.cuda.tracked_product import TrackedProduct, TrackedRegion
 from meshweave.execute.cuda.trigger import StreamWords, copy_when_whole
 from meshweave_studies.t3.models import FUTURE, LARGE, STUDIED, sub_layers
 
+if TYPE_CHECKING:
+    from device import KeptRows
+
 BLOCKS = (
     Block(128, 256, 64, 8, 3),
     Block(128, 256, 64, 8, 4),
@@ -35,13 +39,16 @@ BLOCKS = (
     Block(128, 128, 64, 8, 3),
 )
 REPETITIONS = 20
+LLAMA = ((8192, 4096, 512, 8), (8192, 4096, 1792, 8), (8192, 8192, 1024, 8), (8192, 8192, 3584, 8))
+"""Products before the reduce-scatter of Llama 3 8B and 70B on 8 ranks: of attention, and of the other part."""
 DRY_SHAPES = ((48, 40, 32, 3), (64, 32, 16, 4))
 
 
 def shapes() -> list[tuple[int, int, int, int]]:
     """Return rows, columns, depth and ranks of the products of the paper's sub-layers, each once."""
     products = [layer.product for layer in sub_layers(*STUDIED, *LARGE, *FUTURE)]
-    return list(dict.fromkeys((of.rows, of.columns, of.depth, of.ranks) for of in products))
+    paper = [(of.rows, of.columns, of.depth, of.ranks) for of in products]
+    return list(dict.fromkeys([*LLAMA, *paper]))
 
 
 class Case:
@@ -201,6 +208,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where results go; default benchmarks/results/gpu")
+    parser.add_argument("--parts", default="tracked,triggered", help="which of them, between commas")
     parser.add_argument("--dry", action="store_true", help="small products on a CPU, in Triton's interpreter")
     arguments = parser.parse_args()
     if arguments.dry:
@@ -208,28 +216,33 @@ def main() -> None:
             row = product_row(shape, [Block(16, 16, 16)], torch.device("cpu"))
             print(f"{row['shape']}: tracked tiles are right and counted")
         return
-    from device import FOLDER, save_rows
+    from device import FOLDER, KeptRows
 
-    device = torch.device("cuda:0")
-    products = []
+    device, folder = torch.device("cuda:0"), (arguments.folder or FOLDER).resolve()
+    parts = {"tracked": tracked, "triggered": triggered}
+    for part in arguments.parts.split(","):
+        parts[part](KeptRows(folder, "tracked"), KeptRows(folder, "triggered"), device)
+
+
+def tracked(products: KeptRows, copies: KeptRows, device: torch.device) -> None:
+    """Measure the products that are not measured yet."""
     for shape in shapes():
-        products.append(product_row(shape, BLOCKS, device))
-        of = products[-1]
+        of = products.keep(str(shape), partial(product_row, shape, BLOCKS, device))
         of_untracked, of_cublas = (of["tracked_s"] / of[f"{name}_s"] for name in ("untracked", "cublas"))
         print(
-            f"{shape}: {of['tracked_s'] * 1e6:.0f} us, {of_untracked:.3f} x untracked, {of_cublas:.3f} x cuBLAS"
+            f"{shape}: {of['tracked_s'] * 1e6:.0f} us, {of_untracked:.3f} x untracked, {of_cublas:.3f} x cuBLAS",
+            *of["block"].values(),
+            flush=True,
         )
-    triggered = []
-    for row in products:
-        triggered += triggered_rows(row["shape"], Block(**row["block"]), device)
-        for of in triggered[-2:]:
+
+
+def triggered(products: KeptRows, copies: KeptRows, device: torch.device) -> None:
+    """Measure copies beside the products that are measured."""
+    for key, row in products.rows.items():
+        block = Block(**row["block"])
+        for of in copies.keep(key, partial(triggered_rows, row["shape"], block, device)):
             ratio = of["together_s"] / max(of["product_s"], of["copies_s"])
-            print(f"{of['shape']} copies to {of['copies_to']}: together {ratio:.3f} x the longer")
-    print(
-        save_rows(
-            (arguments.folder or FOLDER).resolve(), "fused", {"products": products, "triggered": triggered}
-        )
-    )
+            print(f"{of['shape']} copies to {of['copies_to']}: together {ratio:.3f} x the longer", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Everything here that needs a CUDA device: the tests marked `gpu`, and the benchmarks of this folder.
 
-python benchmarks/gpu/run.py [--folder FOLDER]
+python benchmarks/gpu/run.py [--stage NAME,...] [--folder FOLDER]
 
-Writes tests.json and one file for each benchmark, with the device, versions and date. Without a device it runs the
-kernels in Triton's interpreter, on a CPU, and says what it leaves out; that is no failure.
+Writes one file for each stage, with the device, versions and date. Tracked and triggered products are saved one by
+one, and go on from what is there. Without a device it runs the kernels in Triton's interpreter, on a CPU, and says
+what it leaves out; that is no failure. On a machine without a network: benchmarks/gpu/bare.sh.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-BENCHMARKS = {
-    "kernels.py": "kernels",
-    "bound_ops.py": "what a bound op costs",
-    "fused.py": "track and trigger",
-    "steps.py": "training steps",
+STAGES = {
+    "tests": ("", "tests marked gpu"),
+    "tracked": ("fused.py --parts tracked", "products that count their tiles"),
+    "triggered": ("fused.py --parts triggered", "copies that products trigger"),
+    "ops": ("bound_ops.py", "what a bound op costs"),
+    "kernels": ("kernels.py", "kernels"),
+    "steps": ("steps.py", "training steps"),
 }
+"""By name, each of less than four minutes: the script of this folder that runs it, and what it measures."""
 ONE_DEVICE = (
     "Ranks share one device: results do not say how fast transfers between devices are, what they take from "
     "products beside them, or whether atomic additions and waits of streams reach another device."
@@ -86,12 +90,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="where results go; default benchmarks/results/gpu")
+    parser.add_argument("--stage", default="all", help=f"all, or some between commas: {', '.join(STAGES)}")
     parser.add_argument("--no-interpreter", action="store_true", help="without a device run nothing")
     arguments = parser.parse_args()
+    chosen = list(STAGES) if arguments.stage == "all" else arguments.stage.split(",")
+    if unknown := [name for name in chosen if name not in STAGES]:
+        parser.error(f"no stage '{unknown[0]}'; give all or some of {', '.join(STAGES)}")
     reason = why_not()
     if reason:
-        listed = [f"{title} (benchmarks/gpu/{script})" for script, title in BENCHMARKS.items()]
-        print(f"{reason}: left out {', '.join(['tests marked gpu', *listed])}")
+        print(f"{reason}: left out {', '.join(f'{title} ({name})' for name, (_, title) in STAGES.items())}")
         return 0 if arguments.no_interpreter else run_interpreted()
     import torch
     from device import FOLDER, save_rows
@@ -99,12 +106,16 @@ def main() -> int:
     if torch.cuda.device_count() == 1:
         print(ONE_DEVICE)
     folder = (arguments.folder or FOLDER).resolve()
-    tests = run_tests()
-    print(save_rows(folder, "tests", tests))
-    is_bad = not tests or any(test["outcome"] in ("failure", "error") for test in tests)
-    for script in BENCHMARKS:
-        done = subprocess.run([sys.executable, str(HERE / script), "--folder", str(folder)], check=False)
-        is_bad = is_bad or done.returncode != 0
+    is_bad = False
+    for name in chosen:
+        if name == "tests":
+            tests = run_tests()
+            print(save_rows(folder, "tests", tests))
+            is_bad = is_bad or not tests or any(test["outcome"] in ("failure", "error") for test in tests)
+            continue
+        script, *options = STAGES[name][0].split()
+        command = [sys.executable, str(HERE / script), *options, "--folder", str(folder)]
+        is_bad = subprocess.run(command, check=False).returncode != 0 or is_bad
     return int(is_bad)
 
 
