@@ -397,11 +397,12 @@ def test_the_scores_that_ship_are_those_that_are_computed() -> None:
 def test_constants_of_stacks_are_few_and_named() -> None:
     stacks = tomllib.loads((ROOT / "src/meshweave/catalog/stacks.toml").read_text("utf-8"))
     constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
-    assert len(constants) == 5 and stacks["stacks"]
+    assert len(constants) == 6 and stacks["stacks"]
     for of in stacks["stacks"].values():
-        numbers = [value for name, value in of.items() if name != "host"]
+        numbers = [value for name, value in of.items() if name not in ("host", "routed_hosts")]
         numbers += [value for name, value in of.get("host", {}).items() if name != "waits"]
-        assert set(of) <= {*constants, "host"} and sum(bool(value) for value in numbers) <= 5
+        numbers += {rates["kernel_s"] for rates in of.get("routed_hosts", {}).values()}
+        assert set(of) <= {*constants, "host", "routed_hosts"} and sum(bool(value) for value in numbers) <= 5
 
 
 def test_the_validation_page_quotes_the_saved_scores() -> None:
@@ -410,6 +411,43 @@ def test_the_validation_page_quotes_the_saved_scores() -> None:
     readme = (ROOT / "validation" / "README.md").read_text("utf-8")
     of_all, _, of_judges, of_fitted = saved
     assert all(f": {line}\n" in readme for line in (of_all, of_judges, of_fitted))
+
+
+ROUTED = {
+    "model": "Qwen3_30B_a3B", "config": "MXFP8", "metric": "tokens/s/GPU",
+    "source": "Megatron-Bridge 26.04 NeMo Container",
+    "counts": {"tp": 1, "pp": 1, "cp": 1, "ep": 8, "mbs": 4, "gbs": 64, "seq": 4096},
+}  # fmt: skip
+
+
+def routed_stack(**more: str) -> tuple[SoftwareStack, str]:
+    """Return the stack and the dispatcher of a run with experts."""
+    given = {key: value for key, value in ROUTED.items() if key != "counts"}
+    run = replace(run_of(**{"chips": "8 DGX-GB300", **given, **more}), counts=ROUTED["counts"])  # type: ignore[arg-type]
+    of = case_of(run, experts=True).problem
+    return of.stack, of.dispatcher
+
+
+def test_recipes_say_how_tokens_travel_and_what_is_captured() -> None:
+    stack, dispatcher = routed_stack()
+    assert (dispatcher, stack.captured, stack.overlaps_exchanges) == ("hybridep", 0.3, False)
+    stack, _ = routed_stack(source="Megatron-Bridge 26.08 NeMo Container")
+    assert (stack.captured, stack.overlaps_exchanges) == (1.0, True)
+    _, dispatcher = routed_stack(model="Qwen3_235B_a22B", chips="8 DGX-B200")
+    assert dispatcher == "all_to_all"
+
+
+def test_experts_that_are_computed_again_alone_are_a_share_of_a_layer() -> None:
+    words = "BF16; selective recompute of layernorm, moe; no a2a overlap"
+    run = replace(
+        run_of(chips="8 DGX-H100", **{**ROUTED, "config": words, "counts": None}), counts=ROUTED["counts"]
+    )  # type: ignore[arg-type]
+    case = case_of(run, experts=True)
+    assert case.choices[0].recompute == "full" and 0.3 < case.recomputed_share < 0.6
+    long = replace(run, counts={**ROUTED["counts"], "seq": 131072, "gbs": 8, "mbs": 1})  # type: ignore[dict-item]
+    assert case_of(long, experts=True).recomputed_share < 0.5 * case.recomputed_share
+    other = replace(run, config="BF16; selective recompute of layernorm, act")
+    assert case_of(other, experts=True).choices[0].recompute == "none"
 
 
 def test_runs_of_models_with_experts_are_predicted_where_they_are_asked_for() -> None:

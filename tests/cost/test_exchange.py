@@ -7,7 +7,7 @@ import random
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.exchange import CopyExchange, exchange_bytes, library_of, share_with
+from meshweave.cost.exchange import CopyExchange, arriving_elements, exchange_bytes, library_of, share_with
 
 
 def exchange(library: str, ranks: int = 16, tokens: int = 4096, **more: object) -> CopyExchange:
@@ -44,3 +44,9 @@ def test_a_loaded_rank_gets_more() -> None:
 def test_an_unknown_library_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="did you mean 'deepep'"):
         library_of("deep_ep")
+
+
+def test_what_arrives_is_one_copy_a_token_and_rank() -> None:
+    work = exchange("hybridep", ranks=8)
+    assert arriving_elements(work) == round(exchange_bytes(work, 8, 1).arriving) // 2
+    assert arriving_elements(work) < 8 * work.tokens * work.part_bytes // 2

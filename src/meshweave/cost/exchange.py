@@ -160,6 +160,12 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
     return ExchangeBytes(own, arriving * work.num_ranks, own * work.load * of_host * (hosts - 1))
 
 
+def arriving_elements(work: CopyExchange) -> int:
+    """Return the elements of two bytes that arrive at a rank, of each token one copy, its own among them."""
+    share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
+    return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // 2
+
+
 def bytes_s(
     of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
 ) -> float:

@@ -18,13 +18,16 @@ from meshweave.algorithms.step import (
     step_of,
     step_program,
 )
+from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups
 from meshweave.algorithms.step.problem import DEGREES
+from meshweave.algorithms.step.quantizing import quantizing
 from meshweave.algorithms.step.routing import chosen_shares, drawn_loads, expert_ranks
 from meshweave.algorithms.step.space import SpaceOptions, StepSpace
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
 from meshweave.describe.catalog import models
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model import load_model
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.tune.plan_description import planned_problem
@@ -234,3 +237,51 @@ def test_the_fullest_rank_of_layers_of_several_kinds_is_no_lower_than_any(name: 
         except MeshweaveError:
             continue
         assert least_memory(problem, laid).total <= expected
+
+
+def layer_of(choice: Parallelism, **stack: object):  # type: ignore[no-untyped-def]
+    """Return the time of a routed layer under a stack that adds nothing but what is given."""
+    of = replace(problem(dispatcher="deepep"), stack=replace(load_stack("ideal"), **stack))  # type: ignore[arg-type]
+    return layer_time(of, choice)
+
+
+def test_experts_of_their_own_products_pass_inner_features_through_memory() -> None:
+    choice = Parallelism(data=32, expert=8, zero=1, micro_batch=2)
+    of = replace(problem(precision="fp8-block"), stack=replace(load_stack("ideal"), grouped_experts=False))
+    apart, grouped = (
+        quantizing(of, choice, "forward"),
+        quantizing(problem(precision="fp8-block"), choice, "forward"),
+    )
+    tokens, item = 2 * 2048, 1 + 4 / 128
+    casts = (
+        2 * (1024 + 3584) * (2 + 2 * item)
+    )  # both operands of two copies of a token, read once and written twice
+    assert apart.num_bytes - grouped.num_bytes == pytest.approx(tokens * casts)
+    assert apart.kernels == grouped.kernels + 2
+    own, fused = (layer_of(choice, grouped_experts=each) for each in (False, True))
+    assert own.forward.compute_s != fused.forward.compute_s
+    assert own.forward.tensor_s == fused.forward.tensor_s
+
+
+def test_exchanges_run_beside_another_micro_batch() -> None:
+    choice = Parallelism(data=32, expert=32, zero=1)
+    alone, beside = (layer_of(choice, overlaps_exchanges=each) for each in (False, True))
+    assert beside.forward.tensor_s + beside.backward.tensor_s < 0.5 * (
+        alone.forward.tensor_s + alone.backward.tensor_s
+    )
+    computing = alone.forward.compute_s + alone.backward.compute_s
+    more = beside.forward.compute_s + beside.backward.compute_s - computing
+    assert 0 < more < 0.2 * computing  # the exchange has 20 of the multiprocessors
+    assert beside.forward.total_s + beside.backward.total_s >= computing
+
+
+def test_hosts_of_routed_layers_issue_what_is_not_captured() -> None:
+    hosts = (("H", HostRates(1e-3)),)
+    choice = Parallelism(data=32, expert=8, zero=1)
+    whole, part, none = (
+        layer_of(choice, routed_hosts=hosts, captured=share).issued_s for share in (0.0, 0.75, 1.0)
+    )
+    assert part == pytest.approx([0.25 * each for each in whole]) and none == (0, 0, 0)
+    assert layer_of(choice, routed_hosts=(("GB", HostRates(1e-3)),)).issued_s == (0, 0, 0)
+    dense = StepProblem(load_model("llama-2-7b"), load_cluster("dgx-h100:32"), 64, 2048)
+    assert replace(dense, stack=replace(load_stack("ideal"), routed_hosts=hosts)).host is None

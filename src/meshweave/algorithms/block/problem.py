@@ -33,12 +33,14 @@ class ExpertRanks:
         tensor: ranks that share each expert, in the dim of its inner features.
         load: copies of tokens that the most loaded rank gets over those that ranks get on average.
         dispatcher: how copies travel, a name of `cost.exchange`.
+        grouped: whether one kernel multiplies for all experts, and activates between its products.
     """
 
     expert: int = 1
     tensor: int = 1
     load: float = 1.0
     dispatcher: str = "all_to_all"
+    grouped: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.recurrence import follow
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
+from meshweave.cost.exchange import CopyExchange
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
@@ -67,12 +68,16 @@ class PartTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """The time of a block, and what its host issues: kernels, collectives, and messages to one rank."""
+    """The time of a block, and what its host issues: kernels, collectives, and messages to one rank.
+
+    `exchange_s` are the seconds in which tokens travel to experts and back, hidden or not.
+    """
 
     part: PartTime
     kernels: int
     collectives: int = 0
     messages: int = 0
+    exchange_s: float = 0.0
 
 
 class PricedTasks:
@@ -111,9 +116,10 @@ class PricedTasks:
         Where the software waits for each transfer (`waits`), nothing of it is hidden.
         """
         durations = self._priced(machine, known)
-        communication = context = 0
+        communication = context = exchanges = 0
         for place, work, _ in self._transfers:
             communication += durations[place]
+            exchanges += durations[place] if isinstance(work, CopyExchange) else 0
             context += durations[place] if work.axis.endswith(_CONTEXT_AXIS) else 0
         ends = [0] * len(durations)
         follow(zip(range(len(ends)), durations, self._waits, strict=True), ends)
@@ -124,7 +130,7 @@ class PricedTasks:
         if waits:
             exposed_s = to_s(communication)
         part = PartTime(computing_s, exposed_s * (1 - share), exposed_s * share)
-        return BlockTime(part, self.kernels, self.collectives, self.messages)
+        return BlockTime(part, self.kernels, self.collectives, self.messages, to_s(exchanges))
 
     def _priced(self, machine: Machine, known: dict[Transfer, int]) -> list[int]:
         """Return what each task takes on a machine."""

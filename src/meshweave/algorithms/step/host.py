@@ -44,16 +44,16 @@ class IssueCounts:
     messages: int = 0
     layers: int = 0
 
-    def seconds(self, host: HostRates, graphs: bool = False) -> float:
-        """Return the seconds in which a host issues them: with `graphs` all of them at once, as one kernel."""
+    def seconds(self, host: HostRates, graphs: bool = False, captured: float = 0.0) -> float:
+        """Return the seconds in which a host issues them: with `graphs` all of them at once, as one kernel.
+
+        Of kernels and Python code a share is `captured`, and costs nothing.
+        """
         if graphs:
             return host.kernel_s * (self.kernels > 0)
-        return (
-            self.kernels * host.kernel_s
-            + self.collectives * host.collective_s
-            + self.messages * host.transfer_s
-            + self.layers * host.layer_s
-        )
+        one_by_one_s = self.kernels * host.kernel_s + self.layers * host.layer_s
+        others_s = self.collectives * host.collective_s + self.messages * host.transfer_s
+        return (1 - captured) * one_by_one_s + others_s
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:

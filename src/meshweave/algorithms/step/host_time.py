@@ -53,9 +53,12 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
     """Return the seconds in which the host issues the parts of a layer, and what is computed again."""
     problem = block.problem
     host, graphs = problem.host, problem.stack.graphs
+    captured = problem.stack.captured if problem.model.is_routed else 0.0
     if host is None:
         return 0.0, 0.0, 0.0
-    forward_s, backward_s = (counts.seconds(host, graphs) for counts in issue_counts(block, parallelism))
+    forward_s, backward_s = (
+        counts.seconds(host, graphs, captured) for counts in issue_counts(block, parallelism)
+    )
     again_s = {"none": 0.0, "full": forward_s}.get(parallelism.recompute)
     if again_s is None:
         plain = _PLAIN_KERNELS["forward"] if problem.attention == "plain" else 0

@@ -27,6 +27,8 @@ from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
+from meshweave.cost.exchange import library_of
+from meshweave.describe.machine.kernels import ProductConstants
 from meshweave.ir.work import Compute, matmul_work
 
 
@@ -108,8 +110,9 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     first, whole = block.forward.part, block.whole.part
     added = _parts_added_s(block, parallelism)
     stalls = stalls_s(block, parallelism, added)
-    forward = first + PartTime(added[0], host_s=stalls[0])
-    backward = whole - first + PartTime(added[1], host_s=stalls[1])
+    hidden = _hidden_exchanges(block, parallelism)
+    forward = first + PartTime(added[0], host_s=stalls[0]) + hidden[0]
+    backward = whole - first + PartTime(added[1], host_s=stalls[1]) + hidden[1]
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
@@ -119,6 +122,34 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
         fused_s, plain_s = _attention_s(problem, parallelism, "forward")
         again = PartTime(plain_s) + (block.ring or PartTime(fused_s, 0.0, first.context_s))
     return LayerTime(forward, backward, again, issued_s(block, parallelism))
+
+
+def _hidden_exchanges(block: LayerBlock, parallelism: Parallelism) -> tuple[PartTime, PartTime]:
+    """Return what changes in both parts where exchanges run beside what another micro-batch computes.
+
+    The forward part of one micro-batch runs beside the backward part of another, so that both compute while tokens
+    of both travel. Products have the multiprocessors that the exchange leaves.
+    """
+    problem, none = block.problem, PartTime()
+    if not problem.stack.overlaps_exchanges or not block.whole.exchange_s:
+        return none, none
+    first, whole = block.forward, block.whole
+    exposed = first.part.tensor_s, whole.part.tensor_s - first.part.tensor_s
+    own = (
+        min(first.exchange_s, exposed[0]),
+        min(whole.exchange_s - first.exchange_s, exposed[1]),
+    )
+    computing_s, total_s = whole.part.compute_s, sum(own)
+    hidden_s = min(total_s, computing_s)
+    kernels = problem.cluster.chip.kernels
+    products = kernels.product(problem.dtype) if kernels else None
+    units = products.units if isinstance(products, ProductConstants) else 0
+    taken = library_of(problem.dispatcher).multiprocessors / units if units else 0.0
+    out = []
+    for each in own:
+        share = each / total_s if total_s else 0.0
+        out.append(PartTime(share * hidden_s * taken / (1 - taken), -share * hidden_s))
+    return out[0], out[1]
 
 
 def _parts_added_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float]:

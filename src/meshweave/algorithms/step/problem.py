@@ -345,7 +345,10 @@ class StepProblem:
     @property
     def host(self) -> HostRates | None:
         """Return how fast hosts issue operations: under the stack, else on the cluster; None if neither."""
-        return self.stack.host or self.cluster.host
+        routed = self.stack.routed_hosts if self.model.is_routed else ()
+        chip = self.cluster.chip.name
+        host = next((rates for name, rates in routed if chip.startswith(name)), None)
+        return host or self.stack.host or self.cluster.host
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without what is cached, which is computed again."""

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.routing import load_of
 from meshweave.algorithms.step.strategies import strategy_of
+from meshweave.describe.model.experts import Experts
 
 
 class Quantizing(NamedTuple):
@@ -53,6 +55,22 @@ def _sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[flo
     for node in problem.model.layer.linears:
         operand, result = node.operand.size, node.result.size
         yield (operand / residual, result / inner) if node.enters else (operand / inner, result / residual)
+    if not problem.stack.grouped_experts:
+        yield from _expert_sizes(problem, parallelism)
+
+
+def _expert_sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tuple[float, float]]:
+    """Yield the same of both products of the experts of a token; those of grouped kernels include their casts."""
+    p = parallelism
+    copies = load_of(problem, p) / (p.context * p.tensor_size)
+    for node in problem.model.layer.nodes:
+        if isinstance(node, Experts):
+            hidden, inner = (
+                node.chosen * copies * p.expert_tensor * node.hidden,
+                node.chosen * copies * node.inner,
+            )
+            yield hidden, node.columns * inner
+            yield inner, hidden
 
 
 def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> int:

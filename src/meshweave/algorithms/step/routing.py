@@ -32,7 +32,7 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
         tokens = p.micro_batch * problem.sequence // (p.context * p.tensor_size) * p.expert * p.expert_tensor
         chosen = max(weight.chosen for weight in problem.model.layer.parameters)
         load = float(np.mean(drawn_loads(experts, p.expert, chosen, tokens, problem.imbalance)))
-    return ExpertRanks(p.expert, p.expert_tensor, load, problem.dispatcher)
+    return ExpertRanks(p.expert, p.expert_tensor, load, problem.dispatcher, problem.stack.grouped_experts)
 
 
 def load_of(problem: StepProblem, parallelism: Parallelism) -> float:

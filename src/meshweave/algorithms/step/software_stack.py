@@ -56,8 +56,14 @@ class SoftwareStack:
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
         host: how fast its host issues operations; None for the figures of the cluster, if it has any.
+        routed_hosts: the same of models with experts, by how the names of chips begin that such hosts have: what
+            a routed layer issues is more than its kernels here, and waits for counts.
         graphs: whether each part of a layer is captured in a graph, which the host issues at once. This and what
             follows say what the stack's code does, and are no constants.
+        captured: the share of the kernels of a layer with experts that are captured in graphs; the others wait for
+            the counts of the experts.
+        overlaps_exchanges: whether tokens of one micro-batch travel to experts and back beside what another one
+            computes, in the forward part of the one and the backward part of the other.
         forward, backward: the kernels of each part that are not fused.
         copies: the kernels, forward and backward, that copy operands into a program of a product and results out
             of it where products communicate: with tensor ranks; backward with replicas, forward if these shard.
@@ -89,6 +95,9 @@ class SoftwareStack:
             kept for them; where there are as many key/value heads as heads.
         sliced_weights: tensors of weights a layer, of each of which the collectives of ZeRO-1 copy every replica's
             slice by an operation of its own, as nanotron does; 0 where they move one buffer.
+        grouped_experts: whether one kernel multiplies for all experts of a rank and activates between its
+            products, as libraries that serve models do. Else each expert has products of its own, which share the
+            chip in several streams, and what stands between them passes through memory, as in Transformer Engine.
         runs_programs: whether it runs the program of a step, as the library's own runtime does: a chip holds what
             that does. Of others closed forms say what they hold (`framework_memory`), by what is said above.
         runs: what the stack can execute.
@@ -102,7 +111,10 @@ class SoftwareStack:
     regathers: bool = False
     blocks_transfers: bool = False
     host: HostRates | None = None
+    routed_hosts: tuple[tuple[str, HostRates], ...] = ()
     graphs: bool = False
+    captured: float = 0.0
+    overlaps_exchanges: bool = False
     forward: UnfusedKernels = UnfusedKernels()
     backward: UnfusedKernels = UnfusedKernels()
     copies: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
@@ -121,6 +133,7 @@ class SoftwareStack:
     layers_by_cost: bool = False
     keeps_joint_qkv: bool = False
     sliced_weights: int = 0
+    grouped_experts: bool = True
     runs_programs: bool = True
     runs: StackRuns = field(default_factory=StackRuns)
 

@@ -130,7 +130,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "logit_bytes": (36.0, 10.0),
         **_NANOTRON,
     },
-    "megatron-core": {"runs_programs": False},
+    "megatron-core": {"runs_programs": False, "grouped_experts": False},
     "maxtext": {"runs_programs": False, "sharding": "fsdp", "stops_early": True, "recomputes_gate": True},
 }
 """What a stack does where nobody says otherwise, and what it can execute: `meshweave` is the runtime with compiled
@@ -220,5 +220,8 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
     }
     if "host" in constants:
         constants["host"] = HostRates(**constants["host"])
+    if "routed_hosts" in constants:
+        hosts = constants["routed_hosts"].items()
+        constants["routed_hosts"] = tuple((chip, HostRates(**rates)) for chip, rates in hosts)
     runs = _stack_runs()[name]
     return SoftwareStack(name, sustains=True, runs=runs, **constants, **_DEFAULTS[name])

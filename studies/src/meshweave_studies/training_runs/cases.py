@@ -19,7 +19,12 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave_studies.training_runs.clusters import cluster_of
 from meshweave_studies.training_runs.left_out import left_out_reason
 from meshweave_studies.training_runs.models import NoPredictionError, model_of, with_source_columns
-from meshweave_studies.training_runs.routed_runs import dispatcher_of, on_expert_ranks
+from meshweave_studies.training_runs.routed_runs import (
+    dispatcher_of,
+    expert_share,
+    on_expert_ranks,
+    recipe_of,
+)
 from meshweave_studies.training_runs.rows import PublishedRun
 from meshweave_studies.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
 
@@ -143,6 +148,9 @@ def case_of(
     if attention is None:
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
     software = _adapted(software_of(stack) if constants is None else constants, words)
+    if model.is_routed:
+        recipe = recipe_of(run)
+        software = replace(software, captured=recipe.captured, overlaps_exchanges=recipe.overlaps)
     loss = stack.compiled_loss if words.is_compiled else stack.loss
     gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
     try:
@@ -153,7 +161,8 @@ def case_of(
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None
-    return RunCase(run, stack, problem, choices, words.recomputed_of(model, seq), words.kept_operators)
+    share = expert_share(model, seq) if words.recomputes_experts else words.recomputed_of(model, seq)
+    return RunCase(run, stack, problem, choices, share, words.kept_operators)
 
 
 def _with_experts(run: PublishedRun, choice: Parallelism) -> Parallelism:
@@ -207,13 +216,20 @@ class _Words:
     @property
     def recompute(self) -> Recompute | None:
         """Return what is recomputed; None where the words do not say."""
-        if "full recompute" in self.text or "full ac" in self.text or "actckpt=true" in self.text:
+        if re.search(r"full recompute|recompute=full|full ac|actckpt=true", self.text):
             return "full"
+        if "selective recompute of" in self.text:  # of modules that it names
+            return "full" if self.recomputes_experts else "none"
         if re.search(r"\bsac\b", self.text):
             return "full"
         if "selective" in self.text:
             return "selective"
         return "none" if "actckpt=false" in self.text else None
+
+    @property
+    def recomputes_experts(self) -> bool:
+        """Return whether the part of a layer that has its experts is computed again, and no other."""
+        return bool(re.search(r"selective recompute of [\w, ]*\bmoe\b", self.text))
 
     @property
     def recomputed_share(self) -> float:

@@ -18,6 +18,7 @@ _CLUSTERS_OF_CHIPS = (
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
     (r"b200", "dgx-b200"),
+    (r"b300", "dgx-b300"),
     (r"v5e", "tpu-v5e"),
     (r"v5p", "tpu-v5p"),
     (r"v6e", "tpu-v6e"),

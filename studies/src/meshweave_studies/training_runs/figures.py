@@ -36,7 +36,7 @@ def model_flops(case: RunCase, step: Step) -> float:
     """Return the FLOPs of the model in a step, as the source counts them."""
     parameters, of = stated_parameters(case.run), case.problem
     if parameters is None:
-        return float(step.flops("all"))
+        return float(step.flops(case.stack.pairs))
     attention = 4 * of.model.num_layers * of.model.hidden * of.sequence**2
     return 3.0 * of.batch * (2 * parameters * of.sequence + attention)
 

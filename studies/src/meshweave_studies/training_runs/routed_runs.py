@@ -1,17 +1,21 @@
 """Published runs of models with experts: which model, which degrees of experts, and how tokens travelled.
 
 Readings, where rows do not say: each expert is on one rank (`expert_tensor` 1); optimizer states are sharded over
-replicas (Megatron's distributed optimizer); tokens travel by all-to-all where a row says so, else as DeepEP sends
-them, and on NVLink domains of more than eight chips as TRT-LLM's two-sided kernels do, for want of measured
-exchanges of HybridEP. Routing is even: benchmarks force it.
+replicas (Megatron's distributed optimizer); tokens travel as a row says, else as the recipe of its source does
+(`published/routed_recipes.toml`), else as DeepEP or on NVLink domains of more than eight chips as Hybrid-EP sends
+them. Routing is even: benchmarks force it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
 
 from meshweave.algorithms.step import Parallelism
+from meshweave.describe.files import parse_table
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import load_model
@@ -40,6 +44,7 @@ _MODELS = (
 )
 """Patterns of a model's name, and the entry of the catalog."""
 _HOST_CHIPS = 8
+_FILE = "routed_recipes.toml"
 
 
 def exclusion(run: PublishedRun) -> str:
@@ -62,11 +67,55 @@ def on_expert_ranks(run: PublishedRun, choice: Parallelism) -> Parallelism:
     return replace(choice, expert=run.count("ep") or 1, expert_tensor=tensor, zero=max(choice.zero, 1))
 
 
+def expert_share(model: Transformer, sequence: int) -> float:
+    """Return the share of the FLOPs of a layer's forward part that are products of experts."""
+    layer = model.layer
+    experts = sum(weight.active_size for weight in layer.parameters if weight.kind == "experts")
+    others = sum(weight.size for weight in layer.parameters if weight.kind in ("matrix", "whole"))
+    return experts / (experts + others + layer.attention_flops(sequence) / (2 * sequence))
+
+
+@dataclass(frozen=True)
+class RoutedRecipe:
+    """How the software of a run was set, where its row does not say it (`published/routed_recipes.toml`).
+
+    Attributes:
+        dispatcher: a name of `cost.exchange`; "" where nobody says.
+        captured: the share of a layer's kernels that the host issues at once.
+        overlaps: whether exchanges of a micro-batch run beside what another computes.
+    """
+
+    dispatcher: str = ""
+    captured: float = 0.0
+    overlaps: bool = False
+
+
+@lru_cache(maxsize=1)
+def _recipes() -> list[dict[str, Any]]:
+    text = files("meshweave_studies").joinpath("published", _FILE).read_text("utf-8")
+    listed: list[dict[str, Any]] = parse_table(text, _FILE, "toml")["recipe"]
+    return listed
+
+
+def recipe_of(run: PublishedRun) -> RoutedRecipe:
+    """Return the recipe of a run with experts."""
+    words = {"source": run.source, "model": run.model, "chips": run.chips, "config": run.config}
+    for entry in _recipes():
+        if all(re.search(entry.get(name, ""), text, re.IGNORECASE) for name, text in words.items()):
+            return RoutedRecipe(**{name: value for name, value in entry.items() if name not in words})
+    return RoutedRecipe()
+
+
 def dispatcher_of(run: PublishedRun, cluster: Cluster) -> str:
     """Return the library by which tokens travelled, a name of `cost.exchange`."""
     said = run.others.get("dispatcher", "")
-    if re.search(r"a2a|all-?to-?all", said, re.IGNORECASE):
-        return "all_to_all"
+    for pattern, name in (
+        (r"a2a|all-?to-?all", "all_to_all"),
+        (r"hybridep", "hybridep"),
+        (r"deepep", "deepep"),
+    ):
+        if re.search(pattern, said, re.IGNORECASE):
+            return name
     network = cluster.network
     is_domain = isinstance(network, HostsNetwork) and network.chips_per_host > _HOST_CHIPS
-    return "trtllm_two_sided" if is_domain else "deepep"
+    return recipe_of(run).dispatcher or ("hybridep" if is_domain else "deepep")

@@ -213,7 +213,7 @@ def score_runs(
     *,
     experts: bool = False,
 ) -> list[ScoredRun]:
-    """Return all rows beside their predictions. Of rows of one run in several sources the first source counts.
+    """Return all rows beside their predictions. Of rows of one figure in several sources the first source counts.
 
     Args:
         constants: those of the stack of a run; None for those that ship with the package.
@@ -222,11 +222,16 @@ def score_runs(
     out, first = [], dict[tuple[object, ...], str]()
     for number, run in enumerate(runs):
         scored, case = score_run(run, constants(run), experts=experts)
-        if case is not None and first.setdefault(case.key, run.source) != run.source:
+        if case is not None and first.setdefault(_figure_key(run, case), run.source) != run.source:
             scored = replace(scored, counts=False)
         out.append(scored)
         progress(number + 1, len(runs))
     return out
+
+
+def _figure_key(run: PublishedRun, case: RunCase) -> tuple[object, ...]:
+    """Return what makes two rows one figure: with experts its value too, since releases measure anew."""
+    return (*case.key, run.metric, run.value) if case.problem.model.is_routed else case.key
 
 
 def source_scores(rows: Sequence[ScoredRun]) -> list[SourceScore]:

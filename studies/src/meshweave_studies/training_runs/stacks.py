@@ -14,7 +14,7 @@ from typing import Any, Literal
 from meshweave.algorithms.step import SoftwareStack, load_stack
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.algorithms.step.stacks import stack_table
-from meshweave.describe.model.memory import Recompute
+from meshweave.describe.model.memory import Pairs, Recompute
 from meshweave_studies.training_runs.rows import PublishedRun
 
 
@@ -36,6 +36,7 @@ class RunStack:
         interleaves: whether all numbers of virtual stages are tried where a row states none.
         needs_precision: whether a row is predicted only if it states its precision.
         accumulates: whether a step may have several micro-batches where rows state none.
+        pairs: which pairs of tokens it counts in FLOPs of the model.
         does: what else the software does, by attributes of `SoftwareStack`.
     """
 
@@ -54,6 +55,7 @@ class RunStack:
     interleaves: bool = False
     needs_precision: bool = False
     accumulates: bool = True
+    pairs: Pairs = "all"
     does: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +85,14 @@ _DEEPSPEED = RunStack(
 )
 """Megatron-DeepSpeed of 2021-22. Its runs on one host state full recomputation, and cannot have had it: products
 alone would take 97 % of what the rows of degree 1 on 2 GPUs state for a whole layer."""
+_MEGATRON_CORE = RunStack(
+    ("Megatron-Bridge", "Megatron-Core", "NeMo 24.07", "dgxc-benchmarking", "MLPerf Training"),
+    "megatron-core",
+    loss="fused",
+    zero=1,
+    attention_kernel="transformer-engine",
+    needs_precision=True,
+)
 _STACKS = (
     _MEGATRON,
     replace(
@@ -105,14 +115,8 @@ _STACKS = (
     RunStack(("torchtitan benchmarks/llama3_h100_202412",), "torchtitan", compiled_loss="eager"),
     RunStack(("torchtitan",), "torchtitan"),
     RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
-    RunStack(
-        ("Megatron-Bridge", "Megatron-Core", "NeMo 24.07", "dgxc-benchmarking", "MLPerf Training"),
-        "megatron-core",
-        loss="fused",
-        zero=1,
-        attention_kernel="transformer-engine",
-        needs_precision=True,
-    ),
+    replace(_MEGATRON_CORE, words=("Megatron-MoE-ModelZoo", "Megatron-LM dev"), pairs="causal"),
+    _MEGATRON_CORE,
     RunStack(("MaxText", "maxtext"), "maxtext", attention_kernel="splash", loss="fused", accumulates=False),
 )
 _ZERO_3 = RunStack(

@@ -4,9 +4,10 @@ With T tokens on a rank, k experts a token of h features, and E experts of f inn
 tensor), a rank has E / expert of them, and of each f / tensor features:
 
     router      a product (T, E, h), and passes over T E scores in float32
-    dispatch    copies side by side by expert: T h read, T k h written; the exchange; what arrives sorted by
-                expert, where a rank has several; gathered over the ranks that share an expert
-    experts     grouped products over T k tensor load rows
+    dispatch    copies side by side by expert: T h read, T k h written, where a library sends each of them; the
+                exchange; what arrives sorted by expert, where a rank has several, or copied for each of its
+                experts, where a library sends it once to a rank; gathered over the ranks that share an expert
+    experts     grouped products over T k tensor load rows; or a product for each expert, and passes between
     combine     the same way back, with sums for dispatch's copies
 
 Backward, combine is a dispatch of gradients and dispatch a combine.
@@ -23,7 +24,7 @@ from meshweave.algorithms.block.nodes.timed import TimedRecord, streamed
 from meshweave.algorithms.block.problem import BlockProblem, ExpertRanks
 from meshweave.algorithms.block.writer import COMPUTE
 from meshweave.base.units import dtype_bytes
-from meshweave.cost.exchange import CopyExchange
+from meshweave.cost.exchange import CopyExchange, arriving_elements, library_of
 from meshweave.describe.model.experts import CombineCopies, DispatchCopies, Experts, Router, SharedGate
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work
 
@@ -59,8 +60,8 @@ def _exchanged(
     router, ranks = node.router, problem.experts or ExpertRanks()
     copies = tokens * router.chosen * node.hidden
     item = dtype_bytes(problem.dtype)
-    permute = streamed(problem, copies + tokens * node.hidden)
-    works = [permute]
+    sends_copies = ranks.expert == 1 or library_of(ranks.dispatcher).sends == "copies"
+    works = [streamed(problem, copies + tokens * node.hidden)] if sends_copies else []
     if ranks.expert > 1:
         limits = router.groups, router.top_groups, ranks.load, ranks.dispatcher
         exchange = CopyExchange(
@@ -78,7 +79,8 @@ def _exchanged(
         )
         works.append((MESH_OF_EXPERTS, exchange))
         if router.experts > ranks.expert:
-            works.append(streamed(problem, 2 * round(copies * ranks.load)))
+            rows = round(copies * ranks.load)
+            works.append(streamed(problem, rows + (rows if sends_copies else arriving_elements(exchange))))
     if ranks.tensor > 1:
         name = "all_gather" if kind == "dispatch" else "reduce_scatter"
         part = round(copies * ranks.load) * item
@@ -118,7 +120,7 @@ class ExpertsRecord(TimedRecord[Experts]):
     def works(
         self, node: Experts, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the grouped products with their activation, one call a part."""
+        """Yield the grouped products with their activation, one call a part; or those of each expert."""
         ranks = problem.experts or ExpertRanks()
         rows = math.ceil(tokens * node.chosen * ranks.tensor * ranks.load)
         shape = (
@@ -128,9 +130,30 @@ class ExpertsRecord(TimedRecord[Experts]):
             -(-node.experts // ranks.expert),
             node.columns,
         )
+        if not ranks.grouped:
+            yield from _works_apart(shape, problem, part)
+            return
         parts = ("",) if part == "forward" else ("input_grad", "weight_grad")
         for name in parts:
             yield COMPUTE, experts_work(shape, problem.dtype, name)
+
+
+def _works_apart(
+    shape: tuple[int, int, int, int, int], problem: BlockProblem, part: PassPart
+) -> Iterator[tuple[str, Work]]:
+    """Yield the products of each expert, which run side by side, and the pass over inner features between."""
+    rows, hidden, inner, experts, columns = shape
+    each, first = max(rows // experts, 1), columns * inner
+    if part == "forward":
+        yield COMPUTE, matmul_work(each, first, hidden, problem.dtype, experts)
+        yield streamed(problem, rows * (first + inner))
+        yield COMPUTE, matmul_work(each, hidden, inner, problem.dtype, experts)
+        return
+    yield COMPUTE, matmul_work(each, inner, hidden, problem.dtype, experts)
+    yield streamed(problem, rows * (2 * first + inner))
+    yield COMPUTE, matmul_work(each, hidden, first, problem.dtype, experts)
+    yield COMPUTE, matmul_work(inner, hidden, each, problem.dtype, experts)
+    yield COMPUTE, matmul_work(hidden, first, each, problem.dtype, experts)
 
 
 def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = "") -> Compute:
