@@ -2,7 +2,8 @@
 
 In Triton's interpreter (TRITON_INTERPRET=1) kernels run on tensors of a CPU. Two things differ in Triton 3.9.
 Its `tl.dot` multiplies the bits of bf16 operands as integers: they are widened to fp32 first, which is exact. It
-has no atomic addition of bf16, which a GPU has from compute capability 9.0 on.
+has no atomic addition of bf16, which a GPU has from compute capability 9.0 on. Arguments of kernels have no types but
+`tl.constexpr`: Triton up to 3.6 looks for the names of others on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _one_at_a_time: Any = threading.Lock() if INTERPRETED else nullcontext()  # the 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _operand(  # type: ignore[no-untyped-def]
-    at: Any, is_deep: Any, is_wide: Any, IS_INSIDE: tl.constexpr, IS_EVEN_K: tl.constexpr
+    at, is_deep, is_wide, IS_INSIDE: tl.constexpr, IS_EVEN_K: tl.constexpr
 ):
     """Return a block of an operand, zero where k or the region ends within it."""
     if IS_INSIDE and IS_EVEN_K:
@@ -44,7 +45,7 @@ def _operand(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_and_count(  # type: ignore[no-untyped-def]
-    total: Any, region: Any, like: Any, at: Any, is_result: Any, ADDS: tl.constexpr, COUNTS: tl.constexpr
+    total, region, like, at, is_result, ADDS: tl.constexpr, COUNTS: tl.constexpr
 ):
     """Store a tile in its region, or add it to what is there, and then count it."""
     target = tl.load(region + 2).to(tl.pointer_type(like.dtype.element_ty)) + at
@@ -61,20 +62,20 @@ def _store_and_count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tracked_product(  # type: ignore[no-untyped-def]
-    a: Any,
-    b: Any,
-    like: Any,
-    regions: Any,
-    tiles: Any,
-    num_tiles: Any,
-    num_programs: Any,
-    k: Any,
-    a_row: Any,
-    a_column: Any,
-    b_row: Any,
-    b_column: Any,
-    out_row: Any,
-    out_column: Any,
+    a,
+    b,
+    like,
+    regions,
+    tiles,
+    num_tiles,
+    num_programs,
+    k,
+    a_row,
+    a_column,
+    b_row,
+    b_column,
+    out_row,
+    out_column,
     ADDS: tl.constexpr,
     COUNTS: tl.constexpr,
     WIDENS: tl.constexpr,
@@ -134,15 +135,15 @@ def _tracked_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(  # type: ignore[no-untyped-def]
-    out: Any,
-    value: Any,
-    rows: Any,
-    columns: Any,
-    num_programs: Any,
-    out_row: Any,
-    out_column: Any,
-    value_row: Any,
-    value_column: Any,
+    out,
+    value,
+    rows,
+    columns,
+    num_programs,
+    out_row,
+    out_column,
+    value_row,
+    value_column,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
