@@ -3,8 +3,9 @@
     python docs/site.py          # every warning of the generator is an error
 
 Pages are staged in build/docs-pages with the paths that they have in the repository, so that their relative links
-hold in both places. The API reference lists the names of `meshweave`, its namespaces, and what the lab and the
-studies offer, the command-line reference comes from the typer app; both are written into the staged tree only.
+hold in both places, and the explorer (docs/explorer) beside them. The API reference lists the names of
+`meshweave`, its namespaces, and what the lab and the studies offer. The command-line reference comes from the
+typer app. Both are written into the staged tree only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
@@ -48,6 +50,11 @@ GROUPS = {
 }
 NAMESPACES = [f"meshweave.{name}" for name in meshweave._NAMESPACES]
 PACKAGES = ["meshweave_lab", "meshweave_studies"]
+EXPLORER = """# Explorer
+
+[Algorithms op by op, saved plans and every published run](../explorer.html){target=_blank}: one page, which needs
+no network and can be copied elsewhere.
+"""
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -69,6 +76,9 @@ def stage() -> None:
                 copy = STAGE / linked.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(linked, copy)
+    explorer = runpy.run_path(str(ROOT / "docs" / "explorer" / "build.py"))
+    _write(Path("explorer.html"), explorer["explorer_page"]())
+    _write(Path("docs/explorer.md"), EXPLORER)
     for group in GROUPS:
         _write(Path("docs/reference/api") / f"{group}.md", api_page(group))
     for module in (*NAMESPACES, *PACKAGES):

@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.shown import Shown
 from meshweave.base.units import to_s
 from meshweave.describe.layout.intervals import num_common, num_indices, union
 from meshweave.ir.analysis.dataflow import Dataflow
@@ -75,7 +76,7 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Shown):
     """The spans of one run of a program; `source` says who made it: "estimate", "simulate", "numpy", "torch".
 
     `counters` are what a simulation in detail counts over time; other traces have none, and JSON leaves them out.

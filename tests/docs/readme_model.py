@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshweave as mw
 
-__all__ = ["LlamaForCausalLM", "config", "mw", "targets", "tokens"]
+__all__ = ["LlamaForCausalLM", "config", "mw", "targets", "tokens", "torch"]
 
 config = LlamaConfig(
     vocab_size=24,

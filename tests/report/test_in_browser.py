@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from meshweave.cli.app import run_app
 pytestmark = pytest.mark.slow
 FIXED = "strategy=megatron_sp,cp=1,micro_batch=1,zero=1,tp=2,pp=1:2:4"
 WIDE, NARROW = 1400, 420
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,13 @@ def other_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [page, runs]
 
 
+@pytest.fixture(scope="module")
+def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explorer") / "explorer.html"
+    path.write_text(runpy.run_path(str(DOCS / "explorer" / "build.py"))["explorer_page"](), "utf-8")
+    return path
+
+
 @contextmanager
 def opened(browser: Any, path: Path, width: int, scheme: str = "light", touch: bool = False) -> Iterator[Any]:
     """Yield the open page; afterwards it must have logged nothing and asked for nothing but its own file."""
@@ -99,9 +108,9 @@ def brightness(page: Any) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_a_page_fits_and_has_the_colours_of_the_system(
-    browser: Any, step_file: Path, other_files: list[Path], width: int, scheme: str
+    browser: Any, step_file: Path, other_files: list[Path], explorer_file: Path, width: int, scheme: str
 ) -> None:
-    for file in (step_file, *other_files):
+    for file in (step_file, *other_files, explorer_file):
         with opened(browser, file, width, scheme) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert (brightness(page) < 60) == (scheme == "dark")
@@ -243,3 +252,62 @@ def test_curves_and_the_front_tell_their_points(browser: Any, step_file: Path) -
             front.locator("svg").focus()
             page.keyboard.press("ArrowRight")
             assert "GB a chip" in front.locator(".tip").inner_text()
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_two_algorithms_are_stepped_through_and_played(browser: Any, explorer_file: Path, width: int) -> None:
+    with opened(browser, explorer_file, width) as page:
+        assert re.search(
+            r"MeshSlice ends after 5\.68 ms.* Collective takes 8\.87 ms", page.locator("#versus").inner_text()
+        )
+        first, second = (page.locator(".pane").nth(place) for place in (0, 1))
+        assert first.locator(".chip.idle").count() == 16 and second.locator(".chip.busy").count() == 16
+        assert "matmul" in second.locator("pre .a0").inner_text()
+        clock = page.locator("#clock")
+        before = clock.inner_text()
+        page.get_by_role("button", name="op ▶").click()
+        after = clock.inner_text()
+        assert float(after.split()[0]) > float(before.split()[0])
+        page.get_by_role("button", name="◀ op").click()
+        assert float(clock.inner_text().split()[0]) < float(after.split()[0])
+        page.locator("#time").fill("1000")
+        assert (
+            first.locator(".chip.over").count() == 16 and "100 %" in first.locator(".chip").first.inner_text()
+        )
+        page.get_by_role("button", name="play").click()
+        page.wait_for_timeout(700)
+        assert 0.2 < float(clock.inner_text().split()[0]) < 8
+        page.get_by_role("button", name="stop").click()
+        first.locator("select").select_option(label="Cannon")
+        assert "Cannon takes 14.27 ms" in page.locator("#versus").inner_text()
+        second.locator(".chip").nth(10).click()
+        assert second.locator(".chip.picked").get_attribute("aria-label") == "chip 10"
+
+
+def test_plans_and_published_runs_are_chosen_and_filtered(browser: Any, explorer_file: Path) -> None:
+    for width, scheme in ((WIDE, "light"), (NARROW, "dark")):
+        with opened(browser, explorer_file, width, scheme) as page:
+            buttons = page.locator("#grid button")
+            assert buttons.count() == 30
+            buttons.first.click()
+            assert "llama-3-8b on 16 chips of dgx-a100" in page.locator("#plan h3").first.inner_text()
+            assert page.locator("#plan .stack").count() > 4
+            score = page.locator("#score")
+            whole = [int(number) for number in re.findall(r"(\d+) (?:runs|predicted)", score.inner_text())]
+            assert whole == [461, 303]
+            page.get_by_label("kind", exact=True).select_option(label="experts")
+            assert page.locator("#scatter circle").count() == 34
+            page.get_by_label("kind", exact=True).select_option("")
+            page.get_by_label("model or words").fill("gpt 1t")
+            dots = page.locator("#scatter circle")
+            assert 0 < dots.count() < 10
+            dots.first.scroll_into_view_if_needed()
+            dots.first.hover(force=True)
+            assert re.search(
+                r"GPT 1T on 512 A100.*published .*, predicted",
+                page.locator("#scatter .tip").inner_text(),
+                re.S,
+            )
+            page.get_by_label("model or words").fill("")
+            page.get_by_role("button", name="all 461 rows").click()
+            assert page.locator("#runs tbody tr").count() == 461

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
     from meshweave.tune.step_search.curves import StepCurve
 
-_PARTS = {
+PARTS = {
     "compute": ("computing", "#3b6fb6"),
     "recompute": ("recomputation", "#7fa3d1"),
     "ends": ("embedding and loss", "#5f6b7a"),
@@ -34,8 +34,8 @@ _PARTS = {
     "host": ("host", "#a0522d"),
     "software": ("software", "#6b7b8c"),
 }
-_PART_COLOURS = dict(_PARTS.values())
-_MEMORY = {
+PART_COLOURS = dict(PARTS.values())
+MEMORY_COLOURS = {
     "weights": "#3b6fb6",
     "gradients": "#7fa3d1",
     "optimizer": "#5f6b7a",
@@ -146,23 +146,23 @@ def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
     rows = [("best", steps.best), *([("runner-up", steps.runner_up)] if steps.runner_up else [])]
     whole = max(record.step_s for _, record in rows)
     bars = "".join(
-        f"<div><span>{name}</span>{_stack(_named_parts(record), _PART_COLOURS, whole)}"
+        f"<div><span>{name}</span>{_stack(named_parts(record), PART_COLOURS, whole)}"
         f"<span>{format_s(record.step_s)}</span></div>"
         for name, record in rows
     )
-    used = [name for name in _PART_COLOURS if any(_named_parts(record)[name] > 0 for _, record in rows)]
+    used = [name for name in PART_COLOURS if any(named_parts(record)[name] > 0 for _, record in rows)]
     table = _table(
         ["part", *(name for name, _ in rows)],
         [
             [
-                (f'<span class="key" style="background:{_PART_COLOURS[part]}"></span>{part}', part),
+                (f'<span class="key" style="background:{PART_COLOURS[part]}"></span>{part}', part),
                 *(
                     (
                         f"{format_s(seconds)} ({100 * seconds / record.step_s:.1f} %)" if seconds else "0",
                         seconds,
                     )
                     for _, record in rows
-                    for seconds in (_named_parts(record)[part],)
+                    for seconds in (named_parts(record)[part],)
                 ),
             ]
             for part in used
@@ -171,13 +171,14 @@ def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
     )
     return (
         f'<h2>Where the time goes</h2><div class="versus">{bars}</div>'
-        f'<div class="keys">{_keys({name: _PART_COLOURS[name] for name in used})}</div>'
+        f'<div class="keys">{_keys({name: PART_COLOURS[name] for name in used})}</div>'
         f"<details><summary>In numbers</summary>{table}</details>"
     )
 
 
-def _named_parts(record: StepRecord) -> dict[str, float]:
-    return {name: record.parts_s.get(part, 0.0) for part, (name, _) in _PARTS.items()}
+def named_parts(record: StepRecord) -> dict[str, float]:
+    """Return the seconds of a step by the names of its parts, those of `PART_COLOURS`."""
+    return {name: record.parts_s.get(part, 0.0) for part, (name, _) in PARTS.items()}
 
 
 def _stack(amounts: Mapping[str, float], colours: Mapping[str, str], whole: float) -> str:
@@ -230,7 +231,7 @@ def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) ->
             [
                 (escape(text), text),
                 (format_s(record.step_s), record.step_s),
-                (_stack(_named_parts(record), _PART_COLOURS, slowest), record.step_s),
+                (_stack(named_parts(record), PART_COLOURS, slowest), record.step_s),
                 (f"{record.tokens_per_s_per_chip:.0f}", record.tokens_per_s_per_chip),
                 (f"{100 * record.mfu:.1f} %", record.mfu),
                 (f"{100 * record.hfu:.1f} %", record.hfu),
@@ -242,7 +243,7 @@ def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) ->
     return (
         "<h2>Configurations</h2>"
         + _table(head, rows)
-        + f'<div class="keys">{_keys(_PART_COLOURS)}</div><p class="quiet">The best configuration of each set of '
+        + f'<div class="keys">{_keys(PART_COLOURS)}</div><p class="quiet">The best configuration of each set of '
         "degrees and strategy. Exposed: communication that nothing hides. A click on a head sorts.</p>"
     )
 
@@ -259,14 +260,18 @@ def _memory(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
     rows = []
     for record in steps.ranked:
         text = choice_text(record.degrees)
-        amounts = {name: float(record.memory_parts.get(name, 0)) for name in _MEMORY}
-        cells: list[tuple[str, float | str]] = [(escape(text), text), (_stack(amounts, _MEMORY, whole), 0.0)]
+        amounts = {name: float(record.memory_parts.get(name, 0)) for name in MEMORY_COLOURS}
+        cells: list[tuple[str, float | str]] = [
+            (escape(text), text),
+            (_stack(amounts, MEMORY_COLOURS, whole), 0.0),
+        ]
         cells += [(format_bytes(amount), amount) for amount in amounts.values()]
         rows.append(cells)
     return (
         "<h2>Memory of the fullest chip</h2>"
-        + _table(["configuration", "", *_MEMORY], rows)
-        + f'<div class="keys">{_keys(_MEMORY)}</div><p class="quiet">The width is {format_bytes(whole)}.</p>'
+        + _table(["configuration", "", *MEMORY_COLOURS], rows)
+        + f'<div class="keys">{_keys(MEMORY_COLOURS)}</div>'
+        + f'<p class="quiet">The width is {format_bytes(whole)}.</p>'
     )
 
 

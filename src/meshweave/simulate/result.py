@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.base.shown import Shown
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
@@ -46,7 +47,7 @@ class LinkUse:
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
+class Simulation(Shown):
     """The result of `engine.simulate`. All times are integer picoseconds from the start of the run.
 
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.

@@ -19,6 +19,7 @@ from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
 from meshweave.base.lazy import without_package
 from meshweave.base.outputs import write_file
+from meshweave.base.shown import Shown
 from meshweave.tune.plan_records import Bytes, DescriptionRecord, Dim, Record, Seconds, StepsRecord, Width
 
 
@@ -102,7 +103,7 @@ class Candidate(Record):
         return self.base or self.algorithm
 
 
-class Plan(Record):
+class Plan(Shown, Record):
     """What was chosen for a model on a cluster, ranked, as a JSON file.
 
     Attributes:

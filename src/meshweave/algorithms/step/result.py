@@ -12,6 +12,7 @@ from meshweave.algorithms.step.memory import Memory
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.stages import Stages, makespan_s
 from meshweave.algorithms.step.step_memory import memory_of_stages
+from meshweave.base.shown import Shown
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.model.memory import Pairs, step_flops
@@ -61,7 +62,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, repr=False)
-class Step:
+class Step(Shown):
     """A training step laid on a cluster.
 
     Attributes:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshweave.base.errors import DescriptionError
+from meshweave.base.shown import Shown
 from meshweave.describe.model.nodes import (
     WITH_TOKENS,
     Attention,
@@ -30,7 +31,7 @@ Place = Literal["residual", "operand", "attention", "feed_forward", "experts"]
 
 
 @dataclass(frozen=True)
-class LayerGraph:
+class LayerGraph(Shown):
     """Nodes in the order of the forward part. The first edge that is read is what the layer is given, the last
     that is made is what it gives.
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import RANK_STEPS, Limit
+from meshweave.base.shown import Shown
 from meshweave.ir.program.counts import CountValues, one_row_a_cell, with_counts
 from meshweave.ir.program.expand import expand
 from meshweave.ir.program.expressions import Index, evaluate
@@ -43,7 +44,7 @@ class BoundOp:
 
 
 @dataclass(frozen=True)
-class Program(WrittenProgram):
+class Program(Shown, WrittenProgram):
     """A communication and compute program over all ranks; the module docstring defines its meaning."""
 
     @cached_property
