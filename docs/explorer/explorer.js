@@ -196,6 +196,14 @@ for (const model of models) {
     buttons.push(button);
   }
 }
+const answers = lines => {
+  let html = "";
+  for (const line of lines.filter(line => line.trim())) {
+    const [, name, text] = line.match(/^(\S+(?: \S+)*?)  +(.*)$/) ?? (line.startsWith(" ") ? [null, "", line.trim()] : [null, "note", line]);
+    html += name ? `${html ? "</dd>" : ""}<dt>${escaped(name)}</dt><dd>${escaped(text)}` : `<br>${escaped(text)}`;
+  }
+  return `<dl class="answer">${html}</dd></dl>`;
+};
 const showPlan = (pair, button) => {
   for (const each of buttons) each.setAttribute("aria-pressed", each === button);
   const root = byId("plan"), rows = pair.rows ?? [];
@@ -203,10 +211,11 @@ const showPlan = (pair, button) => {
   if (!rows.length) { root.innerHTML = `${title}<p>${escaped(pair.refused)}</p>`; return; }
   const slowest = Math.max(...rows.map(row => row.step_s)), shown = rows.slice(0, 12);
   const used = name => shown.some(row => row.parts[name] > 0), memory = Math.max(pair.limit, ...shown.map(row => row.memory));
-  root.innerHTML = `${title}<div class="facts">${escaped(pair.summary.slice(1).join("\n").trim())}</div>
-    <div class="rank">${shown.map(row => `<span>${escaped(row.text)}</span>${stack(row.parts, data.parts, slowest)}<span>${seconds(row.step_s)}, ${percent(row.mfu)}</span>`).join("")}</div>
-    ${keysOf(data.parts, used)}<h3>Memory of the fullest chip, of ${bytes(pair.limit)}</h3>
-    <div class="rank">${shown.slice(0, 6).map(row => `<span>${escaped(row.text)}</span>${stack(row.kinds, kinds, memory)}<span>${bytes(row.memory)}</span>`).join("")}</div>
+  const line = (row, bar, text) => `<div class="rank"><span>${escaped(row.text)}</span>${bar}<span>${text}</span></div>`;
+  root.innerHTML = `${title}${answers(pair.summary.slice(1))}<h3>Time of a step, and MFU</h3>
+    ${shown.map(row => line(row, stack(row.parts, data.parts, slowest), `${seconds(row.step_s)}, ${percent(row.mfu)}`)).join("")}
+    ${keysOf(data.parts, used)}<h3>Memory of the fullest chip, of ${bytes(pair.limit)} that may be used</h3>
+    ${shown.slice(0, 6).map(row => line(row, stack(row.kinds, kinds, memory), bytes(row.memory))).join("")}
     ${keysOf(kinds, name => shown.some(row => row.kinds[name] > 0))}`;
 };
 showPlan(data.plans.find(pair => pair.model === "llama-3-70b" && pair.cluster === "dgx-h100") ?? data.plans[0],
@@ -235,9 +244,10 @@ const scatter = byId("scatter"), tip = tipOf(scatter);
 let all = false, order = ["error", -1];
 byId("more").onclick = () => { all = !all; showRuns(); };
 const degrees = run => ["dp", "pp", "tp", "cp", "ep"].filter(name => run[name]).map(name => `${name} ${run[name]}`).join(" ");
-const words = run => `<b>${escaped(run.model)} on ${escaped(run.chips)}</b>${escaped(degrees(run))}${run.gbs ? `, batch ${run.gbs}` : ""}${run.seq ? ` x ${run.seq}` : ""}
-  ${escaped(run.config)}<br>${escaped(run.metric)}: published ${run.value}${run.error === null ? ", not predicted" :
-  `, predicted ${(run.value * (1 + run.error)).toPrecision(4)} (${run.error > 0 ? "+" : ""}${percent(run.error)})`}<br><span class="quiet">${escaped(run.source)}</span>`;
+const words = run => `<b>${escaped(run.model)} on ${escaped(run.chips)}</b>${escaped([degrees(run), run.gbs && `batch ${run.gbs}${run.seq ? ` x ${run.seq}` : ""}`,
+  run.config].filter(Boolean).join(", "))}<br>${escaped(run.metric)}: published ${run.value}${run.error === null ? ", not predicted" :
+  `, predicted ${predicted(run)} (${run.error > 0 ? "+" : ""}${percent(run.error)})`}<br><span class="quiet">${escaped(run.source)}</span>`;
+const predicted = run => Number((run.value * (1 + run.error)).toPrecision(4));
 const median = values => { const sorted = [...values].sort((a, b) => a - b), n = sorted.length; return n ? (sorted[Math.floor((n - 1) / 2)] + sorted[Math.ceil((n - 1) / 2)]) / 2 : 0; };
 const MOST = .6;
 const showRuns = () => {
@@ -269,7 +279,7 @@ const showRuns = () => {
   const list = all ? sorted : sorted.slice(0, 15);
   byId("runs").innerHTML = `<thead><tr>${heads.map(([head]) => `<th class="l"${head === name ? ` aria-sort="${way > 0 ? "ascending" : "descending"}"` : ""}><button type="button">${head}</button></th>`).join("")}</tr></thead><tbody>`
     + list.map(run => `<tr><td class="l">${escaped(run.model)}</td><td>${escaped(run.chips)}</td><td class="l">${escaped(degrees(run))}</td><td class="l">${escaped(run.metric)}</td><td>${run.value}</td>`
-    + (run.error === null ? "<td>not predicted</td><td></td>" : `<td>${(run.value * (1 + run.error)).toPrecision(4)}</td><td>${run.error > 0 ? "+" : ""}${percent(run.error)}</td>`)
+    + (run.error === null ? "<td>not predicted</td><td></td>" : `<td>${predicted(run)}</td><td>${run.error > 0 ? "+" : ""}${percent(run.error)}</td>`)
     + `<td class="l">${escaped(run.source)}</td></tr>`).join("") + "</tbody>";
   byId("runs").querySelectorAll("th button").forEach((button, n) => { button.onclick = () => { order = [heads[n][0], order[0] === heads[n][0] ? -order[1] : -1]; showRuns(); }; });
   byId("more").textContent = all ? "fewer rows" : `all ${rows.length} rows`;

@@ -294,9 +294,14 @@ def test_plans_and_published_runs_are_chosen_and_filtered(browser: Any, explorer
             assert page.locator("#plan .stack").count() > 4
             score = page.locator("#score")
             whole = [int(number) for number in re.findall(r"(\d+) (?:runs|predicted)", score.inner_text())]
-            assert whole == [461, 303]
+            runs = (
+                page.evaluate("data.published.length"),
+                page.evaluate("data.published.filter(r => r.error !== null).length"),
+            )
+            assert whole == list(runs) and runs[0] > 400
             page.get_by_label("kind", exact=True).select_option(label="experts")
-            assert page.locator("#scatter circle").count() == 34
+            experts = "data.published.filter(run => run.experts && run.error !== null).length"
+            assert page.locator("#scatter circle").count() == page.evaluate(experts) > 10
             page.get_by_label("kind", exact=True).select_option("")
             page.get_by_label("model or words").fill("gpt 1t")
             dots = page.locator("#scatter circle")
@@ -309,5 +314,5 @@ def test_plans_and_published_runs_are_chosen_and_filtered(browser: Any, explorer
                 re.S,
             )
             page.get_by_label("model or words").fill("")
-            page.get_by_role("button", name="all 461 rows").click()
-            assert page.locator("#runs tbody tr").count() == 461
+            page.get_by_role("button", name=f"all {runs[0]} rows").click()
+            assert page.locator("#runs tbody tr").count() == runs[0]
