@@ -24,7 +24,7 @@ RUNS = ROOT / "studies" / "src" / "meshweave_studies" / "published" / "training_
 ACCURACY = ROOT / "validation" / "results" / "accuracy.json"
 ALGORITHMS = ("collective", "meshslice", "wang", "summa", "cannon")
 MESH = (4, 4)
-SIZES = {"m": 8 * 2048, "n": 49152, "k": 12288}
+M, N, K = 8 * 2048, 49152, 12288
 CLUSTER = "tpu-v4-pod:16"
 COLUMNS = ("model", "chips", "tp", "pp", "cp", "dp", "ep", "gbs", "seq", "config", "metric")
 
@@ -51,7 +51,7 @@ def explorer_page() -> str:
 
 def _run(name: str) -> dict[str, Any]:
     """Return an algorithm in its best configuration, simulated: all ops of all ranks, and its text."""
-    problem = mw.algorithms.Matmul2dProblem(mesh_shape=MESH, dataflow="os", dtype="bfloat16", **SIZES)
+    problem = mw.algorithms.Matmul2dProblem(M, N, K, MESH, "os", dtype="bfloat16")
     cluster = mw.load_cluster(CLUSTER)
     best = mw.rank(problem, cluster, algorithms=[name])[0]
     program = best.program

@@ -189,7 +189,7 @@ for (const model of models) {
   make("td", { class: "l" }, row, model); make("td", {}, row, String(first.chips));
   for (const cluster of clusters) {
     const pair = data.plans.find(each => each.model === model && each.cluster === cluster);
-    const button = make("button", { type: "button" }, make("td", {}, row), pair.rows ? percent(pair.rows[0].mfu) : "none");
+    const button = make("button", { type: "button" }, make("td", {}, row), pair.rows ? percent(pair.rows[0].mfu) + (pair.unmeasured ? " *" : "") : "none");
     if (pair.rows) button.style.background = `color-mix(in srgb, var(--compute) ${Math.round(90 * pair.rows[0].mfu)}%, var(--ground))`;
     else button.className = "none";
     button.onclick = () => showPlan(pair, button);

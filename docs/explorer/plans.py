@@ -41,6 +41,7 @@ def planned(model: str, cluster: str) -> dict[str, Any]:
     return {
         **pair,
         "limit": steps.memory_limit_bytes,
+        "unmeasured": plan.unmeasured,
         "summary": plan.summary().splitlines(),
         "difference": difference_text(steps.best, runner_up) if runner_up else "",
         "advice": advice(steps),

@@ -40,8 +40,8 @@ def html_of(value: object) -> str:
 @html_of.register
 def _(plan: Plan) -> str:
     if plan.steps is None:
-        head = ("algorithm", "mesh", "a block", "of the peak", "next best mesh")
-        rows = [
+        names = ("algorithm", "mesh", "a block", "of the peak", "next best mesh")
+        candidates = [
             (
                 escape(each.algorithm),
                 "x".join(map(str, each.mesh_shape)),
@@ -51,7 +51,7 @@ def _(plan: Plan) -> str:
             )
             for each in plan.candidates[:NUM_ROWS]
         ]
-        return _framed(plan.summary().splitlines()[0], _table(head, rows))
+        return _framed(plan.summary().splitlines()[0], _table(names, candidates))
     slowest = max(record.step_s for record in plan.steps.ranked[:NUM_ROWS])
     head = ("configuration", "a step", "", "MFU", "tokens/s per chip", "memory")
     rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from pathlib import Path
 
 import pages
 import pytest
@@ -14,7 +15,7 @@ NOTEBOOK = runpy.run_path(str(pages.ROOT / "docs" / "notebook.py"))
 @pytest.mark.parametrize(
     "path", sorted((pages.ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem
 )
-def test_a_notebook_runs_and_shows_what_was_saved(path) -> None:
+def test_a_notebook_runs_and_shows_what_was_saved(path: Path) -> None:
     assert path in NOTEBOOK["NOTEBOOKS"]
     saved, made = json.loads(path.read_text("utf-8")), json.loads(NOTEBOOK["run_notebook"](path))
     for before, now in zip(saved["cells"], made["cells"], strict=True):
