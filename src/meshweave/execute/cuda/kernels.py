@@ -2,8 +2,8 @@
 
 In Triton's interpreter (TRITON_INTERPRET=1) kernels run on tensors of a CPU. Two things differ in Triton 3.9.
 Its `tl.dot` multiplies the bits of bf16 operands as integers: they are widened to fp32 first, which is exact. It
-has no atomic addition of bf16, which a GPU has from compute capability 9.0 on. Arguments of kernels have no types but
-`tl.constexpr`: Triton up to 3.6 looks for the names of others on the device.
+has no atomic addition of bf16, which a GPU has from compute capability 9.0 on. Arguments of kernels have no types
+but `tl.constexpr`: Triton up to 3.6 looks for the names of others on the device.
 """
 
 from __future__ import annotations
