@@ -110,11 +110,20 @@ def tracked() -> str:
     """Return the table of products that count their tiles, beside the same kernel without counters and cuBLAS."""
     if not (RESULTS / "tracked.json").exists():
         return NOT_YET
-    lines = ["| rows, columns, depth, ranks | us | of untracked | of cuBLAS |", "|---|---|---|---|"]
-    for row in load("tracked")["rows"].values():
+    rows = list(load("tracked")["rows"].values())
+    lines = [
+        "| rows, columns, depth, ranks | dtype | us | of untracked | of cuBLAS |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
         of = [row["tracked_s"] / row[f"{name}_s"] for name in ("untracked", "cublas")]
         sizes = ", ".join(map(str, row["shape"]))
-        lines.append(f"| {sizes} | {1e6 * row['tracked_s']:.0f} | {of[0]:.3f} | {of[1]:.2f} |")
+        lines.append(
+            f"| {sizes} | {row['dtype']} | {1e6 * row['tracked_s']:.0f} | {of[0]:.3f} | {of[1]:.2f} |"
+        )
+    for name, within in (("untracked", 1.03), ("cublas", 1.15)):
+        num = sum(row["tracked_s"] <= within * row[f"{name}_s"] for row in rows)
+        lines.append(f"\n{num} of {len(rows)} take at most {within} times the time of {TITLES[name]}.")
     return "\n".join(lines) + "\n"
 
 
@@ -145,6 +154,7 @@ def bound_ops() -> str:
     return "\n".join(lines) + "\n"
 
 
+TITLES = {"untracked": "the same kernel without counters", "cublas": "cuBLAS"}
 NOT_YET = "Not measured yet: no machine with a CUDA device was at hand since it was written.\n"
 
 TABLES = {
