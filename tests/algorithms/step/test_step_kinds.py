@@ -12,6 +12,7 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.step import step_of
 from meshweave.algorithms.step.layers import bare_layer_s, layer_time
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stage_layers import stage_kinds
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
@@ -93,3 +94,12 @@ def test_the_search_of_two_kinds_finds_the_best_of_all() -> None:
     times = [step_of(mixed, each) for each in others]
     fitting = [each.time_s for each in times if each.memory.total <= mixed.usable_bytes()]
     assert best.time_s <= min(fitting, default=math.inf) * (1 + 1e-9)
+
+
+def test_kinds_of_stages_are_counted_once_a_step() -> None:
+    model = load_model("deepseek-v3")
+    problem = StepProblem(model, load_cluster("dgx-h100:64"), 64, 4096)
+    kinds = stage_kinds(problem, (16, 15, 15, 15))
+    assert kinds == ((3.0, 13.0), (0.0, 15.0), (0.0, 15.0), (0.0, 15.0))
+    assert stage_kinds(problem, [16, 15, 15, 15]) is kinds
+    assert stage_kinds(problem, (2, 59)) == ((2.0, 0.0), (1.0, 58.0))

@@ -99,6 +99,21 @@ def test_stages_whose_ranks_share_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_ranks_export_the_bits_and_go_on_in_other_layouts(tmp_path: Path) -> None:
+    sharded, _, shared, _ = LAYOUTS[4]
+    exports: list[Case] = [("exported", kind, layout, {}) for layout in (sharded, shared) for kind in FOUR]
+    resumes: list[Case] = [("resumed", kind, sharded, {"then": shared}) for kind in FOUR]
+    resumes += [("resumed", kind, shared, {"then": sharded}) for kind in FOUR]
+    answers = _answers([*exports, *resumes], 4, tmp_path)
+    for case, answer in zip(exports, answers, strict=False):
+        assert answer == {"names": True, "bits": True}, (case, answer)
+    for case, answer in zip(resumes, answers[len(exports) :], strict=True):
+        assert isinstance(answer, float) and answer < WIDE, (case, answer)
+
+
+@pytest.mark.gloo
 @pytest.mark.timeout(600)
 def test_files_checkpoints_recomputation_and_refusals(tmp_path: Path) -> None:
     spread: dict[str, Any] = {"data": 2, "expert": 2}

@@ -38,13 +38,30 @@ def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[floa
     """Return how many layers of each kind each stage has; () where a model does not say their order."""
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()
-    kinds = [kind.model.layer for _, kind in problem.kinds]
-    order = [kinds.index(graph) for count, graph in problem.model.layers for _ in range(count)]
+    known, key = problem.cache("kinds of stages"), tuple(layers)
+    if key not in known:
+        known[key] = _kinds_of(_order(problem), len(problem.kinds), key)
+    kinds: tuple[tuple[float, ...], ...] = known[key]
+    return kinds
+
+
+def _order(problem: StepProblem) -> tuple[int, ...]:
+    """Return the number of the kind of each layer. Graphs are compared once a step: they are large."""
+    kept = problem.cache("order of kinds")
+    if not kept:
+        kinds = [kind.model.layer for _, kind in problem.kinds]
+        runs = [(count, kinds.index(graph)) for count, graph in problem.model.layers]
+        kept[""] = tuple(number for count, number in runs for _ in range(count))
+    order: tuple[int, ...] = kept[""]
+    return order
+
+
+def _kinds_of(order: tuple[int, ...], kinds: int, layers: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     out: list[tuple[float, ...]] = []
     begin = 0
     for count in layers:
         own = order[begin : begin + count]
-        out.append(tuple(float(own.count(number)) for number in range(len(kinds))) if own else ())
+        out.append(tuple(float(own.count(number)) for number in range(kinds)) if own else ())
         begin += count
     return tuple(out)
 
