@@ -15,9 +15,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,9 @@ BLOCKS = (
     Block(128, 256, 64, 8, 3),
     Block(128, 256, 64, 8, 4),
     Block(256, 128, 64, 8, 3),
-    Block(128, 128, 64, 4, 3, at_once=2),
+    Block(128, 128, 64, 4, 4),
+    Block(128, 128, 64, 8, 3),
 )
-"""Of operands of two bytes; of one byte twice as deep."""
-DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 REPETITIONS = 20
 LLAMA = ((8192, 4096, 512, 8), (8192, 4096, 1792, 8), (8192, 8192, 1024, 8), (8192, 8192, 3584, 8))
 """Products before the reduce-scatter of Llama 3 8B and 70B on 8 ranks: of attention, and of the other part."""
@@ -56,24 +54,12 @@ def shapes() -> list[tuple[int, int, int, int]]:
 class Case:
     """A product on one rank: its operands, a result in regions and their counters."""
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        depth: int,
-        ranks: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        """Take memory, with random operands: of eight bits with a scale a tensor, and weights turned."""
+    def __init__(self, rows: int, columns: int, depth: int, ranks: int, device: torch.device) -> None:
+        """Take memory, with random operands."""
+        dtype = torch.bfloat16
         self.a = torch.randn(rows, depth, device=device).to(dtype)
-        if dtype.itemsize == 1:
-            self.b = torch.randn(columns, depth, device=device).to(dtype).t()
-            self.scales = [torch.tensor(of, device=device) for of in (0.5, 0.25)]
-            self.scale: Tensor | None = self.scales[0] * self.scales[1]
-        else:
-            self.b, self.scale = torch.randn(depth, columns, device=device).to(dtype), None
-        self.out = torch.zeros(rows, columns, device=device, dtype=torch.bfloat16)
+        self.b = torch.randn(depth, columns, device=device).to(dtype)
+        self.out = torch.zeros(rows, columns, device=device, dtype=dtype)
         self.counters = torch.zeros(ranks, device=device, dtype=torch.int32)
         size = rows // ranks
         self.regions = [  # in the order of rank 0 of a ring: its neighbour's part first, its own last
@@ -83,21 +69,14 @@ class Case:
 
     def product(self, block: Block | None, *, counts: bool = True) -> TrackedProduct:
         """Return the kernel, tracked or not."""
-        return TrackedProduct(self.regions, block=block, counts=counts, scale=self.scale)
-
-    def cublas(self) -> Tensor:
-        """Queue cuBLAS's product."""
-        if self.scale is None:
-            return torch.mm(self.a, self.b, out=self.out)
-        scaled = torch._scaled_mm
-        return scaled(self.a, self.b, *self.scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return TrackedProduct(self.regions, block=block, counts=counts)
 
     def error(self, product: TrackedProduct) -> float:
         """Return the largest error of a run, relative to the largest element of the dense product."""
         self.out.zero_()
         self.counters.zero_()
         product()
-        dense = self.a.float() @ self.b.float() * (1.0 if self.scale is None else float(self.scale))
+        dense = self.a.float() @ self.b.float()
         assert [int(region.counter) for region in self.regions] == list(product.num_tiles)
         return float((self.out.float() - dense).abs().max() / dense.abs().max())
 
@@ -129,29 +108,26 @@ def timed_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def product_row(
-    shape: tuple[int, int, int, int], blocks: Sequence[Block], device: torch.device, dtype: str = "bfloat16"
+    shape: tuple[int, int, int, int], blocks: Sequence[Block], device: torch.device
 ) -> dict[str, Any]:
     """Measure one product: tracked, untracked, and cuBLAS's."""
-    case = Case(*shape, device, DTYPES[dtype])
-    if case.scale is not None:
-        blocks = [replace(block, depth=2 * block.depth) for block in blocks]
+    case = Case(*shape, device)
     by_block = {}
     for block in blocks:
         try:
-            tried = case.product(block)
-            assert case.error(tried) < 0.02, (shape, block)
-            by_block[block] = medians_s({"tracked": tried}, device)["tracked"]
+            product = case.product(block)
+            assert case.error(product) < 0.02, (shape, block)
+            by_block[block] = medians_s({"tracked": product}, device)["tracked"]
         except RuntimeError as error:  # a block that does not fit the device
             print(f"{shape} {block}: {str(error).splitlines()[0]}")
     best = min(by_block, key=lambda block: by_block[block])
     runs = {
         "tracked": case.product(best),
         "untracked": case.product(best, counts=False),
-        "cublas": case.cublas,
+        "cublas": lambda: torch.mm(case.a, case.b, out=case.out),
     }
     return {
         "shape": shape,
-        "dtype": dtype,
         "block": asdict(best),
         **{f"{k}_s": v for k, v in medians_s(runs, device).items()},
     }
@@ -250,20 +226,19 @@ def main() -> None:
 
 def tracked(products: KeptRows, copies: KeptRows, device: torch.device) -> None:
     """Measure the products that are not measured yet."""
-    for shape, dtype in product(shapes(), DTYPES):
-        if DTYPES[dtype].itemsize * shape[2] % 16 and DTYPES[dtype].itemsize == 1:
-            continue  # neither kernel takes such rows
-        of = products.keep(f"{shape} {dtype}", partial(product_row, shape, BLOCKS, device, dtype))
+    for shape in shapes():
+        of = products.keep(str(shape), partial(product_row, shape, BLOCKS, device))
         of_untracked, of_cublas = (of["tracked_s"] / of[f"{name}_s"] for name in ("untracked", "cublas"))
-        ratios = f"{of_untracked:.3f} x untracked, {of_cublas:.3f} x cuBLAS"
-        print(f"{shape} {dtype}: {of['tracked_s'] * 1e6:.0f} us, {ratios}", *of["block"].values(), flush=True)
+        print(
+            f"{shape}: {of['tracked_s'] * 1e6:.0f} us, {of_untracked:.3f} x untracked, {of_cublas:.3f} x cuBLAS",
+            *of["block"].values(),
+            flush=True,
+        )
 
 
 def triggered(products: KeptRows, copies: KeptRows, device: torch.device) -> None:
     """Measure copies beside the products that are measured."""
     for key, row in products.rows.items():
-        if row["dtype"] != "bfloat16":
-            continue
         block = Block(**row["block"])
         for of in copies.keep(key, partial(triggered_rows, row["shape"], block, device)):
             ratio = of["together_s"] / max(of["product_s"], of["copies_s"])

@@ -98,7 +98,7 @@ from meshweave.execute.cuda.tiling import Block
 from meshweave.execute.cuda.tracked_product import TrackedRegion, TrackedProduct
 from meshweave.ir.program.ops import Release
 generator = torch.Generator().manual_seed(0)
-shapes = ((30, 40, 24), 3, False), ((32, 16, 33), 2, True), ((64, 33, 16), 4, True), ((48, 64, 40), 3, False)
+shapes = ((30, 40, 24), 3, False), ((32, 16, 33), 2, True), ((64, 33, 16), 4, True)
 orders = ((), "", 0), ((), "columns", 1), ((6, 7), "rows", 2), ((40, 50), "columns", 0)
 for which, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
     for number, (((m, n, k), count, adds), order) in enumerate(itertools.product(shapes, orders)):
@@ -106,7 +106,6 @@ for which, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16)):
             continue
         a = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
         b = torch.randint(-2, 3, (n, k), generator=generator).to(dtype).t()
-        b = b.contiguous() if n == 64 else b
         out = torch.full((m, n), 1.0 if adds else float("nan"), dtype=dtype)
         counters, size = torch.zeros(count, dtype=torch.int32), m // count
         regions = [

@@ -272,7 +272,8 @@ def test_two_algorithms_are_stepped_through_and_played(browser: Any, explorer_fi
         assert float(clock.inner_text().split()[0]) < float(after.split()[0])
         page.locator("#time").fill("1000")
         assert (
-            first.locator(".chip.over").count() == 16 and "100 %" in first.locator(".chip").first.text_content()
+            first.locator(".chip.over").count() == 16
+            and "100 %" in first.locator(".chip").first.text_content()
         )
         page.get_by_role("button", name="play").click()
         page.wait_for_timeout(700)

@@ -44,25 +44,20 @@ def _operand(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
-    total, out, like, at, is_result, ADDS: tl.constexpr, IS_WHOLE: tl.constexpr
+def _store_and_count(  # type: ignore[no-untyped-def]
+    total, region, like, at, is_result, ADDS: tl.constexpr, COUNTS: tl.constexpr
 ):
-    """Store a tile at `out`, an address of elements of the dtype of `like`, or add it to what is there."""
-    target = out.to(tl.pointer_type(like.dtype.element_ty)) + at
+    """Store a tile in its region, or add it to what is there, and then count it."""
+    target = tl.load(region + 2).to(tl.pointer_type(like.dtype.element_ty)) + at
     value = total.to(like.dtype.element_ty)
     if ADDS:
         tl.atomic_add(target, value, mask=is_result, sem="relaxed", scope="sys")
-    elif IS_WHOLE:
-        tl.store(target, value)
     else:
         tl.store(target, value, mask=is_result)
-
-
-@triton.jit
-def _count(counter):  # type: ignore[no-untyped-def]
-    """Count the tiles that all threads of this program have stored since."""
-    tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
-    tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+    if COUNTS:
+        tl.debug_barrier()  # all threads of the tile have stored before one of them counts it
+        counter = tl.load(region + 3).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -135,107 +130,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
                 left, right = left.to(tl.float32), right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)
         at = row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
-        _store(total, tl.load(region + 2), like, at, is_row[:, None] & is_column[None, :], ADDS, False)
-        if COUNTS:
-            _count(tl.load(region + 3))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _described_product(  # type: ignore[no-untyped-def]
-    a,
-    b,
-    like,
-    regions,
-    tiles,
-    scale,
-    num_tiles,
-    num_programs,
-    k,
-    out_row,
-    out_column,
-    ADDS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    WIDENS: tl.constexpr,
-    SCALES: tl.constexpr,
-    IS_TURNED: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Compute the tiles of a table with operands that the tensor memory accelerator loads by a description.
-
-    The next tile's entries are loaded ahead of a tile's products. A tile is stored in two halves, and counted
-    after the products of the next one, when its stores have long been done: the release then waits for nothing.
-
-    Args:
-        a, b: descriptions of (rows, k), and of (k, columns) or, turned, (columns, k).
-        regions: as of `_tracked_product`, but a row of `a` and a column of `b` where offsets stand there.
-        scale: one float32 that results are multiplied by, where SCALES.
-        IS_WHOLE: every tile is a whole block.
-    """
-    first = tl.program_id(0)
-    tile = tiles + 7 * first
-    region = regions + 4 * tl.load(tile).to(tl.int64)
-    next_row, next_column = tl.load(tile + 1), tl.load(tile + 2)
-    next_top, next_left, next_bottom, next_right = (
-        tl.load(tile + 3),
-        tl.load(tile + 4),
-        tl.load(tile + 5),
-        tl.load(tile + 6),
-    )
-    next_a, next_b = tl.load(region).to(tl.int32), tl.load(region + 1).to(tl.int32)
-    next_out, next_counter = tl.load(region + 2), tl.load(region + 3)
-    counter = next_counter
-    factor = 1.0
-    if SCALES:
-        factor = tl.load(scale)
-    for number in range(first, num_tiles, num_programs):
-        first_row, first_column, out = next_row, next_column, next_out
-        top, left, bottom, right = next_top, next_left, next_bottom, next_right
-        a_row, b_column = next_a + first_row, next_b + first_column
-        own_counter = next_counter
-        tile = tiles + 7 * tl.minimum(number + num_programs, num_tiles - 1)
-        region = regions + 4 * tl.load(tile).to(tl.int64)
-        next_row, next_column = tl.load(tile + 1), tl.load(tile + 2)
-        next_top, next_left, next_bottom, next_right = (
-            tl.load(tile + 3),
-            tl.load(tile + 4),
-            tl.load(tile + 5),
-            tl.load(tile + 6),
-        )
-        next_a, next_b = tl.load(region).to(tl.int32), tl.load(region + 1).to(tl.int32)
-        next_out, next_counter = tl.load(region + 2), tl.load(region + 3)
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for start in range(0, k, BLOCK_K):
-            one = a.load([a_row, start])
-            if IS_TURNED:
-                other = b.load([b_column, start]).T
-            else:
-                other = b.load([start, b_column])
-            if WIDENS:
-                one, other = one.to(tl.float32), other.to(tl.float32)
-            total = tl.dot(one, other, total)
-        if COUNTS:
-            if number != first:
-                _count(counter)
-            counter = own_counter
-        if SCALES:
-            total = total * factor
-        row = first_row + tl.arange(0, BLOCK_M)
-        column = first_column + tl.arange(0, BLOCK_N // 2)
-        is_row = (row >= top) & (row < bottom)
-        at = row[:, None].to(tl.int64) * out_row + column[None, :] * out_column
-        halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-        half, rest = tl.split(halves)
-        is_column = (column >= left) & (column < right)
-        _store(half, out, like, at, is_row[:, None] & is_column[None, :], ADDS, IS_WHOLE)
-        column += BLOCK_N // 2
-        is_column = (column >= left) & (column < right)
-        at += (BLOCK_N // 2) * out_column
-        _store(rest, out, like, at, is_row[:, None] & is_column[None, :], ADDS, IS_WHOLE)
-    if COUNTS:
-        _count(counter)
+        _store_and_count(total, region, like, at, is_row[:, None] & is_column[None, :], ADDS, COUNTS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -319,16 +214,3 @@ def launch_product(grid: int, *arguments: Any, **constants: Any) -> None:
     """Queue the tracked product on the current stream, in `grid` programs; see `_tracked_product`."""
     with _one_at_a_time:
         _tracked_product[(grid,)](*arguments, **constants)
-
-
-def launch_described_product(grid: int, *arguments: Any, **constants: Any) -> None:
-    """Queue the product of described operands likewise; see `_described_product`."""
-    with _one_at_a_time:
-        _described_product[(grid,)](*arguments, **constants)
-
-
-def described(matrix: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Any:
-    """Return the description of a matrix from its first element on, of which blocks are loaded."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(matrix, list(shape), list(matrix.stride()), list(block))

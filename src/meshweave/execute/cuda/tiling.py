@@ -22,17 +22,13 @@ _GROUP = 8
 
 @dataclass(frozen=True)
 class Block:
-    """The tile of a program of the kernel: rows, columns and depth; and how Triton compiles it.
-
-    `at_once` is how many programs a multiprocessor runs at a time.
-    """
+    """The tile of a program of the kernel: rows, columns and depth; and how Triton compiles it."""
 
     rows: int
     columns: int
     depth: int
     num_warps: int = 8
     num_stages: int = 3
-    at_once: int = 1
 
     def fitted(self, rows: int, columns: int, depth: int) -> Block:
         """Return the block made smaller to what it covers, in powers of two from 16 on."""
@@ -48,8 +44,8 @@ class Block:
         )
 
 
-BLOCKS = {1: Block(128, 256, 128), 2: Block(128, 256, 64), 4: Block(128, 128, 32)}
-"""By the bytes of an element: what is fastest on an H100 for products of a layer (benchmarks/gpu/fused.py)."""
+BLOCKS = {2: Block(128, 256, 64), 4: Block(128, 128, 32)}
+"""By the bytes of an element: what Triton's own persistent products take on an H100."""
 
 
 def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> list[Box]:
