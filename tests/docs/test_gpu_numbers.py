@@ -76,4 +76,11 @@ def test_without_a_device_it_says_what_is_left_out(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["run.py", "--no-interpreter"])
     assert runpy.run_path(str(GPU / "run.py"))["main"]() == 0
-    assert "left out tests marked gpu, kernels" in capsys.readouterr().out
+    assert (
+        "left out tests marked gpu (tests), products that count their tiles (tracked)"
+        in capsys.readouterr().out
+    )
+    monkeypatch.setattr(sys, "argv", ["run.py", "--stage", "tests,none"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(GPU / "run.py"))["main"]()
+    assert "no stage 'none'; give all or some of tests, tracked" in capsys.readouterr().err
