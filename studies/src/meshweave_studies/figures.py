@@ -9,7 +9,7 @@ from typing import Any, Generic
 from meshweave.base.errors import UnsupportedError, printable
 from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.report.markdown import markdown_table, markdown_words
+from meshweave_studies.markdown import markdown_table, markdown_words
 from meshweave_studies.published import StudyT
 
 Cell = str | float | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from meshweave.report.markdown import markdown_table, markdown_words
 from meshweave.report.page import page, table
+from meshweave_studies.markdown import markdown_table, markdown_words
 from meshweave_studies.pictures import pictures
 from meshweave_studies.reproduction import CheckedOrdering, Reproduction
 from meshweave_studies.verdict import DIFFERS, HOLDS, NEAR, JudgedRow, count_verdicts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshweave.report.markdown import markdown_table
 from meshweave_studies.kernels.score import Score
+from meshweave_studies.markdown import markdown_table
 
 _HEAD = ("device", "dtype or kind", "priced by", "rows of", "rows", "mean", "median", "worst")
 

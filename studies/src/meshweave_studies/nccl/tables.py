@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshweave.report.markdown import markdown_table
+from meshweave_studies.markdown import markdown_table
 from meshweave_studies.nccl.score import GOAL, BandwidthRow
 
 _HEAD = (

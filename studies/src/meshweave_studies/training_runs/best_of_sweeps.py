@@ -16,8 +16,8 @@ from typing import Any
 from meshweave.algorithms.step.problem import DEGREES
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.report.markdown import markdown_table
 from meshweave.tune.step_search import SpaceOptions, plan_step
+from meshweave_studies.markdown import markdown_table
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-from meshweave.report.markdown import markdown_table
+from meshweave_studies.markdown import markdown_table
 from meshweave_studies.training_runs.models import size_of
 from meshweave_studies.training_runs.rows import PublishedRun
 from meshweave_studies.training_runs.score import ScoredRun

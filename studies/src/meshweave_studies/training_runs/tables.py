@@ -7,7 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 
-from meshweave.report.markdown import markdown_table
+from meshweave_studies.markdown import markdown_table
 from meshweave_studies.training_runs.score import (
     LOW_ROWS_GOAL,
     LOW_TIME_GOAL,

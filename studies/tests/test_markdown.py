@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.report.markdown import markdown_table, markdown_words
+from meshweave_studies.markdown import markdown_table, markdown_words
 
 EVIL = "<script>alert(1)</script> a|b [x](javascript:1) ![y](http://z) `c` \\| &lt; <!-- <b/>"
 TAG = re.compile(r"<(script|b/|!--)")
