@@ -64,7 +64,7 @@ def verify(
 
     Example: meshweave verify plan.json --ranks 4
 
-    More:    meshweave verify cosma
+    More:    meshweave verify cannon
     """
     from meshweave import check
 

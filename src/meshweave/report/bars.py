@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshweave.report.chart import _WIDTH, COLOURS, _linear_ticks, _scale
+from meshweave.report.chart import COLOURS, WIDTH, axis_scale, linear_ticks
 from meshweave.report.svg import LETTER, chart_frame, chart_heading, shape_keys
 
 ROW, BAR = 22, 13
@@ -69,8 +69,8 @@ def bar_chart(
     left = 20 + int(LETTER * max(len(bar.name) for bar in bars))
     right = _RIGHT + int(LETTER * max(len(bar.text) for bar in bars))
     most = max(max(bar.high, bar.value, *(mark or 0.0 for mark in bar.marks)) for bar in bars)
-    ticks = _linear_ticks(most)
-    x_at = _scale(ticks, False, left, _WIDTH - right)
+    ticks = linear_ticks(most)
+    x_at = axis_scale(ticks, False, left, WIDTH - right)
     families = list(dict.fromkeys(bar.family or bar.name for bar in bars))
     colours = {family: COLOURS[number % len(COLOURS)] for number, family in enumerate(families)}
     drawn, y = [], float(_TOP)
@@ -84,14 +84,14 @@ def bar_chart(
     grid = ticks_above(ticks, x_at, _TOP, bottom)
     if line_at is not None:
         grid.append(dashed(x_at(line_at), _TOP, bottom))
-    middle = (left + _WIDTH - right) / 2
+    middle = (left + WIDTH - right) / 2
     grid.append(f'<text x="{middle:.1f}" y="{bottom + 36:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     legend, y = _legend(bar_name, spread_name, mark_names, line_name, bottom + 58)
     for note in notes:
         legend.append(f'<text x="16" y="{y:.0f}" font-size="11" fill="{GREY}">{escape(note)}</text>')
         y += 16
     parts = (chart_heading(title), *grid, *drawn, *legend)
-    return chart_frame(title, _WIDTH, int(y), parts) + "\n"
+    return chart_frame(title, WIDTH, int(y), parts) + "\n"
 
 
 def ticks_above(ticks: Sequence[float], x_at: Scale, top: float, bottom: float) -> list[str]:

@@ -13,7 +13,8 @@ COLOURS = (
     *("#3b6fb6", "#d9822b", "#2a9d76", "#b5477a", "#7a5cc0", "#8a6d3b", "#4aa3c7"),
     *("#c23b3b", "#5f6b7a", "#7d9b22", "#1f3f73", "#e0a0c0", "#000000"),
 )
-_WIDTH = 960
+WIDTH = 960
+"""Pixels of a chart across."""
 _LEFT, _TOP = 68, 34
 
 
@@ -54,14 +55,14 @@ def line_chart(
     ticks = x_ticks or [(x, f"{x:g}") for x in sorted({x for x, _ in points})]
     longest = max(len(text) for _, text in ticks)
     right = 28 + int(LETTER * max(len(line.name) for line in series)) + 16
-    across = _WIDTH - _LEFT - right
+    across = WIDTH - _LEFT - right
     turned = len(ticks) * (longest + 2) * LETTER > across
     bottom = 44 + (int(longest * LETTER) if turned else 14)
-    x_at = _scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
+    x_at = axis_scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
     logarithmic = highest > 8 * lowest if y_log is None else y_log
-    y_ticks = _log_ticks(lowest, highest) if logarithmic else _linear_ticks(highest)
-    y_at = _scale(y_ticks, logarithmic, height - bottom, _TOP)
+    y_ticks = _log_ticks(lowest, highest) if logarithmic else linear_ticks(highest)
+    y_at = axis_scale(y_ticks, logarithmic, height - bottom, _TOP)
     parts = [f'<text x="{_LEFT}" y="16" font-weight="bold">{escape(title)}</text>']
     for y in y_ticks:
         at = y_at(y)
@@ -83,7 +84,7 @@ def line_chart(
         dash = f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
         key = dash + _marker(x + 1, y, number, "") if line.joined else _cross(x + 1, y, "")
         parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(line.name)}</text>')
-    return chart_frame(title, _WIDTH, height, parts)
+    return chart_frame(title, WIDTH, height, parts)
 
 
 def _x_axis(
@@ -152,7 +153,7 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
+def axis_scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
     """Return a map from the range of `values` to `start` .. `stop`; a single value goes to the middle."""
     kind: Callable[[float], float] = math.log if log else float
     low, high = kind(min(values)), kind(max(values))
@@ -161,7 +162,7 @@ def _scale(values: Sequence[float], log: bool, start: float, stop: float) -> Cal
     return lambda value: start + (kind(value) - low) / (high - low) * (stop - start)
 
 
-def _linear_ticks(highest: float) -> list[float]:
+def linear_ticks(highest: float) -> list[float]:
     """Return 0 up to at least `highest` in four to eight steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(highest))
     step = next(s for s in (0.1, 0.2, 0.5, 1.0, 2.0) if highest / (s * power) <= 8) * power

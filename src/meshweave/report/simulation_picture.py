@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshweave.base.units import PS_PER_S, format_s
 from meshweave.lower.rings import BACK
-from meshweave.report.chart import _linear_ticks
+from meshweave.report.chart import linear_ticks
 from meshweave.report.svg import GREY, TIME_LETTER, colour_keys, gathered, time_frame
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _merged(bucket: Sequence[Stretch]) -> Stretch:
 def _axis(longest_s: float, left: int, scale: float, top: float, bottom: float) -> list[str]:
     factor, unit = _unit(longest_s)
     out = []
-    for tick in _linear_ticks(longest_s / factor):
+    for tick in linear_ticks(longest_s / factor):
         x = left + tick * factor * scale
         if tick * factor > longest_s * 1.001:
             continue

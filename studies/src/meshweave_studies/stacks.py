@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from meshweave.report.bars import BAR, GREY, ROW, Scale, dashed, ticks_above
-from meshweave.report.chart import COLOURS, _linear_ticks, _scale
+from meshweave.report.chart import COLOURS, axis_scale, linear_ticks
 from meshweave.report.svg import LETTER, chart_frame, chart_heading, shape_keys
 
 _TOP, _RIGHT = 36, 60
@@ -43,8 +43,8 @@ def stacked_chart(
     longest = max(sum(stack.parts) for stack in stacks)
     end = min(longest, scale_end or longest)
     left = 20 + int(LETTER * max(len(stack.name) for stack in stacks))
-    ticks = _linear_ticks(end)
-    x_at = _scale(ticks, False, left, width - _RIGHT)
+    ticks = linear_ticks(end)
+    x_at = axis_scale(ticks, False, left, width - _RIGHT)
     bottom = _TOP + ROW * len(stacks) + 4
     drawn = [chart_heading(title), *ticks_above(ticks, x_at, _TOP - 6, bottom)]
     for number, stack in enumerate(stacks):
