@@ -38,7 +38,7 @@ def outcomes() -> str:
     """Return how many tests passed on the device."""
     rows = load("tests")["rows"]
     passed = sum(row["outcome"] == "passed" for row in rows)
-    return f"{passed} of {len(rows)} tests marked `gpu` passed.\n"
+    return f"{passed} of {len(rows)} tests marked `gpu` passed, without those of tracked products (Limits).\n"
 
 
 def steps() -> str:
