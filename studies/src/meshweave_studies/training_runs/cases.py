@@ -119,9 +119,7 @@ def case_of(
     cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
     degrees = _degrees(run, words, cluster.num_chips)
     degrees = replace(degrees, zero=_zero_level(words, stack, degrees), zero_group=words.sharding(degrees))
-    micro, batch = _batch(run, words, degrees.data)
-    if not stack.accumulates:
-        micro = batch // degrees.data
+    micro, batch = _batch(run, words, stack, degrees.data)
     seq = run.count("seq")
     if seq is None:
         raise NoPredictionError("the sequence length is not stated")
@@ -315,7 +313,7 @@ def _zero_level(words: _Words, stack: RunStack, degrees: Parallelism) -> int:
     return max(degrees.zero, stack.zero)
 
 
-def _batch(run: PublishedRun, words: _Words, data: int) -> tuple[int | None, int]:
+def _batch(run: PublishedRun, words: _Words, stack: RunStack, data: int) -> tuple[int | None, int]:
     """Return the sequences of a micro-batch, None where open, and of a step. Raises NoPredictionError.
 
     torchtitan cuts a rank's batch (LBS) into as many micro-batches as there are pipeline ranks, where nobody says
@@ -323,7 +321,7 @@ def _batch(run: PublishedRun, words: _Words, data: int) -> tuple[int | None, int
     """
     micro, batch = run.count("mbs"), run.count("gbs")
     if batch is not None:
-        return micro, batch
+        return micro if stack.accumulates else batch // data, batch
     local = words.number(r"\blbs(\d+)")
     if local:
         return micro or max(local // (words.number(r"\bpp ?=?(\d+)") or 1), 1), local * data
