@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.step_watch import WatchRow
+from meshweave.nn.step_watch import StepComparison, WatchRow
+from meshweave.trace import Trace
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -46,3 +47,18 @@ def test_what_is_small_in_the_step_is_not_behind() -> None:
     assert row.is_behind(0.5, step_s=0.05) and not row.is_behind(0.5, step_s=1.0)
     assert not row.is_behind(1.5, step_s=0.05)
     assert str(row) == "transfers of gather along axis tp: 2 ms, predicted 1 ms"
+
+
+def test_a_compared_step_says_first_which_op_rank_and_link_differ_most() -> None:
+    slow_link = WatchRow("link", "gather", "axis tp", measured_s=0.020, predicted_s=0.001)
+    other_link = WatchRow("link", "reduce", "axis dp", measured_s=0.010, predicted_s=0.001)
+    slow_rank = WatchRow("products", "up", "rank 1", measured_s=0.040, predicted_s=0.010)
+    quick = WatchRow("late", "gather", "rank 0", measured_s=0.001, predicted_s=0.001)
+    nothing = Trace("step 7", "torch", ())
+    rows = (other_link, slow_link, quick, slow_rank)
+    compared = StepComparison(7, 0.1, rows, nothing, nothing)
+    assert compared.furthest == (slow_rank, slow_link)
+    lines = str(compared).splitlines()
+    assert lines[1] == f"  differs most by 30 ms: {slow_rank}"
+    assert lines[2] == f"  differs most by 19 ms: {slow_link}"
+    assert lines[3:] == [f"  {other_link}", f"  {quick}"]

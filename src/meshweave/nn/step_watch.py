@@ -58,10 +58,14 @@ class WatchRow:
     measured_s: float
     predicted_s: float
 
+    @property
+    def lost_s(self) -> float:
+        """Return the seconds measured above what is predicted; negative where it was faster."""
+        return self.measured_s - self.predicted_s
+
     def is_behind(self, share: float, step_s: float) -> bool:
         """Return whether more than a share is measured above what is predicted, and it counts in the step."""
-        lost_s = self.measured_s - self.predicted_s
-        return lost_s > share * self.predicted_s and lost_s > LEAST_SHARE_OF_STEP * step_s
+        return self.lost_s > share * self.predicted_s and self.lost_s > LEAST_SHARE_OF_STEP * step_s
 
     def __str__(self) -> str:
         what = {"link": "transfers of", "products": "products of", "late": "others wait for"}[self.kind]
@@ -88,10 +92,23 @@ class StepComparison:
     measured: Trace
     predicted: Trace
 
+    @property
+    def furthest(self) -> tuple[WatchRow, ...]:
+        """Return the row of each kind that lost most to its prediction, those that lost more first.
+
+        Rows that lost less than `LEAST_SHARE_OF_STEP` of the step are not among them.
+        """
+        ordered = sorted(self.rows, key=lambda row: row.lost_s, reverse=True)
+        most: dict[str, WatchRow] = {}
+        for row in ordered:
+            if row.lost_s > LEAST_SHARE_OF_STEP * self.step_s:
+                most.setdefault(row.kind, row)
+        return tuple(most.values())
+
     def __str__(self) -> str:
-        return "\n".join(
-            [f"step {self.step}: {self.step_s * 1e3:.1f} ms", *(f"  {row}" for row in self.rows)]
-        )
+        lines = [f"step {self.step}: {self.step_s * 1e3:.1f} ms"]
+        lines += [f"  differs most by {row.lost_s * 1e3:.3g} ms: {row}" for row in self.furthest]
+        return "\n".join([*lines, *(f"  {row}" for row in self.rows if row not in self.furthest)])
 
 
 class StepWatch:
