@@ -119,10 +119,35 @@ def case_of(
     cluster = replace(cluster, chip=replace(cluster.chip, runtime="none"))
     degrees = _degrees(run, words, cluster.num_chips)
     degrees = replace(degrees, zero=_zero_level(words, stack, degrees), zero_group=words.sharding(degrees))
-    micro, batch = _batch(run, words, stack, degrees.data)
     seq = run.count("seq")
     if seq is None:
         raise NoPredictionError("the sequence length is not stated")
+    batch, choices = _choices(run, words, stack, model, degrees)
+    if attention is None:
+        attention = attention_rate(stack.attention_kernel, cluster.chip.name)
+    software = _adapted(software_of(stack) if constants is None else constants, words)
+    if model.is_routed:
+        recipe = recipe_of(run)
+        software = replace(software, captured=recipe.captured, overlaps_exchanges=recipe.overlaps)
+    loss = stack.compiled_loss if words.is_compiled else stack.loss
+    gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
+    try:
+        problem = StepProblem(
+            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
+            attention_share=attention, loss=loss, stack=software, overlap="layers", reserve=0.0,
+            precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
+        )  # fmt: skip
+    except MeshweaveError as error:
+        raise NoPredictionError(str(error)) from None
+    share = expert_share(model, seq) if words.recomputes_experts else words.recomputed_of(model, seq)
+    return RunCase(run, stack, problem, choices, share, words.kept_operators)
+
+
+def _choices(
+    run: PublishedRun, words: _Words, stack: RunStack, model: Transformer, degrees: Parallelism
+) -> tuple[int, tuple[Parallelism, ...]]:
+    """Return the sequences of a step, and what a run leaves open of its parallelism. Raises NoPredictionError."""
+    micro, batch = _batch(run, words, stack, degrees.data)
     recompute = stack.recomputes_instead or words.recompute or stack.recompute
     choices = tuple(
         replace(degrees, micro_batch=size, virtual_stages=virtual, recompute=recompute)
@@ -143,24 +168,7 @@ def case_of(
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
     if model.is_routed:
         choices = tuple(_with_experts(run, choice) for choice in choices)
-    if attention is None:
-        attention = attention_rate(stack.attention_kernel, cluster.chip.name)
-    software = _adapted(software_of(stack) if constants is None else constants, words)
-    if model.is_routed:
-        recipe = recipe_of(run)
-        software = replace(software, captured=recipe.captured, overlaps_exchanges=recipe.overlaps)
-    loss = stack.compiled_loss if words.is_compiled else stack.loss
-    gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
-    try:
-        problem = StepProblem(
-            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
-            attention_share=attention, loss=loss, stack=software, overlap="layers", reserve=0.0,
-            precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
-        )  # fmt: skip
-    except MeshweaveError as error:
-        raise NoPredictionError(str(error)) from None
-    share = expert_share(model, seq) if words.recomputes_experts else words.recomputed_of(model, seq)
-    return RunCase(run, stack, problem, choices, share, words.kept_operators)
+    return batch, choices
 
 
 def _with_experts(run: PublishedRun, choice: Parallelism) -> Parallelism:
