@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from meshweave_studies.tpu.compiled import CompiledProgram
     from meshweave_studies.tpu.scheduled_module import ModuleCollective
 
-TOPOLOGIES = {target.topology: target for name, target in TPU_TARGETS.items() if target.kernels}
-"""The target of each topology: of TPU v4, one core of each chip, for which the catalog has kernels."""
+TOPOLOGIES = {
+    target.topology: target for target in TPU_TARGETS.values() if target.kernels and not target.options
+}
+"""The target of each topology: of TPU v4, one core of each chip, for which the catalog has kernels. Kernels of v6e
+are of products that were compiled with an option, which programs are not."""
 
 
 def compile_plan(
