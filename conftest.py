@@ -16,6 +16,13 @@ import sampling
 
 sampling.register_profiles()
 
+_IMPORTED_ONCE = (
+    "meshweave.nn.parallel.parallelize", "meshweave.nn.prove.proof", "meshweave.nn.training.state",
+    "meshweave.nn.weights", "meshweave.algorithms.step", "meshweave.tune.plan", "torch.distributed.fsdp",
+    "transformers.generation.utils", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+"""What ranks of many tests import, which takes each of them seconds; a server leaves out what is not here."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start background jobs so, and processes hand it on: commands that tests interrupt would not stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +43,8 @@ def warm_ranks() -> Iterator[None]:
         return
     from meshweave_lab.fork_server import fork_servers
 
-    with fork_servers():
+    with fork_servers() as servers:
+        servers.import_also(*_IMPORTED_ONCE)
         yield
 
 

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from machine import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshweave as mw
 from meshweave.nn.parallel.model_words import weight_words
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "nn" / "parallel"))
-from plain_models import sized_llama
 
 PAIRS = 21
 CASES: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -46,7 +43,11 @@ def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", tuple(payload["mesh"]))
-    model = sized_llama(hidden=256, layers=4, heads=8, width=704, words=256)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=704, vocab_size=256
+        )
+    )
     began = time.perf_counter()
     words = weight_words(model)
     checksums_s = time.perf_counter() - began

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshweave as mw
 
-LAYERS, HIDDEN, HEADS, WORDS, ROUNDS = 24, 896, 14, 32_000, 3
+LAYERS, HIDDEN, HEADS, WORDS, ROUNDS = 24, 1024, 16, 32_000, 3
 
 
 def of_a_model(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> list[list[list[float]]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from meshweave import launch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -124,17 +127,33 @@ def test_a_training_of_a_gpt_that_is_resumed_on_fewer_ranks(tmp_path: Path) -> N
     assert {"events", "step-00000006", "step-00000008"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.gloo
-@pytest.mark.timeout(300)
-def test_training_of_experts(tmp_path: Path) -> None:
-    """Two steps, and two more at another layout."""
+def _trained_experts(folder: Path, num_ranks: int, *arguments: str) -> str:
+    """Return what the training of a routed model by so many ranks prints."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    script = [*torchrun, str(EXAMPLES / "train_experts.py"), "--folder", str(tmp_path)]
-    for steps, more in (("2", []), ("4", ["--data", "4", "--tensor", "1", "--expert", "2", "--resume"])):
-        done = subprocess.run(
-            [*script, "--steps", steps, *more], capture_output=True, text=True, timeout=140, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"step {steps} saved; transformers reads it" in done.stdout
-    assert "step 3: loss" in done.stdout
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    payload = {
+        "port": port,
+        "script": str(EXAMPLES / "train_experts.py"),
+        "arguments": ["--folder", str(folder), *arguments],
+    }
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    return str(launch("example_ranks:run_script", num_ranks, payload, timeout_s=140, env=here)[0])
+
+
+@pytest.mark.gloo
+def test_training_of_experts(tmp_path: Path) -> None:
+    out = _trained_experts(tmp_path, 2, "--steps", "2", "--data", "2", "--tensor", "1", "--expert", "2")
+    assert "step 2 saved; transformers reads it" in out
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_training_of_experts_that_goes_on_at_another_layout(tmp_path: Path) -> None:
+    _trained_experts(tmp_path, 4, "--steps", "2")
+    out = _trained_experts(
+        tmp_path, 4, "--steps", "4", "--resume", "--data", "4", "--tensor", "1", "--expert", "2"
+    )
+    assert "step 3: loss" in out
+    assert "step 4 saved; transformers reads it" in out

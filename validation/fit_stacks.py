@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.algorithms.step import StepProblem, step_of
+from meshweave.algorithms.step.stacks import KERNELS_OF_ATTENTION
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave_studies.training_runs.cases import case_of
@@ -35,7 +36,7 @@ from meshweave_studies.training_runs.models import NoPredictionError
 from meshweave_studies.training_runs.rows import PublishedRun, shipped_runs
 from meshweave_studies.training_runs.score import predict, prediction_of
 from meshweave_studies.training_runs.split import is_fitted
-from meshweave_studies.training_runs.stacks import run_stacks, software_of, stack_of
+from meshweave_studies.training_runs.stacks import software_of, stack_of
 
 Array = NDArray[np.float64]
 
@@ -293,12 +294,12 @@ def stacks_toml(values: dict[str, float]) -> str:
     """Return the text of `stacks.toml`."""
     attention = {kernel: dict(rates) for kernel, rates in KNOWN_RATES.items()}
     for name, chips in FITTED_RATES.items():
-        kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
-        attention[kernel] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
+        attention[KERNELS_OF_ATTENTION[name]] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
     attention["transformer-engine"] = dict.fromkeys(BLACKWELL, blackwell_attention())
     for name, kinds in TPUS.items():
-        kernel = next(stack.attention_kernel for stack in run_stacks() if stack.name == name)
-        attention[kernel] = {f'"{load_kernels(kind).name}"': values[f"{name} {kind}"] for kind in kinds}
+        attention[KERNELS_OF_ATTENTION[name]] = {
+            f'"{load_kernels(kind).name}"': values[f"{name} {kind}"] for kind in kinds
+        }
     lines = [
         "# Constants of software stacks (`SoftwareStack`), and rates of kernels of attention over the one",
         "# whose constants the chip has. Written by validation/fit_stacks.py.",

@@ -12,8 +12,9 @@ from statistics import median
 
 import pytest
 
-from meshweave.algorithms.step import SoftwareStack, Step, memory_of, step_of
-from meshweave.base.errors import DescriptionError
+import meshweave as mw
+from meshweave.algorithms.step import SoftwareStack, Step, load_stack, memory_of, stack_names, step_of
+from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.figures import (
@@ -58,6 +59,32 @@ def reason_of(run: PublishedRun) -> str:
 
 def run_at(line: int) -> PublishedRun:
     return next(run for run in RUNS if run.line == line)
+
+
+def test_a_row_and_a_user_who_names_its_stack_get_the_same_time() -> None:
+    """What software does stands with the stack; a row says dtypes, degrees and what it makes of them."""
+    seen = set()
+    for run in (*RUNS, *shipped_runs("dense_runs.csv"), *shipped_runs("vtrain_runs.csv")[:5]):
+        try:
+            case = case_of(run)
+        except NoPredictionError:
+            continue
+        of, chosen = case.problem, case.choices[0]
+        name, key = of.stack.name, (of.stack.name, of.cluster.chip.name)
+        if key in seen or of.stack != load_stack(name) or of.loss is not None:
+            continue
+        try:
+            step = mw.step(
+                of.model, of.cluster, of.batch, of.sequence, dtype=of.dtype, gradient_dtype=of.gradient_dtype,
+                stack=name, precision=of.precision, overlap="layers", **vars(chosen),
+            )  # fmt: skip
+        except UnsupportedError:  # a row's software can do more than the stack
+            continue
+        seen.add(key)
+        assert step.time_s == step_of(of, chosen).time_s
+    named = {name for name, _ in seen}
+    assert named == set(stack_names()) - {"meshweave", "meshweave-eager"}
+    assert {chip for name, chip in seen if name == "maxtext"} == {"TPU v5e", "TPU v6e"}
 
 
 def run_of(**columns: str) -> PublishedRun:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +57,28 @@ def called(
         timeout=120,
         check=False,
     )
+
+
+IN_TURN = """
+import contextlib, io, json, sys
+from meshweave.cli.app import run_app
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
+        status = run_app(words)
+    print(json.dumps([words, status, out.getvalue(), said.getvalue()]))
+"""
+
+
+def called_in_turn(
+    commands: Sequence[Sequence[str]], paths: tuple[Path, ...]
+) -> list[tuple[list[str], int, str, str]]:
+    """Run command lines in one process with these folders alone: words, status, output and errors of each."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", IN_TURN, json.dumps(commands)],
+        env=env, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +144,17 @@ def test_a_verb_of_the_wheel_is_never_another_package_s(tmp_path: Path) -> None:
 
 
 def test_the_wheel_alone_says_what_to_install(wheel_alone: tuple[Path, ...], tmp_path: Path) -> None:
+    lab, out = ROOT / "examples" / "labs" / "torus-2x2.toml", tmp_path / "out.toml"
+    commands, packages = [["calibrate", "--lab", str(lab), "--out", str(out)]], ["meshweave-lab"]
     for name, groups in OFFERED.items():
-        for verb in (*groups["meshweave.commands"], *groups.get("meshweave.commands.tune", ())):
-            words = [verb] if verb in groups["meshweave.commands"] else ["tune", verb]
-            done = called(*words, "--help", paths=wheel_alone, alone=True)
-            assert (done.returncode, done.stdout) == (2, ""), done
-            assert name in done.stderr and done.stderr.count("\n") == 1 and "pip install" in done.stderr
-    lab = ROOT / "examples" / "labs" / "torus-2x2.toml"
-    out = tmp_path / "out.toml"
-    done = called("calibrate", "--lab", str(lab), "--out", str(out), paths=wheel_alone, alone=True)
-    assert done.returncode == 2 and "meshweave-lab" in done.stderr and done.stderr.count("\n") == 1
+        verbs = [[verb] for verb in groups["meshweave.commands"]]
+        verbs += [["tune", verb] for verb in groups.get("meshweave.commands.tune", ())]
+        commands += [[*verb, "--help"] for verb in verbs]
+        packages += [name] * len(verbs)
+    answers = called_in_turn(commands, wheel_alone)
+    for package, (words, status, printed, said) in zip(packages, answers, strict=True):
+        assert (status, printed) == (2, ""), (words, printed, said)
+        assert package in said and said.count("\n") == 1 and "pip install" in said, (words, said)
     shown = called("--help", paths=wheel_alone, alone=True)
     assert shown.returncode == 0 and "simulate" in shown.stdout and "reproduce" not in shown.stdout
     moved = "import meshweave as mw\ntry:\n    mw.Lab\nexcept AttributeError as error:\n    print(error)"

@@ -268,3 +268,37 @@ def test_more_chips_than_a_torus_has_are_slices_of_equal_size() -> None:
     assert (joined.num_hosts, joined.chips_per_host, joined.nics_per_host) == (4, 256, 256)
     assert (joined.nic.link_bytes_per_s, joined.intra.link_bytes_per_s) == (12.5e9, 200e9)
     assert cluster_from(cluster_table(pod), "pod.toml").with_chips(1024) == replace(pod, network=joined)
+    odd = load_cluster("tpu-v6e:384").network
+    assert isinstance(odd, HostsNetwork) and (odd.num_hosts, odd.chips_per_host) == (3, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("tpu-v6e:300", "slices are sold with 1, 4, 8, 16, 32, 64, 128, 256 chips; give 256 or 384"),
+        ("tpu-v6e:24", "give 16 or 32"),
+        ("tpu-v5e:2", "give 1 or 4"),
+        ("tpu-v5e:1000", "give 896 or 1024"),
+        ("tpu-v5p:96", "slices are sold with 4, 8, 16, 32, 64 and multiples of 64 chips; give 64 or 128"),
+        ("tpu-v7:9300", "give 9216 or 9344"),
+        ("tpu-v4:100", "give 64 or 128"),
+    ],
+)
+def test_slices_come_in_the_sizes_that_are_sold(name: str, near: str) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        load_cluster(name)
+    message = str(caught.value)
+    chips = name.partition(":")[2]
+    assert f"{chips} chips are neither one slice nor several equal ones: " in message and message.endswith(
+        near
+    )
+    assert "\n" not in message
+
+
+def test_every_size_that_is_sold_loads_and_a_part_of_a_slice_is_one_for_programs() -> None:
+    for name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7"):
+        network = load_cluster(name).network
+        assert isinstance(network, TorusNetwork) and network.sizes
+        for size in network.sizes:
+            assert load_cluster(f"{name}:{size}").num_chips == size
+    assert load_cluster("tpu-v6e:64").with_chips(24).num_chips == 24

@@ -33,7 +33,7 @@ def test_errors_are_those_of_models_on_which_nothing_was_fitted() -> None:
         assert not errors or f"median off by {100 * median(errors):.1f} %" in said
         if low := [score for score in of if score.precision]:
             assert error_of_runs_like(chip, is_low=True).startswith(f"{len(low)} ") or len(low) == 1
-    assert error_of_runs_like("abacus") == "no published run on abacus was predicted"
+    assert error_of_runs_like("abacus") == "no published run on abacus has a saved score"
 
 
 @pytest.mark.parametrize("cluster", ["dgx-a100:8", "tpu-v4:8"])

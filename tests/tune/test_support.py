@@ -60,3 +60,12 @@ def test_every_stack_and_what_has_no_price_is_named() -> None:
     assert {line.subject for line in said.stacks} == {*stack_names(), IDEAL}
     assert any(line.verdict == "not priced" and "sparse attention" in line.why for line in said.prediction)
     assert "published runs on H100" in said.runs
+
+
+def test_runs_that_constants_were_fitted_on_and_kernels_that_nobody_ran_are_no_evidence() -> None:
+    told = known("llama-3-8b", "tpu-v5e:256")
+    (maxtext,) = (line for line in told.stacks if line.subject == "maxtext")
+    assert "fitted on 15 published runs on TPU v5e, and none is left to judge by" in maxtext.why
+    assert "software was fitted on the 15 that are known" in told.runs
+    (products,) = (line for line in told.prediction if line.subject == "products in bfloat16")
+    assert products.verdict == "modelled" and "a compiler expects" in products.why

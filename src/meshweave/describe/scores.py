@@ -53,6 +53,12 @@ def run_scores() -> tuple[RunScore, ...]:
     )
 
 
+def _fitted_on(chip: str) -> str:
+    """Return how many runs on a chip constants were fitted on, as the end of a sentence; "" for none."""
+    number = sum(score.fitted for score in run_scores() if score.chip == chip)
+    return f" that could judge: software was fitted on the {number} that are known" if number else ""
+
+
 def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> str:
     """Return how far predictions were off for published runs on a chip, of models on which nothing was fitted.
 
@@ -64,7 +70,8 @@ def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> s
     own = [score for score in scores if score.stack == stack]
     errors = [abs(score.error) for score in own or scores]
     if not errors:
-        return f"no published run {'below 16 bits ' if is_low else ''}on {chip} was predicted"
+        low = "below 16 bits " if is_low else ""
+        return f"no published run {low}on {chip} has a saved score{_fitted_on(chip)}"
     runs = f"{len(errors)} published runs" if len(errors) > 1 else "one published run"
     of_stack = f" with {stack}" if own else ""
     of_stack += " below 16 bits" if is_low else ""

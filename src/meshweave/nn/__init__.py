@@ -15,6 +15,7 @@ from meshweave.base.lazy import lazy_names
 _HOME = {
     "nn.experts": "DispatchHandle ExpertExchange grouped_product",
     "nn.fused": "all_gather_linear linear_reduce_scatter",
+    "nn.hosted.trainer": "accelerate_config",
     "nn.linear": "universal_linear",
     "nn.matmul2d": "matmul2d",
     "nn.products": "prepare",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from meshweave.nn.experts import grouped_product as grouped_product
     from meshweave.nn.fused import all_gather_linear as all_gather_linear
     from meshweave.nn.fused import linear_reduce_scatter as linear_reduce_scatter
+    from meshweave.nn.hosted.trainer import accelerate_config as accelerate_config
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul2d import matmul2d as matmul2d
     from meshweave.nn.parallel.linear import ParallelLinear as ParallelLinear

@@ -109,6 +109,10 @@ def _stack(given: Any) -> SoftwareStack:
             table[key] = UnfusedKernels(**table.get(key, {}))
         if table.get("host") is not None:
             table["host"] = HostRates(**table["host"])
+        if "routed_hosts" in table:
+            table["routed_hosts"] = tuple((chip, HostRates(**rates)) for chip, rates in table["routed_hosts"])
+        if "attention_shares" in table:
+            table["attention_shares"] = tuple(map(tuple, table["attention_shares"]))
         if "copies" in table:
             table["copies"] = tuple(UnfusedKernels(**each) for each in table["copies"])
         if "runs" in table:

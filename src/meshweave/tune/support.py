@@ -21,6 +21,7 @@ from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL, fitted_as, st
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.kernels import SystolicConstants
 from meshweave.describe.machine.left_out import costs_left_out, unmeasured_kernels
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.transformer import Transformer
@@ -101,13 +102,19 @@ def _predicted(problem: StepProblem) -> Iterator[SupportLine]:
         yield SupportLine(subject="model", verdict="not priced", why=text)
     unmeasured = unmeasured_kernels(chip, dtype)
     source = "" if kernels is None else f"kernels {kernels.reference or kernels.name} of the catalog"
+    is_compiled = kernels is not None and isinstance(kernels.product(dtype), SystolicConstants)
+    of_products = f"{source}, fitted on cycles that a compiler expects" if is_compiled else source
     yield SupportLine(
         subject=f"products in {dtype}",
-        verdict="modelled" if unmeasured else "measured",
-        why=unmeasured or source,
+        verdict="modelled" if unmeasured or is_compiled else "measured",
+        why=unmeasured or of_products,
     )
     has_attention = kernels is not None and kernels.attention_of(dtype) is not None
-    why = source if has_attention else "no kernel of attention was measured: it is priced as products are"
+    why = (
+        source
+        if has_attention
+        else "no kernel of attention was measured: it is priced as products are, times a stack's share"
+    )
     yield SupportLine(
         subject=f"attention in {dtype}", verdict="measured" if has_attention else "modelled", why=why
     )
@@ -141,9 +148,13 @@ def _of_stack(problem: StepProblem, name: str) -> SupportLine:
     fitted, chip = fitted_as(name), problem.cluster.chip.name
     why = "" if fitted == name else f"no run of it was published: the constants are those of {fitted}; "
     tried = any(score.chip == chip and score.stack == fitted and not score.fitted for score in run_scores())
-    why += (
-        error_of_runs_like(chip, fitted) if tried else f"no published run of {fitted} on {chip} was predicted"
-    )
+    num_fitted = sum(score.fitted for score in run_scores() if (score.chip, score.stack) == (chip, fitted))
+    if tried:
+        why += error_of_runs_like(chip, fitted)
+    elif num_fitted:
+        why += f"its constants were fitted on {num_fitted} published runs on {chip}, and none is left to judge by"
+    else:
+        why += f"no published run of {fitted} on {chip} has a saved score"
     return SupportLine(subject=name, verdict="measured" if tried and fitted == name else "modelled", why=why)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
+from meshweave.tune.plan_description import planned_problem
 from meshweave.tune.step_search.planner import parallelism_of
 
 ASKED = ("llama-2-7b", "dgx-h100:8")
@@ -103,6 +105,46 @@ def test_by_default_a_plan_is_as_fast_as_stacks_are(capsys: pytest.CaptureFixtur
     assert 0.38 < plan.step.best.mfu_all_pairs < 0.45 < plan.step.ideal.mfu
     assert run_app(["plan", *ASKED[:1], "--cluster", ASKED[1], "--batch", "16"]) == 0
     assert "MFU (causal pairs) on meshweave; kernels and links alone " in capsys.readouterr().out
+
+
+def test_a_step_attends_at_the_rate_and_has_the_loss_of_its_stack_unless_it_says_others() -> None:
+    def seconds(cluster: str, **options: object) -> float:
+        return mw.step("llama-2-7b", cluster, 256, 8192, zero=3, **options).time_s  # type: ignore[arg-type]
+
+    for stack, cluster, share in (
+        ("maxtext", "tpu-v6e:256", 0.349),
+        ("torchtitan", "dgx-h100:64", 0.57),
+        ("llm-foundry", "dgx-a100:64", 0.468),
+        ("megatron-core", "dgx-b200:64", 0.554),
+    ):
+        own, other = (seconds(cluster, stack=stack, attention_share=each) for each in (share, 1.0))
+        assert seconds(cluster, stack=stack) == own > other
+        loss = load_stack(stack).loss
+        assert seconds(cluster, stack=stack, loss=loss) == own
+    for stack in (DEFAULT_STACK, IDEAL):  # kernels that PyTorch chooses, and measured ones
+        assert seconds("dgx-h100:64", stack=stack) == seconds("dgx-h100:64", stack=stack, attention_share=1.0)
+    fused = seconds("dgx-h100:64", stack="torchtitan", loss="fused")
+    assert fused < seconds("dgx-h100:64", stack="torchtitan")
+    plain = {"batch": 64, "sequence": 2048, "tp": 8, "stack": "megatron-2021"}
+    steps = [mw.step(*ASKED, **plain, attention=each) for each in (None, "plain", "flash")]  # type: ignore[arg-type]
+    assert steps[0].time_s == steps[1].time_s > steps[2].time_s
+    with_stack = mw.step(*ASKED, **SIZES, stack="torchtitan", zero=3)  # type: ignore[arg-type]
+    assert "attention flash, attention_share 0.57, loss eager" in str(with_stack)
+    # the rate is of one fused kernel
+    steps = [
+        mw.step(*ASKED, **SIZES, stack="torchtitan", zero=3, attention="plain", attention_share=each)  # type: ignore[arg-type]
+        for each in (None, 1.0)
+    ]
+    assert steps[0].time_s == steps[1].time_s
+
+
+def test_a_plan_keeps_a_stack_that_somebody_changed(tmp_path: Path) -> None:
+    for name in ("megatron-core", "maxtext"):
+        stack = replace(load_stack(name), step_s=0.01)
+        cluster = "tpu-v6e:8" if name == "maxtext" else "dgx-b200:8"
+        plan = mw.plan("llama-2-7b", cluster, batch=16, sequence=2048, stack=stack)
+        plan.save(tmp_path / name)
+        assert planned_problem(mw.tune.load_plan(tmp_path / name)).stack == stack
 
 
 def test_the_old_name_of_the_ideal_stack_is_taken() -> None:

@@ -113,13 +113,13 @@ def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int
     made = [parallelize(copy.deepcopy(model), "zero3", mesh, check=False) for _ in range(2)]
     plain, local = (getattr(torch.optim, name)(each.module.parameters(), **options) for each in made)
     plain.register_step_pre_hook(lambda *_: None)  # who looks at a step sees DTensors
-    counted, step = [0], local_steps._step
+    counted, step = [0], local_steps._step_on_parts
 
     def counting(optimizer: torch.optim.Optimizer) -> None:
         counted[0] += 1
         step(optimizer)
 
-    local_steps._step = counting
+    local_steps._step_on_parts = counting
     for _ in range(3):
         for each, optimizer in zip(made, (plain, local), strict=True):
             optimizer.zero_grad()
@@ -127,7 +127,7 @@ def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int
             norm = torch.nn.utils.clip_grad_norm_(each.module.parameters(), 0.5)
             assert float(norm.full_tensor()) > 0
             optimizer.step()
-    local_steps._step = step
+    local_steps._step_on_parts = step
     for one, other in zip(plain.state.values(), local.state.values(), strict=True):
         assert one.keys() == other.keys(), (one, other)
         assert [type(value) for value in one.values()] == [type(value) for value in other.values()]

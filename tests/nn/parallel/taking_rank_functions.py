@@ -233,7 +233,6 @@ def features(mesh: Any, folder: Path) -> dict[str, str]:
         "output_attentions": lambda: module(tokens, output_attentions=True),
         "output_hidden_states": lambda: module(tokens, output_hidden_states=True),
         "return_dict": lambda: module(tokens, return_dict=False),
-        "num_items_in_batch": lambda: module(tokens, labels=tokens, num_items_in_batch=3),
         "unknown": lambda: module(tokens, lables=tokens),
         "labels of another shape": lambda: module(tokens, labels=tokens[:, 1:]),
         "deepcopy": lambda: copy.deepcopy(module),

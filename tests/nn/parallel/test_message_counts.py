@@ -60,10 +60,12 @@ def test_optimizers_step_on_local_parts_as_on_dtensors() -> None:
 def test_an_optimizer_that_mixes_elements_is_none_to_step_locally() -> None:
     import torch
 
-    from meshweave.nn.parallel.local_steps import _is_elementwise
+    from meshweave.nn.parallel import local_steps
 
     weights = [torch.nn.Parameter(torch.ones(4, 6))]
-    assert _is_elementwise(torch.optim.AdamW(weights, lr=1e-3))
-    assert not _is_elementwise(torch.optim.Adafactor(weights, lr=1e-3))
-    assert not _is_elementwise(torch.optim.Muon(weights, lr=1e-3))
-    assert not _is_elementwise(torch.optim.LBFGS(weights, lr=1e-3))
+    on_parts, on_whole = local_steps._step_on_parts, local_steps._step_on_whole
+    assert local_steps._way(torch.optim.AdamW(weights, lr=1e-3)) is on_parts
+    assert local_steps._way(torch.optim.SGD(weights, lr=1e-3, momentum=0.9, fused=True)) is on_parts
+    assert local_steps._way(torch.optim.Adafactor(weights, lr=1e-3)) is on_whole
+    assert local_steps._way(torch.optim.Muon(weights, lr=1e-3)) is on_whole
+    assert local_steps._way(torch.optim.LBFGS(weights, lr=1e-3)) is None

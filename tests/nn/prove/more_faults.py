@@ -252,7 +252,7 @@ def a_loss_over_all_tokens(mesh: DeviceMesh) -> Made:
     own = made.vocabulary
     made.vocabulary = Wrapped(own, lambda loss: loss)
     made.vocabulary.__class__ = type(
-        "All", (Wrapped,), {"__call__": lambda _, x, t: own(x, t) * (t != -100).sum() / t.numel()}
+        "All", (Wrapped,), {"__call__": lambda _, x, t, *n: own(x, t, *n) * (t != -100).sum() / t.numel()}
     )
     return model, made, {}
 

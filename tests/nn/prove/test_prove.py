@@ -27,7 +27,7 @@ def _check_faults(num_ranks: int, which: str) -> None:
     ranks = _said("said_of_faults", num_ranks, chosen=which)
     for fault, words in chosen(which).items():
         first = ranks[0][fault.__name__]
-        assert all(said[fault.__name__] == first for said in ranks), fault.__name__
+        assert all(said[fault.__name__] == first for said in ranks), [said[fault.__name__] for said in ranks]
         for word in words:
             assert word in first, (fault.__name__, first)
         assert "Traceback" not in first

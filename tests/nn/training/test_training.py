@@ -13,10 +13,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
 from meshweave.base.errors import RankLostError
-from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
 from meshweave.nn.training.folder import whole_steps
-from meshweave_lab.fork_server import ForkServers
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HERE = {"PYTHONPATH": f"{Path(__file__).parent}:{EXAMPLES}"}
@@ -42,14 +40,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Ranks and options of each; those without data parallelism add up gradients in one order."""
 UNEVEN_LAYOUTS = ("one", "tp2", "tp2 pp2", "tp2 pp2 zb", "tp4", "tp2x2")
 ONE_ORDER = ("one", "pp2", "pp4", "interleaved")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_once() -> None:
-    """Let the fork servers import what is imported for checkpoints, which takes a rank over a second."""
-    servers = launcher.rank_starter
-    assert isinstance(servers, ForkServers)
-    servers.import_also("meshweave.nn.training.state")
 
 
 def trained(num_ranks: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:

@@ -130,10 +130,10 @@ def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind
         "gate": not stack.recomputes_gate,
         "copy": stack.copies_norm_inputs and is_narrow,
         "joint": stack.keeps_joint_qkv,
-        "sums": problem.attention == "flash",
+        "sums": problem.attention_kind == "flash",
         "experts": True,
     }
-    if problem.attention != "flash" and recompute == "none":
+    if problem.attention_kind != "flash" and recompute == "none":
         kinds |= {"scores": True, "dropped scores": problem.has_dropout, "score mask": problem.has_dropout}
     return {kind for kind, is_kept in kinds.items() if is_kept}
 
@@ -261,7 +261,7 @@ def _micro_batch_bytes(
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
         again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
-        kept, gradients, holes = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        kept, gradients, holes = (of * logit_elements(problem, p) for of in LOGIT_BYTES[problem.loss_kind])
         known[key] = _MicroBatchBytes(
             layer, again, boundary_bytes(problem, p), kept, gradients, holes, _working_bytes(problem, p)
         )

@@ -33,7 +33,7 @@ softmax and dropout."""
 def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
     """Return what the host issues in the forward and in the backward part of a layer."""
     problem, first, whole = block.problem, block.forward, block.whole
-    plain = _PLAIN_KERNELS if problem.attention == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
+    plain = _PLAIN_KERNELS if problem.attention_kind == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
     stack = problem.stack
     passes = len(problem.model.layer.linears) if any(stack.gradient_passes) else 0
     more = {
@@ -61,7 +61,7 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
     )
     again_s = {"none": 0.0, "full": forward_s}.get(parallelism.recompute)
     if again_s is None:
-        plain = _PLAIN_KERNELS["forward"] if problem.attention == "plain" else 0
+        plain = _PLAIN_KERNELS["forward"] if problem.attention_kind == "plain" else 0
         again_s = IssueCounts(1 + plain).seconds(host, graphs)
     return forward_s, backward_s, again_s
 

@@ -269,7 +269,7 @@ def _added_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int, p
     added_s += streamed_s(problem, casts.num_bytes)
     if part == "backward":
         added_s += _accumulation_s(problem, parallelism)
-    if problem.attention == "plain":
+    if problem.attention_kind == "plain":
         added_s += _attention_s(problem, parallelism, part)[1]
     return added_s
 
@@ -346,7 +346,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     moved = operands * (2 if part else 1)
     fused = Compute("call", 0, moved, dtype=problem.dtype, call="attention", shape=shape, part=part)
     fused_s = call_s(problem, fused)
-    if problem.attention == "flash":
+    if problem.attention_kind == "flash":
         return fused_s, 0.0
     scores = batch * heads * queries * problem.sequence
     products = [matmul_work(queries, problem.sequence, width, problem.dtype, batch * heads)]
@@ -361,7 +361,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
 
 def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: float) -> float:
     """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
-    if problem.loss == "fused":
+    if problem.loss_kind == "fused":
         return 0.0
     tokens = parallelism.micro_batch * problem.sequence
     logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
@@ -378,7 +378,7 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
     begins, ends = (_piece_time(problem, parallelism, piece) for piece in PIECES_AT_ENDS)
     forward, backward = ends.forward + PartTime(logits_s[0]), ends.backward + PartTime(logits_s[1])
     issued = ends.issued_s
-    if problem.host is not None and problem.loss != "fused":
+    if problem.host is not None and problem.loss_kind != "fused":
         more_s = IssueCounts(_LOSS_KERNELS).seconds(problem.host, problem.stack.graphs)
         issued = issued[0] + more_s, issued[1] + more_s, 0.0
     return begins, LayerTime(forward, backward, issued_s=issued)

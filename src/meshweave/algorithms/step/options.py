@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.step.problem import Degree
-from meshweave.algorithms.step.software_stack import SoftwareStack
+from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, SoftwareStack
 from meshweave.describe.model.memory import Recompute
 
 Tensor = int | tuple[int, int]
@@ -19,9 +19,9 @@ class ProblemOptions(TypedDict, total=False):
     gradient_dtype: str
     optimizer: str
     precision: str | None
-    attention: Literal["flash", "plain"]
-    attention_share: float
-    loss: Literal["fused", "eager", "sharded"]
+    attention: AttentionKind | None
+    attention_share: float | None
+    loss: LossKind | None
     dropout: bool | None
     stack: SoftwareStack | str
     overlap: Overlap

@@ -12,7 +12,7 @@ from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.step.precision import Precision, ProductDtypes, precision_named
 from meshweave.algorithms.step.rates import with_rates, without_casts
-from meshweave.algorithms.step.software_stack import SoftwareStack
+from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, SoftwareStack
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
@@ -38,8 +38,6 @@ SHORT_NAMES = {
 }
 """What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
-_ATTENTIONS = ("flash", "plain")
-_LOSSES = ("fused", "eager", "sharded")
 _OPTIMIZER_BYTES = {"adam": 8, "adam-bf16": 4, "adam-8bit": 2, "sgd": 0, "momentum": 4}
 """Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
 
@@ -198,12 +196,14 @@ class StepProblem:
         optimizer: "adam", "momentum" or "sgd"; "adam-bf16" and "adam-8bit" keep their states in 16 and 8 bits.
         precision: the recipe by which products of layers run below 16 bits, such as "fp8-block" (`PRECISIONS`);
             None for `dtype`.
-        attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
+        attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them;
+            None: as the stack has it.
         attention_share: the FLOP rate of the attention kernel over that of the chip's constants; below 1 for an
-            older kernel.
+            older kernel; None: that of the stack's kernel.
         loss: "fused": logits are kept in fp32 and become their own gradient; "eager": as PyTorch's cross entropy
             of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back;
-            "sharded": in as many passes, with softmax over a sharded vocabulary that becomes its own gradient.
+            "sharded": in as many passes, with softmax over a sharded vocabulary that becomes its own gradient;
+            None: as the stack has it.
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: what the software adds, in constants.
@@ -226,9 +226,9 @@ class StepProblem:
     gradient_dtype: str = "float32"
     optimizer: str = "adam"
     precision: str | None = None
-    attention: Literal["flash", "plain"] = "flash"
-    attention_share: float = 1.0
-    loss: Literal["fused", "eager", "sharded"] = "fused"
+    attention: AttentionKind | None = None
+    attention_share: float | None = None
+    loss: LossKind | None = None
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
     overlap: Overlap = "sites"
@@ -241,8 +241,8 @@ class StepProblem:
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
-            ("attention", _ATTENTIONS),
-            ("loss", _LOSSES),
+            ("attention", (None, *get_args(AttentionKind))),
+            ("loss", (None, *get_args(LossKind))),
             ("overlap", get_args(Overlap)),
         ):
             word = getattr(self, name)
@@ -251,7 +251,7 @@ class StepProblem:
                     f"step: unknown {name} '{word}'{did_you_mean(word, filter(None, known))}; known: "
                     f"{', '.join(filter(None, known))}"
                 )
-        if not self.attention_share > 0:
+        if self.attention_share is not None and not self.attention_share > 0:
             raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
         if not isinstance(self.reserve, int | float) or not 0 <= self.reserve < math.inf:
             raise DescriptionError(f"step: reserve is {self.reserve}; give a share below 1, or bytes")
@@ -308,6 +308,23 @@ class StepProblem:
         return kinds_of
 
     @property
+    def attention_kind(self) -> AttentionKind:
+        """Return the kind of attention: what is said, else the stack's."""
+        return self.attention or self.stack.attention
+
+    @property
+    def attention_rate(self) -> float:
+        """Return the share of the rate of attention: what is said, else that of the stack's fused kernel."""
+        if self.attention_share is not None:
+            return self.attention_share
+        return self.stack.attention_share(self.cluster.chip.name) if self.attention_kind == "flash" else 1.0
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """Return the kind of loss likewise."""
+        return self.loss or self.stack.loss
+
+    @property
     def workload(self) -> Workload:
         """Return batch, sequence and dtype."""
         return Workload(self.batch, self.sequence, self.dtype)
@@ -337,7 +354,7 @@ class StepProblem:
         """Return the cluster whose chips attend at their share, and multiply as fast as the stack has them do."""
         kept = self.cache("cluster")
         if not kept:
-            cluster = with_rates(self.cluster, self.attention_share, self.stack.sustains)
+            cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)
             kept[""] = cluster if self.products is None else without_casts(cluster)
         priced: Cluster = kept[""]
         return priced

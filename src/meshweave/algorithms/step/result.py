@@ -219,13 +219,17 @@ class Step(Shown):
 _OF_EXPERTS = ("expert", "expert_tensor", "dispatcher", "imbalance")
 
 
+_OF_THE_STACK = {"attention": "attention_kind", "attention_share": "attention_rate", "loss": "loss_kind"}
+
+
 def _left_at_default(of: StepProblem | Parallelism) -> Iterator[str]:
-    """Yield the attributes that have the value of their default, but for those that are None there."""
+    """Yield the attributes that have the value of their default, or the stack's, but for those that are None."""
     for each in fields(of):
         if each.name in _OF_EXPERTS and (isinstance(of, Parallelism) or not of.model.is_routed):
             continue
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        value = getattr(of, each.name)
-        if default is not MISSING and value is not None and value == default:
+        is_left = default is not MISSING and getattr(of, each.name) == default
+        value = getattr(of, _OF_THE_STACK.get(each.name, each.name))
+        if is_left and value is not None:
             text = "-".join(value) if isinstance(value, tuple) else getattr(value, "name", value)
             yield f"{each.name} {text}"

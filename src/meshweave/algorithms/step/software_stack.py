@@ -10,6 +10,8 @@ from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.host import HostRates
 
 _SHARDINGS = ("zero", "fsdp", "fsdp2")
+AttentionKind = Literal["flash", "plain"]
+LossKind = Literal["fused", "eager", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class SoftwareStack:
         gradient_passes: reads and writes of the gradients of a layer's weights that the stack makes for each
             micro-batch, besides the products: in the dtype of weights, and in that of accumulated gradients.
         gather_passes: reads and writes of a layer's whole weights after each gather, as FSDP2 copies them out.
+        attention, loss: the kinds of attention and loss that it has where a step says none, as of `StepProblem`.
+        attention_shares: the FLOP rate of its kernel of attention over that of a chip's constants, by how names of
+            chips begin; 1 on others.
         logit_bytes: bytes a logit through memory that a loss in steps moves beyond a fused one, forward and
             backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
             the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
@@ -120,6 +125,9 @@ class SoftwareStack:
     copies: tuple[UnfusedKernels, UnfusedKernels] = (UnfusedKernels(), UnfusedKernels())
     gradient_passes: tuple[float, float] = (0.0, 0.0)
     gather_passes: float = 0.0
+    attention: AttentionKind = "flash"
+    attention_shares: tuple[tuple[str, float], ...] = ()
+    loss: LossKind = "fused"
     logit_bytes: tuple[float, float] = (12.0, 18.0)
     waits_for_tensor: bool = False
     waits_for_gathers: bool = False
@@ -146,6 +154,10 @@ class SoftwareStack:
             raise DescriptionError(
                 f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
             )
+
+    def attention_share(self, chip: str) -> float:
+        """Return the share of the rate of attention on a chip of this name."""
+        return next((share for name, share in self.attention_shares if chip.startswith(name)), 1.0)
 
     @property
     def gap_s(self) -> float:

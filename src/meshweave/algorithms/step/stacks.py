@@ -30,6 +30,15 @@ IDEAL = "ideal"
 """The stack that adds nothing: kernels and communication alone."""
 DEFAULT_STACK = "meshweave"
 """The stack of `mw.step`, `mw.plan` and the command line where none is named."""
+KERNELS_OF_ATTENTION = {
+    "llm-foundry": "triton-1",
+    "torchtitan": "flash-2",
+    "nanotron": "flash-2",
+    "megatron-core": "transformer-engine",
+    "maxtext": "splash",
+}
+"""The kernel of attention of a stack, with rates in `catalog/stacks.toml`. The own runtime has none: it takes the
+kernel that PyTorch chooses, which on an H100 ran at the rates of the catalog (docs/guide/gpu.md, kernels)."""
 _FITTED_AS = {"meshweave": "torchtitan", "meshweave-eager": "torchtitan"}
 """The stack that has the constants of one on whose runs nothing could be fitted."""
 
@@ -92,6 +101,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron-2021": {
         "runs_programs": False,
         "blocks_transfers": True,
+        "attention": "plain",
         **_MEGATRON,
     },
     "megatron-deepspeed": {
@@ -99,6 +109,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "blocks_transfers": True,
         "waits_for_tensor": True,
         "gradient_passes": (1.0, 2.0),
+        "attention": "plain",
+        "loss": "sharded",
         "logit_bytes": (36.0, 10.0),
         **_MEGATRON,
     },
@@ -106,12 +118,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "runs_programs": False,
         "regathers": True,
         "sharding": "fsdp",
+        "loss": "eager",
         "gradient_passes": (3.0, 3.0),
         **_LLM_FOUNDRY,
     },
     "torchtitan": {
         "runs_programs": False,
         "sharding": "fsdp2",
+        "loss": "eager",
         "copies_norm_inputs": True,
         "gradient_passes": (1.0, 1.0),
         "gather_passes": 2.0,
@@ -127,6 +141,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "layers_by_cost": True,
         "keeps_joint_qkv": True,
         "sliced_weights": 6,
+        "loss": "sharded",
         "logit_bytes": (36.0, 10.0),
         **_NANOTRON,
     },
@@ -223,5 +238,11 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
     if "routed_hosts" in constants:
         hosts = constants["routed_hosts"].items()
         constants["routed_hosts"] = tuple((chip, HostRates(**rates)) for chip, rates in hosts)
+    constants["attention_shares"] = attention_shares(KERNELS_OF_ATTENTION.get(name, ""))
     runs = _stack_runs()[name]
     return SoftwareStack(name, sustains=True, runs=runs, **constants, **_DEFAULTS[name])
+
+
+def attention_shares(kernel: str) -> tuple[tuple[str, float], ...]:
+    """Return the rates of a kernel of attention over the measured one, by how names of chips begin."""
+    return tuple(stack_table().get("attention", {}).get(kernel, {}).items())

@@ -18,7 +18,7 @@ from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster_file import read_cluster_file
 from meshweave.describe.machine.cluster_phrase import is_phrase, phrase_table
 from meshweave.describe.machine.host import HostRates
-from meshweave.describe.machine.network import HostsNetwork, Network
+from meshweave.describe.machine.network import HostsNetwork, Network, TorusNetwork
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,15 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 def _sized(cluster: Cluster, chips: int) -> Cluster:
-    """Return a cluster of so many chips; a note says so where they are a part of each of several hosts."""
+    """Return a cluster of so many chips; a note says so where they are a part of each of several hosts.
+
+    Raises DescriptionError where it is not sold with so many.
+    """
+    if isinstance(cluster.network, TorusNetwork):
+        try:
+            cluster.network.check_sold(chips)
+        except DescriptionError as error:
+            raise DescriptionError(f"cluster {cluster.name}: {error}") from None
     sized = cluster.with_chips(chips)
     before, after = cluster.network, sized.network
     if isinstance(before, HostsNetwork) and isinstance(after, HostsNetwork):

@@ -122,6 +122,9 @@ class TorusFile(FileModel):
     slices: AxisFile | None = Field(
         None, description="a table: the link of each chip to a network that joins several tori"
     )
+    sizes: list[Count] = Field(
+        [], description="the numbers of chips that one is sold with, rising; above the last, its multiples"
+    )
 
     def network(self) -> Network:
         """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
@@ -136,7 +139,7 @@ class TorusFile(FileModel):
         axes = tuple(axis.axis() for axis in self.axes)
         slices = None if self.slices is None else self.slices.axis()
         return TorusNetwork(
-            axes, shape, chips, self.reconfigurable, self.min_chips, self.max_chips, slices=slices
+            axes, shape, chips, self.reconfigurable, self.min_chips, self.max_chips, slices, tuple(self.sizes)
         )
 
 

@@ -88,7 +88,8 @@ def _network_table(network: Network) -> dict[str, Any]:
                 "max_chips": network.max_chips,
             }
             table = {"kind": "torus", **shape, **sizes, "axes": [_axis_table(axis) for axis in network.axes]}
-            return table | ({"slices": _axis_table(network.slices)} if network.slices else {})
+            table |= {"slices": _axis_table(network.slices)} if network.slices else {}
+            return table | ({"sizes": list(network.sizes)} if network.sizes else {})
         case HostsNetwork():
             counts = {
                 name: getattr(network, name) for name in ("num_hosts", "chips_per_host", "nics_per_host")

@@ -37,7 +37,8 @@ class TorusNetwork:
 
     `shape` is its fixed shape, or None if it is `reconfigurable` into any shape of `min_chips` to `max_chips`. A
     mesh axis that spans several torus axes is a ring through them at the pace of the slowest. `slices` is the link
-    of each chip to a data-centre network that joins several such tori; None where nothing joins them.
+    of each chip to a data-centre network that joins several such tori; None where nothing joins them. `sizes` are
+    the numbers of chips that one is sold with, rising; above the last one its multiples are. Empty: any number.
 
     Raises:
         DescriptionError: shape, axes and number of chips do not agree.
@@ -50,6 +51,7 @@ class TorusNetwork:
     min_chips: int = 1
     max_chips: int = 65536
     slices: NetworkAxis | None = None
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -117,18 +119,47 @@ class TorusNetwork:
         """Return the torus with another number of chips; several tori, as hosts, where one has not so many.
 
         Chips of one torus are then joined by one of its axes, both directions of it together, and each has a link
-        of its own to the others. Raises DescriptionError if the shape is fixed.
+        of its own to the others. Within one torus any number is a part of it; `check_sold` says what is sold.
+        Raises DescriptionError if the shape is fixed, or if several tori have no such number.
         """
         if self.slices is not None and chips > self.max_chips:
-            most, axis = self.max_chips, self.axes[0]
+            self.check_sold(chips)
+            each, axis = self._slice_of(chips), self.axes[0]
             rate = axis.link_bytes_per_s * axis.num_directions
             intra = replace(axis, link_bytes_per_s=rate, num_directions=1)
-            return HostsNetwork(1, most, intra, most, self.slices).with_chips(chips)
+            return HostsNetwork(chips // each, each, intra, each, self.slices)
         if not self.reconfigurable and chips != self.chips:
             raise DescriptionError(
                 f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
             )
         return replace(self, chips=chips)
+
+    def check_sold(self, chips: int) -> None:
+        """Raise DescriptionError, with the nearest sizes, where no torus and no equal ones have so many."""
+        is_beyond = chips < self.min_chips or (chips > self.max_chips and self.slices is None)
+        if is_beyond or self._slice_of(chips):
+            return
+        nearest = (range(chips - 1, 0, -1), range(chips + 1, chips + self.max_chips + 1))
+        near = [next(filter(self._slice_of, sizes), 0) for sizes in nearest]
+        sold = ", ".join(map(str, self.sizes)) or "any number of"
+        if self.sizes and self.sizes[-1] < self.max_chips:
+            sold += f" and multiples of {self.sizes[-1]}"
+        raise DescriptionError(
+            f"{chips} chips are neither one slice nor several equal ones: slices are sold with {sold} chips; give "
+            f"{' or '.join(str(size) for size in near if size)}"
+        )
+
+    def _slice_of(self, chips: int) -> int:
+        """Return the chips of each torus of so many: the most that are sold, at least half of all; 0: none."""
+        if chips <= self.max_chips:
+            return chips if chips >= self.min_chips and self._is_sold(chips) else 0
+        most = self.max_chips if self.slices is not None else 0
+        sizes = range(most, (most - 1) // 2, -1)
+        return next((size for size in sizes if size and chips % size == 0 and self._is_sold(size)), 0)
+
+    def _is_sold(self, chips: int) -> bool:
+        last = self.sizes[-1] if self.sizes else 1
+        return not self.sizes or chips in self.sizes or (chips > last and chips % last == 0)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from meshweave.algorithms.block.roles import AxisDims
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.features import CallInputs, ForwardArguments
-from meshweave.nn.parallel.model import ParallelOutput
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 _CACHE = ("past_key_values", "use_cache")
@@ -39,6 +39,14 @@ class HostedArguments(ForwardArguments):
 
     # --- what is taken --------------------------------------------------------------------------------------
 
+    def inputs(
+        self, tokens: Tensor | None, args: tuple[Any, ...], given: dict[str, Any], targets: Tensor | None
+    ) -> CallInputs:
+        """Return what a call computes with: in evaluation logits beside the loss of labels, as transformers."""
+        made = super().inputs(tokens, args, given, targets)
+        is_evaluated = not self.module.training and not torch.is_grad_enabled()
+        return replace(made, with_logits=is_evaluated and targets is None and made.targets is not None)
+
     def takes(self, name: str, value: Any, tokens: Tensor) -> bool:
         """Return whether a call computes with an argument. Raises MeshweaveError where it does, and not so."""
         if name in ("attention_mask", "position_ids"):
@@ -48,6 +56,8 @@ class HostedArguments(ForwardArguments):
             return True
         if name in ("logits_to_keep", "num_logits_to_keep"):
             return isinstance(value, int) and value > 0 and lacking_tokens(self.strategy) == ""
+        if name == "num_items_in_batch":
+            return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         return name == "return_dict" and value is True
 
     def why_not(self, name: str) -> str:
@@ -107,8 +117,8 @@ class HostedArguments(ForwardArguments):
             raise UnsupportedError(
                 "logits_to_keep: a loss is of all tokens; give no labels, or no logits_to_keep"
             )
-        returns_own = named.pop("return_dict", False) or bool(named.get("use_cache"))
-        return CallInputs(targets, named, last, returns_own)
+        named.pop("return_dict", None)
+        return CallInputs(targets, named, last, named.pop("num_items_in_batch", None))
 
     # --- what a rank takes of it ----------------------------------------------------------------------------
 
@@ -145,10 +155,12 @@ def splits_rows(strategy: LayerStrategy) -> bool:
     return any(dim == "batch" and size > 1 for dim, size in axes)
 
 
-def returned(inputs: CallInputs, loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
-    """Return loss or logits as a call wants them: as transformers does where it keeps keys, or asks for that."""
-    if not inputs.returns_own:
-        return ParallelOutput(loss, logits)
+def returned(loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:
+    """Return loss, logits and keys in the class that transformers returns.
+
+    Args:
+        out: what the forward pass of the model's class returned.
+    """
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     return CausalLMOutputWithPast(

@@ -218,14 +218,14 @@ class HostedModel(ParallelModel):
         check_auxiliary(self.module, True, "attention_mask" in inputs.named)
         self.tokens.last = last
         out = self._called(input_ids, None, LayerSpan(len(self.blocks)), inputs)
-        logits, loss = logits_of(out), None
+        logits, loss, whole = logits_of(out), None, None
         if inputs.targets is not None:
-            loss, whole = self.vocabulary(logits, inputs.targets), None
+            loss = self.vocabulary(logits, inputs.targets, inputs.num_items)
             added = auxiliary_loss(self.module, out, batch * sequence)
             loss = loss if added is None else loss + added.to(loss.dtype)
-        else:
+        if inputs.targets is None or inputs.with_logits:
             whole = self.vocabulary.whole_logits(logits, batch, min(last or sequence, sequence))
-        return returned(inputs, loss, whole, out)
+        return returned(loss, whole, out)
 
     def _through(self, ids: Tensor, given: Tensor | None, span: LayerSpan) -> Tensor:
         """Return what a span of the forward pass makes: the residual, or this rank's part of the logits."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshweave.nn.hosted.generate import RankGenerate
 from meshweave.nn.hosted.model import HostedModel
+from meshweave.nn.hosted.trainer import offer_to_trainer
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.weights.pretrained import RankSavePretrained
 
@@ -19,6 +20,7 @@ def offer_methods(model: ParallelModel) -> set[str]:
 
         module.generate = RankGenerate(module, model.arguments, model.agreement)
         offered |= {name for name in vars(GenerationMixin) if not name.startswith("_")}
+        offer_to_trainer(model)
     if hasattr(module, "save_pretrained") and hasattr(module, "config"):
         module.save_pretrained = RankSavePretrained(module, model.context)
         offered.add("save_pretrained")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.execute.torch import compat
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 
@@ -122,8 +123,14 @@ class Tokens:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return batch and sequence of all ranks, of the layer that runs."""
-        return self.held if self.ids is None else (int(self.ids.shape[0]), int(self.ids.shape[1]))
+        """Return batch and sequence of all ranks, of the layer that runs: forward, or again in a backward pass.
+
+        Raises UnsupportedError outside of both.
+        """
+        if self.ids is None and (torch.compiler.is_compiling() or compat.is_in_backward()):
+            return self.held
+        ids = self.running()
+        return int(ids.shape[0]), int(ids.shape[1])
 
     def rows_of(self, x: Tensor, dims: AxisDims) -> Tensor:
         """Return a tensor (batch * sequence, features) that lies as `dims` as (batch, sequence, features)."""

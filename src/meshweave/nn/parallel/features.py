@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.execute.torch import compat
 from meshweave.nn.parallel.loss import IGNORED
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
@@ -46,11 +48,10 @@ _ARGUMENTS = {
     "inputs_embeds": "give input_ids",
     "output_hidden_states": "take them from hooks on .blocks",
     "output_attentions": "weights of attention are not kept",
-    "return_dict": "the result is a ParallelOutput",
+    "return_dict": "the result has loss and logits by these names",
     "logits_to_keep": "all logits are computed; give labels, and none is gathered",
     "num_logits_to_keep": "all logits are computed; give labels, and none is gathered",
-    "num_items_in_batch": "the loss is the mean over all tokens; transformers' Trainer is not for models whose "
-    "ranks take the same batch: call model.loss(tokens, targets).backward()",
+    "num_items_in_batch": "the loss is the mean over all tokens; Trainer takes models of transformers",
     "shift_labels": "give targets=",
 }
 """Arguments of forward passes that are refused where they would change something, each with what to use."""
@@ -104,9 +105,12 @@ class PlacedModules:
             for name, child in owner._modules.items()
             if path != layers
         ]
+        self._module = module
+        named = module.named_parameters()
+        self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming it, where another module stands in the place of one."""
+        """Raise UnsupportedError, naming it, where another module or other data stand in the place of one."""
         for owner, name, child, path in self._placed:
             now = owner._modules.get(name)
             if now is not child:
@@ -114,6 +118,34 @@ class PlacedModules:
                     f"{path} is a {type(now).__name__} that was put there after parallelize, and is not computed; "
                     "adapters are merged before it, and wrappers go around whole layers"
                 )
+        for name, parameter in self._module.named_parameters():
+            if isinstance(parameter, DTensor):
+                self._check_data(name, parameter)
+
+    def _check_data(self, name: str, parameter: DTensor) -> None:
+        """Raise UnsupportedError where `.data` of a parameter was assigned: a DTensor takes no notice of it."""
+        now = _memory(parameter)
+        before = self._memory.get(name, now)
+        if now[0] != before[0] and before[1]() is compat.local_tensor(parameter):
+            raise UnsupportedError(
+                f"{name}.data was assigned, of which a DTensor takes no notice: change values in place, as "
+                "parameter.copy_(values) does under torch.no_grad()"
+            )
+        self._memory[name] = now
+
+
+def check_anomaly_mode() -> None:
+    """Raise UnsupportedError where torch is to look for nan in gradients, which it cannot in a DTensor."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
+            "look at parameter.grad.to_local()"
+        )
+
+
+def _memory(parameter: DTensor) -> tuple[int, Callable[[], Tensor | None]]:
+    """Return the number of a DTensor's own memory, in which nothing lies, and what says its local tensor."""
+    return parameter.untyped_storage()._cdata, weakref.ref(compat.local_tensor(parameter))
 
 
 class _WithoutDdp:
@@ -139,6 +171,11 @@ def _refuse_other_layouts(
             raise LayoutError(
                 f"{name} of this state dict is a whole tensor, and the model's lies on ranks: "
                 "mw.load_weights(module, folder) reads whole weights"
+            )
+        if given.device_mesh.get_coordinate() != own.device_mesh.get_coordinate():
+            raise LayoutError(
+                f"{name} of this state dict is the part of another rank, which saved it: each rank saves and "
+                "loads its own, or all save by mw.save_weights(module, folder) or mw.Checkpoints"
             )
         if assigns and (given.device_mesh, given.placements) != (own.device_mesh, own.placements):
             raise LayoutError(
@@ -199,24 +236,30 @@ class CallInputs:
         targets: per token the one that is to be foretold; None where logits are wanted.
         named: arguments of the model's own forward pass that its code computes with, whole.
         logits_to_keep: of how many last tokens there are logits; 0 for all.
-        returns_own: whether the result is of the class that transformers returns.
+        num_items: by what the sum of losses is divided; None for the number of tokens that have a target.
+        with_logits: whether there are logits beside the loss.
     """
 
     targets: Tensor | None = None
     named: Mapping[str, Any] = field(default_factory=dict)
     logits_to_keep: int = 0
-    returns_own: bool = False
+    num_items: Tensor | float | None = None
+    with_logits: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors, which all ranks give alike, by name."""
-        return {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
+        every = {**self.named, "num_items_in_batch": self.num_items}
+        return {name: value for name, value in every.items() if isinstance(value, Tensor)}
 
     @property
     def words(self) -> dict[str, str]:
         """Return in words what else all ranks give alike."""
         cache = self.named.get("past_key_values")
         words = {"logits_to_keep": str(self.logits_to_keep), "use_cache": str(self.named.get("use_cache"))}
+        words["logits beside the loss"] = str(self.with_logits)
+        if not isinstance(self.num_items, Tensor):
+            words["num_items_in_batch"] = str(self.num_items)
         return words | (
             {} if cache is None else {"past_key_values": f"of {int(cache.get_seq_length())} tokens"}
         )
@@ -249,6 +292,8 @@ class ForwardArguments:
             raise LayoutError(f"forward takes tokens and {', '.join(self.names)}; {1 + len(args)} were given")
         given = {**dict(zip(self.names, args, strict=False)), **given}
         labels = given.pop("labels", None)
+        if labels is not None and targets is None and self.has_shift:
+            targets = given.pop("shift_labels", None)
         if not isinstance(tokens, Tensor):
             raise LayoutError("give input_ids: whole numbers (batch, sequence)")
         taken = {}

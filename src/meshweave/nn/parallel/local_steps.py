@@ -1,9 +1,10 @@
-"""Steps of optimizers on what a rank has of parameters, where that is the same as on DTensors.
+"""Steps of optimizers on plain tensors: on what a rank has of parameters, or on one whole parameter after another.
 
 An op on a DTensor costs some 100 us of Python, and a step of AdamW has a dozen for each parameter. Most optimizers
 compute each element from those at the same place alone. Whether one does is tried: on a matrix, and on its halves.
-Of these a step runs on the local parts; parameters, gradients and states stay DTensors for whoever reads or saves
-them.
+Of these a step runs on the local parts. Others, as Adafactor and Muon, compute a matrix from all of it, by ops
+that DTensors lack in part. Where each parameter is stepped on by itself, which is tried too, every rank gathers it
+and steps on the whole. Parameters, gradients and states of their shape stay DTensors, to be read and saved.
 """
 
 from __future__ import annotations
@@ -11,34 +12,39 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from meshweave.execute.torch import compat
 
 _STEPS, _LR = 2, 0.125
-_known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+_STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
+"""Where classes are from that are tried on whole parameters."""
+_Step: TypeAlias = Callable[[Optimizer], None]
+_known: WeakKeyDictionary[Optimizer, _Step | None] = WeakKeyDictionary()
 _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def step_locally(optimizer: Optimizer, has_arguments: bool) -> None:
-    """Make the step that an optimizer is about to make on local parts, and leave it none, where that is the same.
+    """Make the step that an optimizer is about to make on plain tensors, where that is the same: it makes none.
 
-    It is not where others look at the step too, it has a closure, or an optimizer is no elementwise one of torch.
-    `restore` comes after the step.
+    It is not where others look at the step too, it has a closure, or an optimizer's class is not tried. `restore`
+    comes after the step.
     """
     if has_arguments or torch.compiler.is_compiling() or compat.other_step_hooks(optimizer):
         return
     if optimizer not in _known:
-        _known[optimizer] = _is_elementwise(optimizer)
-    if not _known[optimizer] or not _lies_alike(optimizer):
+        _known[optimizer] = _way(optimizer)
+    step = _known[optimizer]
+    if step is None or not _lies_alike(optimizer):
         return
-    _step(optimizer)
+    step(optimizer)
     _set_aside[optimizer] = optimizer.param_groups
     optimizer.param_groups = []
 
@@ -67,7 +73,7 @@ def _is_like(grad: Tensor, parameter: DTensor) -> bool:
     return isinstance(grad, DTensor) and compat.spec_of(grad).placements == places
 
 
-def _step(optimizer: Optimizer) -> None:
+def _step_on_parts(optimizer: Optimizer) -> None:
     """Make a step on local parts, and put states that it has made into the optimizer, as DTensors."""
     pairs: list[tuple[Tensor, Tensor]] = []
     state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -104,6 +110,39 @@ def _step(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = values
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _step_on_whole(optimizer: Optimizer) -> None:
+    """Make a step on one whole parameter after another, of which this rank keeps its part; all ranks call it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            whole = _whole(parameter)
+            whole.grad = _whole(parameter.grad)
+            state: defaultdict[Tensor, Any] = defaultdict(dict)
+            if parameter in optimizer.state:
+                state[whole] = {key: _whole(value) for key, value in optimizer.state[parameter].items()}
+            stepped = {**group, "params": [whole]}
+            _run(optimizer, [stepped], state)
+            group.update((key, value) for key, value in stepped.items() if key != "params")
+            kept = {key: _kept(value, parameter) for key, value in state[whole].items()}
+            optimizer.state[parameter] = kept
+            if isinstance(parameter, DTensor):
+                compat.local_tensor(parameter).copy_(compat.local_tensor(_kept(whole, parameter)))
+
+
+def _whole(value: Any) -> Any:
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+
+def _kept(value: Any, parameter: Tensor) -> Any:
+    """Return what a rank keeps of a state: a DTensor where it has the shape of a parameter, else all of it."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    own = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return compat.from_spec(compat.local_tensor(own), compat.spec_of(parameter))
+
+
 def _run(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
     """Run an optimizer's step on other groups and states."""
     stand_in = object.__new__(type(optimizer))
@@ -122,26 +161,32 @@ def _like(value: Any, parameter: Tensor, local: Tensor) -> Any:
     return value
 
 
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer of torch steps on the halves of a matrix as on all of it."""
-    if not compat.bare_step(type(optimizer)).__module__.startswith("torch.optim."):
-        return False
+def _way(optimizer: Optimizer) -> _Step | None:
+    """Return by which way an optimizer makes the same step on plain tensors; None where it is to have DTensors."""
+    if not compat.bare_step(type(optimizer)).__module__.startswith(_STEPPED_ON_WHOLE):
+        return None
     # Its states may be what it made when it was made, as Adagrad's are: those of a trial are made by another one.
     with contextlib.suppress(Exception):
-        whole = torch.linspace(-1, 1, 24).view(4, 6)
-        for dim in (0, 1):
-            parts = [part.contiguous() for part in whole.chunk(2, dim)]
-            stepped = _tried(optimizer, [whole.clone()], [whole])
-            apart = _tried(optimizer, [part.clone() for part in parts], parts)
-            if not torch.equal(stepped[0], torch.cat(apart, dim)):
-                return False
-        return True
-    return False
+        whole = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+        if all(_is_same_apart(optimizer, whole, whole.chunk(2, dim), dim) for dim in (0, 1)):
+            return cast(_Step, _step_on_parts)
+        stepped = _tried(optimizer, [whole, whole.t()])
+        by_itself = [_tried(optimizer, [each])[0] for each in (whole, whole.t())]
+        if all(map(torch.equal, stepped, by_itself)):
+            return cast(_Step, _step_on_whole)
+    return None
 
 
-def _tried(optimizer: Optimizer, parameters: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """Return parameters after steps by an optimizer of this kind and its settings, with gradients of `values`."""
-    leaves = [parameter.requires_grad_() for parameter in parameters]
+def _is_same_apart(optimizer: Optimizer, whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
+    """Return whether an optimizer steps on parts of a matrix as on all of it, but for how a kernel rounds."""
+    (stepped,) = _tried(optimizer, [whole])
+    apart = torch.cat(_tried(optimizer, parts), dim)
+    return bool(torch.allclose(stepped, apart, rtol=1e-12, atol=1e-15))
+
+
+def _tried(optimizer: Optimizer, values: Sequence[Tensor]) -> list[Tensor]:
+    """Return parameters of some values after steps by an optimizer of this kind and its settings."""
+    leaves = [value.contiguous().clone().requires_grad_() for value in values]
     taken = inspect.signature(type(optimizer)).parameters
     made = type(optimizer)(leaves, **{key: v for key, v in optimizer.defaults.items() if key in taken})
     group = made.param_groups[0]

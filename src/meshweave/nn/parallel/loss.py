@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.parallel.buckets import NumberedSum
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
@@ -42,12 +43,13 @@ class VocabularyLoss:
             PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
         )
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the mean loss, equal on all ranks.
 
         Args:
             logits: (batch, sequence, words) of what this rank has.
             targets: (batch, sequence), all of them; `IGNORED` where there is no loss.
+            num_items: by what the sum is divided; None for the number of tokens that have a loss.
         """
         sizes = tuple(targets.shape)
         here = local_tokens(targets, self.strategy, self.token_dims)
@@ -58,8 +60,8 @@ class VocabularyLoss:
             )
         else:
             loss = self._shared(logits, here, sizes)
-        count = (targets != IGNORED).sum()
-        return self.total(loss[None])[0] / count
+        count = (targets != IGNORED).sum() if num_items is None else num_items
+        return _once(self.total(loss[None])[0] / count)
 
     def _shared(self, logits: Tensor, here: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sum of losses of the tokens that this rank has, where ranks share the words."""
@@ -78,4 +80,20 @@ class VocabularyLoss:
 
     def whole_logits(self, logits: Tensor, batch: int, sequence: int) -> Tensor:
         """Return the logits (batch, sequence, words) of all tokens and words, on every rank."""
-        return self.whole(logits, batch, sequence)
+        return _once(self.whole(logits, batch, sequence))
+
+
+def _once(result: Tensor) -> Tensor:
+    """Return a result whose gradients have no gradients, and say so; compilers say it themselves."""
+    if result.requires_grad and not torch.compiler.is_compiling():
+        result.register_hook(_refuse_second)
+    return result
+
+
+def _refuse_second(grad: Tensor) -> None:
+    """Raise UnsupportedError where a gradient is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "create_graph=True: gradients of gradients are not computed on a parallelised model; penalties of "
+            "gradients, and second derivatives, take a model on one rank"
+        )

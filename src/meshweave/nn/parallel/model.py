@@ -20,6 +20,7 @@ from meshweave.nn.parallel.features import (
     CallInputs,
     ForwardArguments,
     PlacedModules,
+    check_anomaly_mode,
 )
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
@@ -232,6 +233,7 @@ class ParallelModel(AroundModule):
         try:
             inputs = self._arguments.inputs(input_ids, args, given, targets)
             self._placed.check()
+            check_anomaly_mode()
         except MeshweaveError as error:  # on this rank: others hear of it
             refused, inputs = error, CallInputs()
         tokens = input_ids if isinstance(input_ids, Tensor) else None

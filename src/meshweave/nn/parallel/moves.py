@@ -19,7 +19,10 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 def keep_order(op: Any) -> None:
-    """Let a compiler that traces an op keep the order of its calls, which is to be the same on all ranks."""
+    """Let a compiler that traces an op keep the order of its calls, which is to be the same on all ranks.
+
+    Who calls it takes the numbers of tokens as `int`, for programs are of one size: so is the graph then.
+    """
     compat.keep_in_inductor(op.default)
 
 
@@ -66,7 +69,7 @@ def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) 
 @block_move.register_fake  # type: ignore[untyped-decorator]
 def _(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
     keep_order(torch.ops.meshweave.block_move)
-    return x.new_empty(value_of(number, PlacedMove).sized(batch, sequence, x.dtype).shape)
+    return x.new_empty(value_of(number, PlacedMove).sized(int(batch), int(sequence), x.dtype).shape)
 
 
 def _keep_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

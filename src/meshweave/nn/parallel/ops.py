@@ -121,7 +121,7 @@ def _multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, seq
 @block_product.register_fake  # type: ignore[untyped-decorator]
 def _(x: Tensor, weights: list[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
     keep_order(torch.ops.meshweave.block_product)
-    product, sized = _sized(number, batch, sequence, x.dtype)
+    product, sized = _sized(number, int(batch), int(sequence), x.dtype)
     *tokens, features = sized.result_shape
     units = features // sum(product.widths)
     results = [x.new_empty((*tokens, units * width)) for width in product.widths]

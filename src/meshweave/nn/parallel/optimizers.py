@@ -57,7 +57,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             agreement.progress.steps += 1
             agreement.progress.options |= option_words(optimizer)
     if agreements:
-        step_locally(optimizer, has_arguments=bool(kwargs) or len(args) > 1)
+        step_locally(optimizer, has_arguments=any(each is not None for each in (*args[1:], *kwargs.values())))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,14 +102,29 @@ def _first_step(optimizer: Optimizer) -> list[weakref.ref[StepAgreement]]:
 
 
 def option_words(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, by name."""
-    words = {}
+    """Return the settings of an optimizer's groups, by name, and of which rank its state is."""
+    words = {"its state": _whose_state(optimizer)}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
                 value = value.tolist() if isinstance(value, Tensor) else value
                 words[f"{key} of group {number}"] = without_addresses(repr(value))
     return words
+
+
+def _whose_state(optimizer: Optimizer) -> str:
+    """Return in words which rank's part the state of an optimizer is, which may come from a file."""
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+                place = value.device_mesh.get_coordinate()
+                is_own = place == parameter.device_mesh.get_coordinate()
+                return (
+                    "of this rank"
+                    if is_own
+                    else f"of the rank at {place}, which saved it: each saves its own"
+                )
+    return "none"
 
 
 class GradientProbe:

@@ -124,7 +124,7 @@ def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[
 @ring_attention.register_fake  # type: ignore[untyped-decorator]
 def _(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
     keep_order(torch.ops.meshweave.ring_attention)
-    sized = _sized(number, batch, sequence, qkv.dtype)
+    sized = _sized(number, int(batch), int(sequence), qkv.dtype)
     shapes = sized.kept_shapes()
     real = getattr(torch, sized.problem.statistics_dtype)
     return [qkv.new_empty(shapes["a0"]), qkv.new_empty(shapes["l0"], dtype=real)]

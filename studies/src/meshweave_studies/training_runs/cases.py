@@ -26,7 +26,7 @@ from meshweave_studies.training_runs.routed_runs import (
     recipe_of,
 )
 from meshweave_studies.training_runs.rows import PublishedRun
-from meshweave_studies.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
+from meshweave_studies.training_runs.stacks import RunStack, software_of, stack_of
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_MICRO_BATCHES = 2**14
@@ -101,7 +101,7 @@ def case_of(
 
     Args:
         constants: those of the stack; by default those that ship with the package.
-        attention: the rate of its kernel of attention over the measured one; by default likewise.
+        attention: the rate of its kernel of attention over the measured one; by default that of the stack.
         experts: whether runs of models with experts are predicted.
 
     Raises:
@@ -123,18 +123,15 @@ def case_of(
     if seq is None:
         raise NoPredictionError("the sequence length is not stated")
     batch, choices = _choices(run, words, stack, model, degrees)
-    if attention is None:
-        attention = attention_rate(stack.attention_kernel, cluster.chip.name)
     software = _adapted(software_of(stack) if constants is None else constants, words)
     if model.is_routed:
         recipe = recipe_of(run)
         software = replace(software, captured=recipe.captured, overlaps_exchanges=recipe.overlaps)
-    loss = stack.compiled_loss if words.is_compiled else stack.loss
     gradient_dtype = "float32" if words.is_amp else stack.gradient_dtype
     try:
         problem = StepProblem(
-            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention=stack.attention,
-            attention_share=attention, loss=loss, stack=software, overlap="layers", reserve=0.0,
+            model, cluster, batch, seq, stack.dtype, gradient_dtype, attention_share=attention,
+            loss=stack.compiled_loss if words.is_compiled else None, stack=software, overlap="layers", reserve=0.0,
             precision=precision, dispatcher=dispatcher_of(run, cluster) if model.is_routed else "all_to_all",
         )  # fmt: skip
     except MeshweaveError as error:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from meshweave.algorithms.step import SoftwareStack, load_stack
 from meshweave.algorithms.step.stack_runs import StackRuns
-from meshweave.algorithms.step.stacks import stack_table
+from meshweave.algorithms.step.stacks import attention_shares
 from meshweave.describe.model.memory import Pairs, Recompute
 from meshweave_studies.training_runs.rows import PublishedRun
 
@@ -26,9 +26,7 @@ class RunStack:
         words: words of a source, any of which names this stack.
         name: its name (`algorithms.step.stack_names`); "ideal" where it has no constants.
         gradient_dtype: of gradients that are accumulated and reduced.
-        attention_kernel: which fused kernel computes attention; "" for scores in memory.
-        loss: as of `StepProblem`.
-        compiled_loss: the same, where the row says that the model was compiled.
+        compiled_loss: the loss, as of `StepProblem`, where the row says that the model was compiled.
         memory_of_first_rank: whether the memory that it prints is that of the first rank, and not of the fullest.
         recomputes_instead: what is computed again where rows cannot be right; None: what they say.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
@@ -44,8 +42,6 @@ class RunStack:
     name: str = "ideal"
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
-    attention_kernel: str = "flash-2"
-    loss: Literal["fused", "eager", "sharded"] = "eager"
     compiled_loss: Literal["fused", "eager"] = "fused"
     memory_of_first_rank: bool = False
     recompute: Recompute = "none"
@@ -58,18 +54,11 @@ class RunStack:
     pairs: Pairs = "all"
     does: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def attention(self) -> Literal["flash", "plain"]:
-        """Return the kind of attention in `StepProblem`'s words."""
-        return "flash" if self.attention_kernel else "plain"
-
 
 _MEGATRON = RunStack(
     ("2205.05198", "Megatron-LM README", "Zero Bubble"),
     "megatron-2021",
     "float16",
-    attention_kernel="",
-    loss="fused",
     is_sequence_parallel=False,
 )
 """Megatron-LM before fused attention and overlapped transfers."""
@@ -78,8 +67,6 @@ _DEEPSPEED = RunStack(
     "megatron-deepspeed",
     "float16",
     gradient_dtype="float16",
-    attention_kernel="",
-    loss="sharded",
     recompute="full",
     is_sequence_parallel=False,
 )
@@ -88,9 +75,7 @@ alone would take 97 % of what the rows of degree 1 on 2 GPUs state for a whole l
 _MEGATRON_CORE = RunStack(
     ("Megatron-Bridge", "Megatron-Core", "NeMo 24.07", "dgxc-benchmarking", "MLPerf Training"),
     "megatron-core",
-    loss="fused",
     zero=1,
-    attention_kernel="transformer-engine",
     needs_precision=True,
 )
 _STACKS = (
@@ -106,36 +91,24 @@ _STACKS = (
     ),
     replace(_DEEPSPEED, words=("ground_truth_single",), recomputes_instead="none"),
     _DEEPSPEED,
-    RunStack(
-        ("llm-foundry",),
-        "llm-foundry",
-        gradient_dtype="bfloat16",
-        attention_kernel="triton-1",
-    ),
+    RunStack(("llm-foundry",), "llm-foundry", gradient_dtype="bfloat16"),
     RunStack(("torchtitan benchmarks/llama3_h100_202412",), "torchtitan", compiled_loss="eager"),
     RunStack(("torchtitan",), "torchtitan"),
-    RunStack(("nanotron",), "nanotron", loss="sharded", memory_of_first_rank=True),
+    RunStack(("nanotron",), "nanotron", memory_of_first_rank=True),
     replace(_MEGATRON_CORE, words=("Megatron-MoE-ModelZoo", "Megatron-LM dev"), pairs="causal"),
     _MEGATRON_CORE,
-    RunStack(("MaxText", "maxtext"), "maxtext", attention_kernel="splash", loss="fused", accumulates=False),
+    RunStack(("MaxText", "maxtext"), "maxtext", accumulates=False),
 )
 _ZERO_3 = RunStack(
     (),
     "megatron-2021",
     "float16",
     "float16",
-    "",
-    loss="fused",
     recompute="full",
     does={"overlap": 1.0, "runs": StackRuns()},
 )
 """DeepSpeed, with which Narayanan et al. ran ZeRO-3: the model is Megatron's, collectives run beside it."""
-_UNKNOWN = RunStack(())
-
-
-def run_stacks() -> tuple[RunStack, ...]:
-    """Return what is known of the software of sources."""
-    return _STACKS
+_UNKNOWN = RunStack((), does={"attention_shares": attention_shares("flash-2"), "loss": "eager"})
 
 
 def stack_of(run: PublishedRun) -> RunStack:
@@ -148,9 +121,3 @@ def stack_of(run: PublishedRun) -> RunStack:
 def software_of(stack: RunStack) -> SoftwareStack:
     """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
     return replace(load_stack(stack.name), runs_programs=False, **stack.does)
-
-
-def attention_rate(kernel: str, chip: str) -> float:
-    """Return the rate of a kernel of attention on a chip over that of the measured kernel; 1 if not known."""
-    shares = stack_table().get("attention", {}).get(kernel, {})
-    return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))
