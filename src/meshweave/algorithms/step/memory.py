@@ -141,18 +141,30 @@ def rank_parameters(
     return counts
 
 
-def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> list[tuple[float, ...]]:
-    """Return how many layers of each kind each pipeline rank has; [] where the order of layers is not known."""
+def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:
+    """Return how many layers of each kind each pipeline rank has; () where the order of layers is not known."""
     p = parallelism
     if not problem.model.layers:
-        return []
-    stages = stage_kinds(problem, stage_layers(problem.model.num_layers, p.num_stages, layer_costs(problem)))
+        return ()
+    known, key = problem.cache("kinds of ranks"), (p.schedule, p.pipeline, p.virtual_stages)
+    if key not in known:
+        layers = stage_layers(problem.model.num_layers, p.num_stages, layer_costs(problem))
+        known[key] = _summed_kinds(problem, p, stage_kinds(problem, layers))
+    kinds: tuple[tuple[float, ...], ...] = known[key]
+    return kinds
+
+
+def _summed_kinds(
+    problem: StepProblem, parallelism: Parallelism, stages: Sequence[tuple[float, ...]]
+) -> tuple[tuple[float, ...], ...]:
+    """Return how many layers of each kind each pipeline rank has, from those of each stage; () for none."""
+    p = parallelism
     if not stages:
-        return []
+        return ()
     out: list[tuple[float, ...]] = [tuple(0.0 for _ in problem.kinds)] * p.pipeline
     for rank, counts in zip(ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages), stages, strict=True):
         out[rank] = tuple(map(sum, zip(out[rank], counts, strict=True))) if counts else out[rank]
-    return out
+    return tuple(out)
 
 
 def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
