@@ -80,7 +80,7 @@ class HostedModel(ParallelModel):
         self._activations = UnfilledBuffers(module, self._without_memory(), anatomy.buffers)
         idle = self._idle()
         self._replace(idle, uses)
-        self._use = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
+        self.throughout = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
         self.report = self._reported(title, proved, idle)
         limits = TokenLimits(self.embedding.words, self.head.site.units)
         self.agreement = StepAgreement(
