@@ -145,12 +145,12 @@ class BoundProgram:
         """
         lanes, call = self._execute, self._call
         if not isinstance(lanes, LaneExecution) or not lanes.has_halves or call is None:
-            self.run()
+            self.run(self.inputs)
             take()
             return _nothing
         order, sequence, has_ended = call.sequence.order, call.sequence, False
         with torch.no_grad():
-            self._load_all({})
+            self._load_all(self.inputs)
             with call:
                 rest = lanes.begin()
 
