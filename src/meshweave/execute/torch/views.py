@@ -223,7 +223,7 @@ class Staging:
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+    return bool(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
 class ActionSequence:

@@ -173,7 +173,9 @@ class ParallelModel(AroundModule):
         rotary = None if self.rotary is None else self.rotary(x, sequence)
         self._activations.fill(x.device)
         # Of the module: a layer may have been wrapped since, to be computed again or compiled.
-        for number, block in enumerate(self.module.get_submodule(self.names.layers) if blocks is None else blocks):
+        for number, block in enumerate(
+            self.module.get_submodule(self.names.layers) if blocks is None else blocks
+        ):
             self.throughout.reach(number)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)

@@ -79,7 +79,9 @@ class _Kept(torch.autograd.Function):  # type: ignore[misc]
         """Return this rank's part of each parameter, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.specs = sums, [compat.spec_of(parameter) for parameter in parameters]
-        own = [compat.local_tensor(parameter).view_as(compat.local_tensor(parameter)) for parameter in parameters]
+        own = [
+            compat.local_tensor(parameter).view_as(compat.local_tensor(parameter)) for parameter in parameters
+        ]
         frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(own)
@@ -102,7 +104,11 @@ class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, bucket: ParameterBucket, gathered: list[tuple[GatheredBucket, Tensor]], sums: Sums, *own: Tensor
+        ctx: Any,
+        bucket: ParameterBucket,
+        gathered: list[tuple[GatheredBucket, Tensor]],
+        sums: Sums,
+        *own: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
