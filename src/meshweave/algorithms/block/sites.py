@@ -78,7 +78,7 @@ class ProductSite:
         return (*dims[:-2], *of_2d[-2:]) if roles.is_flat else dims
 
     def is_local(self, roles: Roles) -> bool:
-        """Return whether a rank multiplies the tokens that it has by a whole weight, and nothing is moved for it."""
+        """Return whether a rank multiplies its tokens by a whole weight, and nothing is moved for it."""
         edges = roles.residual, roles.core(self.is_attention)
         if not self.leaves_terms or roles.is_flat or any(roles.weight(self.is_first)):
             return False

@@ -148,7 +148,7 @@ class GuardedCollective:
         post: begins it, and returns its works.
     """
 
-    __slots__ = ("_guard", "_order", "_peers", "_post", "_works", "_what")
+    __slots__ = ("_guard", "_order", "_peers", "_post", "_what", "_works")
 
     def __init__(self, wire: Wire, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> None:
         self._guard, self._order = wire.context.guard, call_order(wire.context)

@@ -49,8 +49,8 @@ def names_of(module: nn.Module) -> ModelNames:
             raise UnsupportedError(f"{kind} does not say which module is its {word} ({method})")
         if inner := [name for name, _ in end.named_children()]:
             raise UnsupportedError(
-                f"{paths[id(end)]}: {type(end).__name__} has modules beside its weight ({', '.join(inner)}), which "
-                "are not computed"
+                f"{paths[id(end)]}: {type(end).__name__} has modules beside its weight ({', '.join(inner)}), "
+                "which are not computed"
             )
         ends.append(paths[id(end)])
     count = getattr(config, "num_hidden_layers", None)

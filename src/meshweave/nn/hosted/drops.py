@@ -23,8 +23,8 @@ from meshweave.nn.parallel.dropout import ShardDropout
 class RankDropout(TorchFunctionMode):  # type: ignore[misc]
     """Drops what a rank has of a tensor, for `dropout` and for attention with dropout.
 
-    To look at each function of torch takes longer than some of them. A forward pass in which nothing was dropped or
-    drawn is not looked at again for as long as all probabilities are what they were.
+    To look at each function of torch takes longer than some of them. A forward pass in which nothing was dropped
+    or drawn is not looked at again for as long as all probabilities are what they were.
 
     Args:
         sources: what a model may drop by, as `sources_of` returns it.
