@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
+from meshweave.algorithms.block.timed_ops import TIMED_LANES, timed_op
 from meshweave.algorithms.block.writer import (
     COMPUTE,
     NEXT_SITE,
@@ -20,6 +21,7 @@ from meshweave.algorithms.block.writer import (
     Tensors,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
     FULL,
@@ -46,6 +48,7 @@ from meshweave.ir.program import (
     Zero,
 )
 from meshweave.ir.program.expressions import Index, minimum
+from meshweave.ir.work import Work
 
 CHUNK = Var("k")
 """The number of the chunk, in loops over chunks."""
@@ -205,6 +208,36 @@ class ProgramWriter(BlockWriter):
         """Add a call of a function on the chunk."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
+
+    def timed(
+        self,
+        lane: str,
+        work_of: Callable[[int], Work],
+        outs: Tensors,
+        ins: Tensors,
+        *,
+        parameters: Tensors = (),
+        gradients: Tensors = (),
+    ) -> None:
+        """Add a call of the work, or an exchange that takes its price.
+
+        Raises:
+            UnsupportedError: ranks have different numbers of tokens.
+        """
+        tokens: Index = 1
+        for number in range(len(ins[0].sides) - 1):
+            tokens = tokens * self.extent_of(ins[0], number)
+        if not isinstance(tokens, int):
+            raise UnsupportedError("ranks of a layer with experts or latent attention have different tokens")
+        work = work_of(tokens)
+        self._do(
+            timed_op(
+                work,
+                TIMED_LANES.get(lane, lane),
+                tuple(map(self._view, (*outs, *gradients))),
+                tuple(map(self._view, (*ins, *parameters))),
+            )
+        )
 
     def _matmul(
         self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool

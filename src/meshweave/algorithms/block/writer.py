@@ -18,7 +18,7 @@ from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
-from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.work import Work
@@ -176,15 +176,22 @@ class BlockWriter(ABC):
     ) -> None:
         """Add a call of a function on the chunk."""
 
-    def timed(self, lane: str, work_of: Callable[[int], Work], outs: Tensors, ins: Tensors) -> None:
-        """Add work that grows with the tokens that a rank has of the first input.
+    @abstractmethod
+    def timed(
+        self,
+        lane: str,
+        work_of: Callable[[int], Work],
+        outs: Tensors,
+        ins: Tensors,
+        *,
+        parameters: Tensors = (),
+        gradients: Tensors = (),
+    ) -> None:
+        """Add work without values that grows with the tokens that a rank has of the first input.
 
-        Only a skeleton has such work.
-
-        Raises:
-            UnsupportedError: a program is written, which has ops.
+        Args:
+            parameters, gradients: what it reads and makes besides.
         """
-        raise UnsupportedError("programs of layers with experts or latent attention are not written yet")
 
     def matmul(
         self,

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+from meshweave.algorithms.block.nodes import is_timed
+from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
+from meshweave.algorithms.block.nodes.timed import REFUSAL
 from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
@@ -23,8 +26,15 @@ from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
-from meshweave.algorithms.step.placement import replica_groups, sharding_groups
-from meshweave.algorithms.step.stage_settings import StageSettings
+from meshweave.algorithms.step.placement import (
+    Axis,
+    expert_mesh_axes,
+    expert_replica_groups,
+    replica_groups,
+    sharding_groups,
+)
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stage_settings import BucketRanks, StageSettings
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape
 from meshweave.algorithms.step.write_units import layer_names, write_units
@@ -38,8 +48,8 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.program import Program
 
-REPLICAS = "r"
-"""What the names of meshes of replicas begin with, before the pipeline rank."""
+REPLICAS, EXPERTS = "r", "e"
+"""What the names of meshes of replicas begin with, and of experts, before the pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     meshes = program.expanded.meshes
     full = tuple(known.get(mesh.name) or folded.unfolded(mesh) for mesh in meshes)
     axes = tuple((f"{mesh.name}.replica0", copies) for mesh in meshes if mesh.name.startswith(REPLICAS))
+    axes += tuple(folded.copies_of_experts())
     part = cluster.with_chips(cluster.num_chips // copies)
     machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
     return LaidStep(program, machine, copies)
@@ -138,12 +149,17 @@ class StepPieces:
 
 def step_pieces(step: Stages) -> StepPieces:
     """Return what the program of a step is made of, on one of its replicas. Raises as `lay_step`."""
-    p = step.parallelism
-    return _StepWriter(step, p.data if p.experts == (1, 1) else 1).pieces()
+    if has_timed_layers(step.problem):
+        raise UnsupportedError(
+            "programs of layers with experts or latent attention do not say what they hold"
+        )
+    return _StepWriter(step, step.parallelism.data).pieces()
 
 
 def write_step(step: Stages) -> WrittenStep:
     """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
+    if has_timed_layers(step.problem):
+        raise UnsupportedError(REFUSAL)
     return _StepWriter(step, 1).written()
 
 
@@ -163,7 +179,47 @@ def replica_copies(step: Stages) -> int:
     if len(replica_groups(p)) > 1:
         return 1
     kept = 1 if stride % chips == 0 else chips // stride if chips % stride == 0 else 0
+    while kept and step.problem.model.is_routed and not _keeps_experts(step, kept):
+        kept = 2 * kept if kept < p.data else 0
     return p.data // kept if kept and p.data % kept == 0 else 1
+
+
+def _keeps_experts(step: Stages, kept: int) -> bool:
+    """Return whether so many replicas have equal parts of each group of ranks for experts, or whole ones.
+
+    Ranks of a group are alike where tokens go evenly to experts; else the group is simulated whole.
+    """
+    p = step.parallelism
+    stride = p.stride("data")
+    if any(p.size(each) > 1 and p.stride(each) > stride for each in ("tensor", "context")):
+        return False
+    span = kept * stride
+    for name, size, own in expert_mesh_axes(p):
+        is_whole, is_left_out = own * size <= span, own >= span
+        if step.problem.imbalance and not name.startswith("replica") and not is_whole:
+            return False
+        if not is_whole and not is_left_out and (span % own or size % (span // own)):
+            return False
+    return True
+
+
+def has_timed_layers(problem: StepProblem) -> bool:
+    """Return whether programs of some layers say what they cost and not what they compute."""
+    known = problem.cache("timed layers")
+    if not known:
+        known[""] = any(is_timed(graph) for _, graph in problem.model.runs)
+    return bool(known[""])
+
+
+def _check_routed(problem: StepProblem, p: Parallelism) -> None:
+    """Raise UnsupportedError for what programs of steps with experts do not have."""
+    if p.zero_group is not None:
+        raise UnsupportedError("a program with experts shards over all replicas; give zero_group=None")
+    if problem.stack.overlaps_exchanges:
+        raise UnsupportedError(
+            "a program with experts has no exchange of one micro-batch beside the computing of another, as this "
+            "stack has them; give a stack without"
+        )
 
 
 class _StepWriter:
@@ -172,8 +228,13 @@ class _StepWriter:
     def __init__(self, step: Stages, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
         self.copies = copies
-        self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
+        self.here = replace(
+            self.p, data=self.p.data // copies, zero_group=None, expert=1, expert_tensor=1
+        )  # where ranks lie, alone
         p, stack = self.p, self.problem.stack
+        self.is_timed, self.is_routed = has_timed_layers(self.problem), self.problem.model.is_routed
+        if self.is_routed:
+            _check_routed(self.problem, p)
         if self.problem.products is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
         sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
@@ -188,6 +249,12 @@ class _StepWriter:
             stack.overlap,
             stack.waits_for_gathers,
             stack.waits_for_tensor,
+        )
+        own = expert_replica_groups(p) if self.is_routed else ()
+        self.expert_settings = replace(
+            self.settings,
+            groups=tuple(f"replica{number}" for number in range(len(own))),
+            num_sharding=len(own) if p.zero else 0,
         )
         self.layers = layer_names(self.problem)
         self.units: dict[str, Unit] = {}
@@ -215,11 +282,50 @@ class _StepWriter:
         names, shape, strides = zip(*axes, strict=True)
         return _strided(f"{REPLICAS}{rank}", shape, names, strides, rank * p.stride("pipeline"))
 
+    def _expert_axes(self) -> Iterator[tuple[Axis, int]]:
+        """Yield the axes of the ranks of a stage for experts, without what is folded, and the copies of each."""
+        kept = self.here.data * self.p.stride("data") if self.copies > 1 else self.p.num_ranks
+        for name, size, stride in expert_mesh_axes(self.p) or (("replica0", 1, 1),):
+            own = min(size, max(kept // stride, 1))
+            yield (name, own, stride), size // own
+
+    def _expert_mesh(self, rank: int) -> Mesh:
+        """Return the same ranks with axes of those that share experts and each of them, and of replicas."""
+        axes = sorted((axis for axis, _ in self._expert_axes()), key=lambda axis: -axis[2])
+        names, shape, strides = zip(*axes, strict=True)
+        return _strided(f"{EXPERTS}{rank}", shape, names, strides, rank * self.here.stride("pipeline"))
+
+    def copies_of_experts(self) -> Iterator[tuple[str, int]]:
+        """Yield the folded axes of the meshes of experts, and how many copies each stands for."""
+        for rank in range(self.p.pipeline if self.is_routed else 0):
+            for (name, _, _), copies in self._expert_axes():
+                if copies > 1:
+                    yield f"{EXPERTS}{rank}.{name}", copies
+
+    def _experts_of_block(self) -> Mesh | None:
+        """Return the mesh of experts of the program of a block, whose ranks are those of its own mesh in order."""
+        if not self.is_routed:
+            return None
+        places = {rank: place for place, rank in enumerate(self._mesh(0).ranks)}
+        mesh = self._expert_mesh(0)
+        return Mesh(MESH_OF_EXPERTS, mesh.shape, mesh.axes, tuple(places[rank] for rank in mesh.ranks))
+
     def meshes(self) -> Iterator[Mesh]:
         """Yield the meshes of all pipeline ranks."""
         for rank in range(self.p.pipeline):
             yield self._mesh(rank)
             yield self._replica_mesh(rank)
+            if self.is_routed:
+                yield self._expert_mesh(rank)
+
+    def _bucket_ranks(self, rank: int) -> tuple[BucketRanks, BucketRanks | None]:
+        """Return where the buckets of a pipeline rank lie: those of all but experts, and those of experts."""
+        others = BucketRanks(self._replica_mesh(rank), ("tensor",), self.settings)
+        if not self.is_routed:
+            return others, None
+        mesh = self._expert_mesh(rank)
+        own = tuple(axis for axis in mesh.axes if axis not in self.expert_settings.groups)
+        return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
         """Return a mesh of the first replicas with the ranks that these have among all."""
@@ -248,8 +354,10 @@ class _StepWriter:
 
     def _pipeline(self) -> PipelineProblem:
         """Write the units, and return the problem of their pipeline."""
-        shards = self.p.shards if self.settings.is_sharded else 1
-        self.units = write_units(self.problem, self.p, self.here.data, shards)
+        sharded = self.settings.is_sharded, self.expert_settings.is_sharded
+        shards = self.p.shards if sharded[0] else 1, self.p.expert_replicas if sharded[1] else 1
+        experts = self._experts_of_block()
+        self.units = write_units(self.problem, self.p, self.here.data, shards, experts)
         stages = tuple(self._stage(number) for number in range(self.p.num_stages))
         edges = tuple(self._edge(number) for number in range(self.p.num_stages - 1))
         rows = self._residual()[0] * self.here.data
@@ -268,17 +376,21 @@ class _StepWriter:
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
         split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
+        if split and self.is_timed:
+            raise UnsupportedError(
+                f"{self.p.schedule} computes gradients of weights apart, which programs of layers with experts or "
+                "latent attention do not yet; give schedule='1f1b'"
+            )
 
         def stage(
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
-            replicas = self._replica_mesh(problem.stage_ranks[number])
             return BlockStage(
                 number,
-                (mesh, replicas),
+                mesh,
+                self._bucket_ranks(problem.stage_ranks[number]),
                 self._units_of(number),
                 self._layers_of(number),
-                self.settings,
                 boundaries,
                 stashes,
                 last.get(number, 0),
