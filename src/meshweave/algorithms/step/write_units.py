@@ -105,7 +105,7 @@ def _parts(
     problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int, experts: Mesh | None
 ) -> BlockParts:
     p = parallelism
-    entry = StrategyAround(strategy_of(replace(p, context=1)), (BATCH, RING))
+    entry = StrategyAround(strategy_of(replace(p, context=1, expert=1, expert_tensor=1)), (BATCH, RING))
     block = block_of_piece(problem, p, piece, data, experts)
     recompute = p.recompute if piece == "layers" else "none"
     config, known = best_config(problem, p), problem.cache("parts")
