@@ -7,9 +7,10 @@ and whether reductions overlap. Replicas that are alike are folded. "error" is e
 With --save, rows of an unfinished run are kept and the next run goes on behind them; each row depends on its
 number alone. Saved rows have the overlap of whole layers.
 
-With --experts the models are those of the catalog with experts, and DeepSeek-V2-Lite, which is small; drawn besides
-are the ranks that share experts and each of them, every level of ZeRO, the library that sends copies, how uneven
-these are, and the stack: one that adds nothing, or megatron-core. Saved rows have the overlap of sites, which is the default of a step.
+With --experts the models are those of the catalog with experts, and DeepSeek-V2-Lite, which is small. It draws
+besides the ranks that share experts and each of them, every level of ZeRO, the library that sends copies, how
+uneven these are, and the stack: one that adds nothing, or megatron-core. Saved rows have the overlap of sites, the
+default of a step.
 """
 
 from __future__ import annotations

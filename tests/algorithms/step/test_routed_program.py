@@ -19,6 +19,7 @@ from meshweave.algorithms.step.memory import layer_parameters
 from meshweave.algorithms.step.write_units import layer_names
 from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
 from meshweave.cost.price import price
+from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.program import parse, to_text
@@ -200,6 +201,23 @@ TOLERANCE = 0.12
 @given(steps())
 def test_the_simulation_of_any_step_with_experts_is_near_to_its_estimate(step: Step) -> None:
     assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, LATENT])
+@pytest.mark.parametrize("captured", [0.0, 0.75, 1.0])
+def test_hosts_issue_layers_with_experts_at_their_own_rate_without_what_graphs_capture(
+    model: mw.Transformer, captured: float
+) -> None:
+    hosts = (("H", HostRates(4e-4)),)
+    step = made(model, 8, ep=8, stack=replace(load_stack("ideal"), routed_hosts=hosts, captured=captured))
+    assert simulate_step(step).time_s == pytest.approx(step.time_s, rel=0.05)
+    assert (step.parts.host > 0) == (captured < 1)
+
+
+def test_experts_of_their_own_products_have_the_time_of_the_estimate() -> None:
+    step = made(ep=4, chips=8, stack=replace(load_stack("ideal"), grouped_experts=False))
+    assert any(isinstance(op, Call) and op.work == "matmul_batch" for op in ops_of_rank_0(step))
+    assert simulate_step(step).time_s == pytest.approx(step.time_s, rel=0.05)
 
 
 @pytest.mark.parametrize(

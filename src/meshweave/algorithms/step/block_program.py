@@ -23,7 +23,6 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
-from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
 from meshweave.algorithms.step.placement import (
@@ -34,6 +33,7 @@ from meshweave.algorithms.step.placement import (
     sharding_groups,
 )
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.program_host import program_host
 from meshweave.algorithms.step.stage_settings import BucketRanks, StageSettings
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape

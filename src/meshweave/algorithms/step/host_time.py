@@ -6,15 +6,12 @@ not fuse (`algorithms.step.stacks`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from meshweave.algorithms.step.block_time import LayerBlock, layer_block
+from meshweave.algorithms.step.block_time import LayerBlock
 from meshweave.algorithms.step.host import IssueCounts, paced_ps
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import quantizing
 from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.base.units import to_ps, to_s
-from meshweave.describe.machine.host import HostRates
 
 
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
@@ -83,34 +80,3 @@ def stalls_s(
         for tasks, count, more_s, own_s in zip(parts, counts, added_s, free_s, strict=True)
     )
     return forward_s, backward_s
-
-
-def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | None:
-    """Return the host with which the program of a step is simulated; None where nobody knows one.
-
-    What the host issues of a layer beside the ops of its program is spread over these, and over layers of all kinds:
-    it may issue those with experts at another rate, and what graphs have captured it does not issue.
-    """
-    host = problem.host
-    if host is None:
-        return None
-    again = parallelism.recompute == "full"
-    of_kinds = [(share, *_issued_and_ops(kind, parallelism, again)) for share, kind in problem.kinds]
-    issued_s, ops = (sum(share * each[at] for share, *each in of_kinds) for at in (0, 1))
-    if problem.stack.graphs:
-        return HostRates(issued_s / ops)
-    return replace(host, kernel_s=issued_s / ops, layer_s=0.0)
-
-
-def _issued_and_ops(problem: StepProblem, parallelism: Parallelism, again: bool) -> tuple[float, int]:
-    """Return the seconds in which the host issues the kernels of a layer, and the ops of its program."""
-    host, block = problem.host, layer_block(problem, parallelism)
-    ops = block.whole.kernels + again * block.forward.kernels
-    if host is None:
-        return 0.0, ops
-    if problem.stack.graphs:
-        return (2 + again) * host.kernel_s, ops
-    counts = issue_counts(block, parallelism)
-    kernels = sum(count.kernels for count in counts) + again * counts[0].kernels
-    captured = problem.stack.captured if problem.model.is_routed else 0.0
-    return (1 - captured) * (kernels * host.kernel_s + (1 + again) * host.layer_s), ops
