@@ -8,9 +8,8 @@ With --save, rows of an unfinished run are kept and the next run goes on behind 
 number alone. Saved rows have the overlap of whole layers.
 
 With --experts the models are those of the catalog with experts, and DeepSeek-V2-Lite, which is small. It draws
-besides the ranks that share experts and each of them, every level of ZeRO, the library that sends copies, how
-uneven these are, and the stack: one that adds nothing, or megatron-core. Saved rows have the overlap of sites, the
-default of a step.
+besides the ranks that share experts and each of them, every level of ZeRO, the library that sends copies, and how
+uneven these are. Saved rows have the overlap of sites, the default of a step.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ def draw_routed(number: int, overlap: Overlap) -> mw.algorithms.Step:
             "recompute": chance.choice(("none", "selective", "full")),
             "dispatcher": chance.choice(sorted(libraries())),
             "imbalance": chance.choice((0.0, 0.0, 0.5, 1.0)),
+            "stack": mw.SoftwareStack(overlap=chance.choice((0, 1))),
         }
-        overlaps, is_plain = chance.choice((0, 1)), chance.choice((True, False))
-        options["stack"] = mw.SoftwareStack(overlap=overlaps) if is_plain else "megatron-core"
         if rest or not dp:
             continue
         degrees = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "etp": etp}
@@ -116,7 +114,7 @@ def row_of(number: int, overlap: Overlap, *, is_routed: bool = False) -> dict[st
     degrees = {"dp": p.data, "pp": p.pipeline, "cp": p.context, "tp": p.tensor_size, "vp": p.virtual_stages}
     if is_routed:
         degrees |= {"ep": p.expert, "etp": p.expert_tensor, "dispatcher": step.problem.dispatcher}
-        degrees |= {"imbalance": step.problem.imbalance, "stack": step.problem.stack.name}
+        degrees["imbalance"] = step.problem.imbalance
     return {
         "model": step.problem.model.name,
         "cluster": f"{step.problem.cluster.name}:{p.num_ranks}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from meshweave.algorithms.step import Step, load_stack, simulate_step, step_prog
 from meshweave.algorithms.step.block_program import lay_step, step_pieces, write_step
 from meshweave.algorithms.step.block_time import layer_block
 from meshweave.algorithms.step.memory import layer_parameters
+from meshweave.algorithms.step.routing import expert_ranks, rank_loads
 from meshweave.algorithms.step.write_units import layer_names
 from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
 from meshweave.cost.price import price
@@ -201,6 +203,28 @@ TOLERANCE = 0.12
 @given(steps())
 def test_the_simulation_of_any_step_with_experts_is_near_to_its_estimate(step: Step) -> None:
     assert step.time_s == pytest.approx(simulate_step(step).time_s, rel=TOLERANCE)
+
+
+def test_ranks_of_a_skewed_group_have_copies_of_their_own_and_wait_for_the_first() -> None:
+    step = made(ep=8, chips=8, imbalance=0.8)
+    loads = rank_loads(step.problem, step.parallelism)
+    ranks = expert_ranks(step.problem, step.parallelism)
+    assert ranks is not None and loads[0] == ranks.load
+    assert list(loads) == sorted(loads, reverse=True) and sum(loads) == pytest.approx(8, rel=0.02)
+    program = step_program(step).expanded
+    rows = [
+        next(
+            bound.op.shape[0]
+            for bound in program.ops_on_rank(rank)
+            if isinstance(bound.op, Call) and bound.op.work == "experts"
+        )
+        for rank in range(8)
+    ]
+    assert rows == [math.ceil(2048 * 2 * load) for load in loads]
+    made_s = simulate_step(step)
+    assert made_s.time_s == pytest.approx(step.time_s, rel=0.03)
+    computing = [made_s.simulation.parts(rank)["compute_s"] for rank in range(8)]
+    assert computing[0] == max(computing) > min(computing)
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, LATENT])

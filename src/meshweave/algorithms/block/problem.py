@@ -36,6 +36,8 @@ class ExpertRanks:
         load: copies of tokens that the most loaded rank gets over those that ranks get on average.
         dispatcher: how copies travel, a name of `cost.exchange`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
+        loads: for a program, copies of each rank of a group over the average: the first one's is `load`; () where
+            all have as many.
         mesh: for a program, the ranks of a block on a mesh with the axes "rank" and "tensor" of those that share
             experts and each of them, where there are several, and others; None where work alone is counted.
     """
@@ -45,6 +47,7 @@ class ExpertRanks:
     load: float = 1.0
     dispatcher: str = "all_to_all"
     grouped: bool = True
+    loads: tuple[float, ...] = ()
     mesh: Mesh | None = None
 
     def elements(self, weight: NodeWeight) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
@@ -19,6 +19,7 @@ from meshweave.algorithms.block.writer import (
     SequenceWindow,
     Stored,
     Tensors,
+    TimedWork,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
@@ -48,7 +49,6 @@ from meshweave.ir.program import (
     Zero,
 )
 from meshweave.ir.program.expressions import Index, minimum
-from meshweave.ir.work import Work
 
 CHUNK = Var("k")
 """The number of the chunk, in loops over chunks."""
@@ -212,14 +212,14 @@ class ProgramWriter(BlockWriter):
     def timed(
         self,
         lane: str,
-        work_of: Callable[[int], Work],
+        work_of: TimedWork,
         outs: Tensors,
         ins: Tensors,
         *,
         parameters: Tensors = (),
         gradients: Tensors = (),
     ) -> None:
-        """Add a call of the work, or an exchange that takes its price.
+        """Add a call of the work, or an exchange that takes its price: that of the rank with the most copies.
 
         Raises:
             UnsupportedError: ranks have different numbers of tokens.
@@ -229,15 +229,13 @@ class ProgramWriter(BlockWriter):
             tokens = tokens * self.extent_of(ins[0], number)
         if not isinstance(tokens, int):
             raise UnsupportedError("ranks of a layer with experts or latent attention have different tokens")
-        work = work_of(tokens)
-        self._do(
-            timed_op(
-                work,
-                TIMED_LANES.get(lane, lane),
-                tuple(map(self._view, (*outs, *gradients))),
-                tuple(map(self._view, (*ins, *parameters))),
-            )
+        ranks = self.problem.experts
+        works = [work_of(tokens, load=load) for load in ranks.loads] if ranks is not None else []
+        written, read = (
+            tuple(map(self._view, (*outs, *gradients))),
+            tuple(map(self._view, (*ins, *parameters))),
         )
+        self._do(timed_op(works or [work_of(tokens)], TIMED_LANES.get(lane, lane), written, read))
 
     def _matmul(
         self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool

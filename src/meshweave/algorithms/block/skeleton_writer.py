@@ -22,6 +22,7 @@ from meshweave.algorithms.block.writer import (
     SequenceWindow,
     Stored,
     Tensors,
+    TimedWork,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
@@ -239,7 +240,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self,
         lane: str,
-        work_of: Callable[[int], Work],
+        work_of: TimedWork,
         outs: Tensors,
         ins: Tensors,
         *,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
+from meshweave.ir.program.expressions import Var, select
 from meshweave.ir.program.ops import Call, CallPart, Exchange, Op
 from meshweave.ir.program.views import View
 from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
@@ -15,9 +17,24 @@ TIMED_LANES = {MESH_OF_EXPERTS: "exchanges"}
 Views = tuple[View, ...]
 
 
-def timed_op(work: Work, lane: str, outs: Views, ins: Views) -> Op:
-    """Return an op with the price of some work, which reads and writes some views."""
-    return _call(work, lane, outs, ins) if isinstance(work, Compute) else _exchange(work, lane, outs, ins)
+def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
+    """Return an op with the price of some work, which reads and writes some views.
+
+    Args:
+        works: one, or that of each rank of a group of experts, the first one with the most copies: all wait for
+            its exchanges.
+    """
+    first = works[0]
+    if not isinstance(first, Compute):
+        return _exchange(first, lane, outs, ins)
+    calls = [_call(work, lane, outs, ins) for work in works if isinstance(work, Compute)]
+    at = Var(f"{MESH_OF_EXPERTS}.rank")
+    return replace(
+        calls[0],
+        flops=select([call.flops for call in calls], at),
+        bytes=select([call.bytes for call in calls], at),
+        shape=tuple(select(sizes, at) for sizes in zip(*(call.shape for call in calls), strict=True)),
+    )
 
 
 def _exchange(work: Transfer, lane: str, outs: Views, ins: Views) -> Exchange:

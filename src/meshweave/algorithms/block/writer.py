@@ -8,10 +8,10 @@ of a chunk runs beside the products of the next, and beside whatever the compute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
@@ -70,6 +70,14 @@ class Stored:
 
 Tensors = tuple[Stored, ...]
 """What an op reads, or writes."""
+
+
+class TimedWork(Protocol):
+    """Returns the work of so many tokens, of a rank whose experts get `load` times the average, if given."""
+
+    def __call__(self, tokens: int, *, load: float | None = None) -> Work:
+        """Return the work."""
+        ...
 
 
 class BlockWriter(ABC):
@@ -180,7 +188,7 @@ class BlockWriter(ABC):
     def timed(
         self,
         lane: str,
-        work_of: Callable[[int], Work],
+        work_of: TimedWork,
         outs: Tensors,
         ins: Tensors,
         *,

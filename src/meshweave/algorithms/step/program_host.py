@@ -1,8 +1,8 @@
 """The host with which the program of a step is simulated: one rate for all ops of all ranks.
 
 What a host issues beside the ops of a program, such as kernels that a stack does not fuse, is spread over these,
-and over layers of all kinds: layers with experts may be issued at a rate of their own. Of these graphs may capture a
-share, which is not issued; embedding and head are, so that they are counted too then.
+and over layers of all kinds: layers with experts may be issued at a rate of their own. Of these graphs may capture
+a share, which is not issued; embedding and head are, so that they are counted too then.
 """
 
 from __future__ import annotations

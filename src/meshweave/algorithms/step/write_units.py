@@ -10,7 +10,7 @@ from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.step.layers import best_config, eager_logits_s, extra_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
-from meshweave.algorithms.step.routing import expert_ranks
+from meshweave.algorithms.step.routing import expert_ranks, rank_loads
 from meshweave.algorithms.step.stage_layers import order_of_kinds
 from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
 from meshweave.algorithms.step.units import Unit
@@ -56,7 +56,7 @@ def block_of_piece(
     block = BlockProblem.of(problem.model, work, (data, p.context, *p.tensor_mesh))
     ranks = expert_ranks(problem, p)
     if ranks is not None and experts is not None:
-        block = replace(block, experts=replace(ranks, mesh=experts))
+        block = replace(block, experts=replace(ranks, loads=rank_loads(problem, p), mesh=experts))
     if piece == "layers":
         return block
     block = replace(block, experts=None)

@@ -92,8 +92,9 @@ class TimedRecord(NodeRecord[AnyNode]):
         gradients = tuple(writer.stored[f"D{name}"] for name in names) if part == "backward" else ()
         for number, lane in enumerate(lanes):
 
-            def work_of(tokens: int, number: int = number) -> Work:
-                return list(self.works(node, problem, tokens, part))[number][1]
+            def work_of(tokens: int, *, number: int = number, load: float | None = None) -> Work:
+                of = problem if load is None else with_load(problem, load)
+                return list(self.works(node, of, tokens, part))[number][1]
 
             writer.writer.timed(
                 lane,
@@ -108,6 +109,12 @@ class TimedRecord(NodeRecord[AnyNode]):
             natural: AxisDims = tuple(dim if dim in own else "partial" for dim in ins[-1].dims)
             is_whole = gradient.sides[0].dim != "expert"
             writer.leave_terms(replace(gradient, dims=natural) if is_whole else gradient, gradient)
+
+
+def with_load(problem: BlockProblem, load: float) -> BlockProblem:
+    """Return a problem whose ranks have so many copies of tokens over the average."""
+    assert problem.experts is not None
+    return replace(problem, experts=replace(problem.experts, load=load))
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
