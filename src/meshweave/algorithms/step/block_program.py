@@ -8,13 +8,11 @@ which axes gradients are still to be summed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from meshweave.algorithms.block.nodes import is_timed
-from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
 from meshweave.algorithms.block.nodes.timed import REFUSAL
 from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
@@ -25,16 +23,10 @@ from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
-from meshweave.algorithms.step.placement import (
-    Axis,
-    expert_mesh_axes,
-    expert_replica_groups,
-    replica_groups,
-    sharding_groups,
-)
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.program_host import program_host
-from meshweave.algorithms.step.stage_settings import BucketRanks, StageSettings
+from meshweave.algorithms.step.program_ranks import REPLICAS, ProgramRanks, replica_copies
+from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape
 from meshweave.algorithms.step.write_units import layer_names, write_units
@@ -45,11 +37,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.program import Program
-
-REPLICAS, EXPERTS = "r", "e"
-"""What the names of meshes of replicas begin with, and of experts, before the pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +72,11 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
         return LaidStep(program, Machine.of(cluster, program, logical=True), 1)
     folded = _StepWriter(step, copies)
     program = folded.program()
-    known = {mesh.name: mesh for mesh in whole.meshes()}
+    known = {mesh.name: mesh for mesh in whole.ranks.meshes()}
     meshes = program.expanded.meshes
-    full = tuple(known.get(mesh.name) or folded.unfolded(mesh) for mesh in meshes)
+    full = tuple(known.get(mesh.name) or folded.ranks.unfolded(mesh) for mesh in meshes)
     axes = tuple((f"{mesh.name}.replica0", copies) for mesh in meshes if mesh.name.startswith(REPLICAS))
-    axes += tuple(folded.copies_of_experts())
+    axes += tuple(folded.ranks.copies_of_experts())
     part = cluster.with_chips(cluster.num_chips // copies)
     machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
     return LaidStep(program, machine, copies)
@@ -163,46 +151,6 @@ def write_step(step: Stages) -> WrittenStep:
     return _StepWriter(step, 1).written()
 
 
-def replica_copies(step: Stages) -> int:
-    """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
-
-    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
-    with all its chips, NICs and groups. Where several replicas share a host, these stay.
-    """
-    p, cluster = step.parallelism, step.problem.cluster
-    network = cluster.network
-    if not isinstance(network, HostsNetwork) or p.data == 1 or p.zero_group is not None:
-        return 1
-    stride, chips = p.stride("data"), network.chips_per_host
-    if p.context > 1 and p.stride("context") > stride:
-        return 1
-    if len(replica_groups(p)) > 1:
-        return 1
-    kept = 1 if stride % chips == 0 else chips // stride if chips % stride == 0 else 0
-    while kept and step.problem.model.is_routed and not _keeps_experts(step, kept):
-        kept = 2 * kept if kept < p.data else 0
-    return p.data // kept if kept and p.data % kept == 0 else 1
-
-
-def _keeps_experts(step: Stages, kept: int) -> bool:
-    """Return whether so many replicas have equal parts of each group of ranks for experts, or whole ones.
-
-    Ranks of a group are alike where tokens go evenly to experts; else the group is simulated whole.
-    """
-    p = step.parallelism
-    stride = p.stride("data")
-    if any(p.size(each) > 1 and p.stride(each) > stride for each in ("tensor", "context")):
-        return False
-    span = kept * stride
-    for name, size, own in expert_mesh_axes(p):
-        is_whole, is_left_out = own * size <= span, own >= span
-        if step.problem.imbalance and not name.startswith("replica") and not is_whole:
-            return False
-        if not is_whole and not is_left_out and (span % own or size % (span // own)):
-            return False
-    return True
-
-
 def has_timed_layers(problem: StepProblem) -> bool:
     """Return whether programs of some layers say what they cost and not what they compute."""
     known = problem.cache("timed layers")
@@ -227,113 +175,15 @@ class _StepWriter:
 
     def __init__(self, step: Stages, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
-        self.copies = copies
-        self.here = replace(
-            self.p, data=self.p.data // copies, zero_group=None, expert=1, expert_tensor=1
-        )  # where ranks lie, alone
-        p, stack = self.p, self.problem.stack
-        self.is_timed, self.is_routed = has_timed_layers(self.problem), self.problem.model.is_routed
-        if self.is_routed:
-            _check_routed(self.problem, p)
+        self.is_timed = has_timed_layers(self.problem)
+        if self.problem.model.is_routed:
+            _check_routed(self.problem, self.p)
         if self.problem.products is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
-        sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
-        self.groups = (*sharding, *copies_of)
-        self.settings = StageSettings(
-            self.problem.dtype,
-            self.problem.gradient_dtype,
-            tuple(f"replica{number}" for number in range(len(self.groups))),
-            len(sharding),
-            p.zero,
-            stack.regathers,
-            stack.overlap,
-            stack.waits_for_gathers,
-            stack.waits_for_tensor,
-        )
-        own = expert_replica_groups(p) if self.is_routed else ()
-        self.expert_settings = replace(
-            self.settings,
-            groups=tuple(f"replica{number}" for number in range(len(own))),
-            num_sharding=len(own) if p.zero else 0,
-        )
+        self.ranks = ProgramRanks(step, copies)
+        self.settings = self.ranks.settings
         self.layers = layer_names(self.problem)
         self.units: dict[str, Unit] = {}
-
-    # --- meshes -----------------------------------------------------------------------------------------
-
-    def _mesh(self, rank: int) -> Mesh:
-        """Return the mesh of a pipeline rank with the axes of a block."""
-        p = self.here
-        strides = (
-            p.stride("data"),
-            p.stride("context"),
-            p.stride("tensor") * p.tensor_mesh[1],
-            p.stride("tensor"),
-        )
-        shape = p.data, p.context, *p.tensor_mesh
-        return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
-
-    def _replica_mesh(self, rank: int) -> Mesh:
-        """Return the same ranks with an axis for each group of replicas, and one for tensor parallelism."""
-        p = self.here
-        groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
-        axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
-        axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
-        names, shape, strides = zip(*axes, strict=True)
-        return _strided(f"{REPLICAS}{rank}", shape, names, strides, rank * p.stride("pipeline"))
-
-    def _expert_axes(self) -> Iterator[tuple[Axis, int]]:
-        """Yield the axes of the ranks of a stage for experts, without what is folded, and the copies of each."""
-        kept = self.here.data * self.p.stride("data") if self.copies > 1 else self.p.num_ranks
-        for name, size, stride in expert_mesh_axes(self.p) or (("replica0", 1, 1),):
-            own = min(size, max(kept // stride, 1))
-            yield (name, own, stride), size // own
-
-    def _expert_mesh(self, rank: int) -> Mesh:
-        """Return the same ranks with axes of those that share experts and each of them, and of replicas."""
-        axes = sorted((axis for axis, _ in self._expert_axes()), key=lambda axis: -axis[2])
-        names, shape, strides = zip(*axes, strict=True)
-        return _strided(f"{EXPERTS}{rank}", shape, names, strides, rank * self.here.stride("pipeline"))
-
-    def copies_of_experts(self) -> Iterator[tuple[str, int]]:
-        """Yield the folded axes of the meshes of experts, and how many copies each stands for."""
-        for rank in range(self.p.pipeline if self.is_routed else 0):
-            for (name, _, _), copies in self._expert_axes():
-                if copies > 1:
-                    yield f"{EXPERTS}{rank}.{name}", copies
-
-    def _experts_of_block(self) -> Mesh | None:
-        """Return the mesh of experts of the program of a block, whose ranks are those of its own mesh in order."""
-        if not self.is_routed:
-            return None
-        places = {rank: place for place, rank in enumerate(self._mesh(0).ranks)}
-        mesh = self._expert_mesh(0)
-        return Mesh(MESH_OF_EXPERTS, mesh.shape, mesh.axes, tuple(places[rank] for rank in mesh.ranks))
-
-    def meshes(self) -> Iterator[Mesh]:
-        """Yield the meshes of all pipeline ranks."""
-        for rank in range(self.p.pipeline):
-            yield self._mesh(rank)
-            yield self._replica_mesh(rank)
-            if self.is_routed:
-                yield self._expert_mesh(rank)
-
-    def _bucket_ranks(self, rank: int) -> tuple[BucketRanks, BucketRanks | None]:
-        """Return where the buckets of a pipeline rank lie: those of all but experts, and those of experts."""
-        others = BucketRanks(self._replica_mesh(rank), ("tensor",), self.settings)
-        if not self.is_routed:
-            return others, None
-        mesh = self._expert_mesh(rank)
-        own = tuple(axis for axis in mesh.axes if axis not in self.expert_settings.groups)
-        return others, BucketRanks(mesh, own, self.expert_settings)
-
-    def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return a mesh of the first replicas with the ranks that these have among all."""
-        stride, size = self.here.stride("data"), self.here.data
-        ranks = (
-            rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
-        )
-        return replace(mesh, ranks=tuple(ranks))
 
     def written(self) -> WrittenStep:
         """Return the program with what its buckets are."""
@@ -344,7 +194,7 @@ class _StepWriter:
                 layers[name] = (*layers.get(name, ()), begin + place)
             begin += self.step.layers[number]
             layers |= {unit.name: (0,) for unit, _ in self._units_of(number) if not unit.is_layer}
-            stages[number] = StagePlace(self._mesh(rank), self._replica_mesh(rank), layers)
+            stages[number] = StagePlace(self.ranks.mesh(rank), self.ranks.replica_mesh(rank), layers)
         mesh = stages[0].mesh
         sums = self.units["head"].parts.sums["loss"] if "head" in self.units else ()
         copies = mesh.num_ranks // prod(mesh.size(axis) for axis in sums)
@@ -354,13 +204,13 @@ class _StepWriter:
 
     def _pipeline(self) -> PipelineProblem:
         """Write the units, and return the problem of their pipeline."""
-        sharded = self.settings.is_sharded, self.expert_settings.is_sharded
+        sharded = self.settings.is_sharded, self.ranks.expert_settings.is_sharded
         shards = self.p.shards if sharded[0] else 1, self.p.expert_replicas if sharded[1] else 1
-        experts = self._experts_of_block()
-        self.units = write_units(self.problem, self.p, self.here.data, shards, experts)
+        experts = self.ranks.experts_of_block()
+        self.units = write_units(self.problem, self.p, self.ranks.here.data, shards, experts)
         stages = tuple(self._stage(number) for number in range(self.p.num_stages))
         edges = tuple(self._edge(number) for number in range(self.p.num_stages - 1))
-        rows = self._residual()[0] * self.here.data
+        rows = self._residual()[0] * self.ranks.here.data
         return PipelineProblem(stages, edges, self.step.micro_batches, rows=rows)
 
     def pieces(self) -> StepPieces:
@@ -388,7 +238,7 @@ class _StepWriter:
             return BlockStage(
                 number,
                 mesh,
-                self._bucket_ranks(problem.stage_ranks[number]),
+                self.ranks.bucket_ranks(problem.stage_ranks[number]),
                 self._units_of(number),
                 self._layers_of(number),
                 boundaries,
@@ -418,7 +268,7 @@ class _StepWriter:
         """Return a stage with the durations of its parts by the estimate, for the order of transfers."""
         time = self.step.times[number]
         forward, backward = max(to_ps(time.forward_s), 1), max(to_ps(time.backward_s), 2)
-        mesh = self._mesh(self.step.stage_ranks[number])
+        mesh = self.ranks.mesh(self.step.stage_ranks[number])
         costs = PartCost(forward), PartCost(backward // 2), PartCost(backward - backward // 2)
         return Stage(mesh, *costs, data_axes=(AXES[0],), dtype=self.problem.dtype)
 
@@ -445,14 +295,6 @@ class _StepWriter:
         numbers = p.pipeline, p.virtual_stages, step.micro_batches
         whole = schedule_of(p.schedule, *numbers, step.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
-
-
-def _strided(
-    name: str, shape: tuple[int, ...], axes: tuple[str, ...], strides: tuple[int, ...], base: int
-) -> Mesh:
-    """Return a mesh whose axes have these strides, from rank `base` on."""
-    places = product(*(range(0, size * stride, stride) for size, stride in zip(shape, strides, strict=True)))
-    return Mesh(name, tuple(shape), tuple(axes), tuple(base + sum(place) for place in places))
 
 
 def _last_micro_batches(schedule: Schedule) -> dict[int, int]:
