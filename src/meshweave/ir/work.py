@@ -193,11 +193,33 @@ def call_work(program: Program, op: Call) -> Compute:
 
 
 def exchange_work(op: Exchange, axis: str) -> Transfer:
-    """Return the transfer by whose price an exchange over a mesh axis is timed."""
+    """Return the transfer by whose price an exchange over a mesh axis is timed.
+
+    Raises:
+        ProgramError: its sizes make no sense.
+    """
+    if reason := _exchange_reason(op):
+        raise ProgramError(reason, op=op.title)
     if not op.library:
         return Transfer(op.carries, axis, op.num_ranks, op.part_bytes)
     sizes = op.tokens, op.experts, op.chosen, op.groups, op.top_groups, op.load, op.library
     return CopyExchange(op.carries, axis, op.num_ranks, op.part_bytes, 1, None, 1, *sizes)
+
+
+def _exchange_reason(op: Exchange) -> str:
+    """Return what is wrong with the terms of an exchange; "" where nothing is."""
+    if op.num_ranks < 1 or op.part_bytes < 0:
+        return f"has {op.num_ranks} ranks and parts of {op.part_bytes} bytes"
+    kinds = ("dispatch", "combine") if op.library else ("all_gather", "reduce_scatter", "all_reduce")
+    if op.carries not in kinds:
+        return f"carries '{op.carries}'; {'with' if op.library else 'without'} a library it is {', '.join(kinds)}"
+    if not op.library:
+        return ""
+    if op.tokens < 0 or not 1 <= op.chosen <= op.experts or op.experts % op.num_ranks:
+        return f"has {op.tokens} tokens with {op.chosen} of {op.experts} experts on {op.num_ranks} ranks"
+    if not 1 <= op.top_groups <= op.groups or op.experts % op.groups:
+        return f"has {op.top_groups} of {op.groups} groups of {op.experts} experts"
+    return "" if 0 < op.load < math.inf else f"has a load of {op.load}"
 
 
 def axis_of(program: Program, group: tuple[int, ...]) -> str:

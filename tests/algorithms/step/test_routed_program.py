@@ -20,6 +20,7 @@ from meshweave.algorithms.step.memory import layer_parameters
 from meshweave.algorithms.step.routing import expert_ranks, rank_loads
 from meshweave.algorithms.step.write_units import layer_names
 from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
+from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.host import HostRates
 from meshweave.describe.model.hugging_face import transformer_from_config
@@ -309,3 +310,28 @@ def test_an_exchange_is_neither_run_nor_proved() -> None:
         run_numpy(program, {"X": np.ones((2, 4), np.float32)})
     with pytest.raises(ProgramError, match="neither run nor proved"):
         mw.validate(program)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_ranks": 0}, "has 0 ranks"),
+        ({"carries": '"broadcast"'}, "carries 'broadcast'"),
+        ({"experts": 3}, "of 3 experts on 2 ranks"),
+        ({"groups": 3}, "groups of 4 experts"),
+        ({"load": 0.0}, "a load of 0.0"),
+    ],
+)
+def test_an_exchange_whose_terms_make_no_sense_has_no_price(change: dict[str, object], words: str) -> None:
+    terms = {
+        "carries": '"dispatch"',
+        "num_ranks": 2,
+        "part_bytes": 16,
+        "tokens": 1,
+        "experts": 4,
+        "load": 1.5,
+    }
+    given = ", ".join(f"{name}={value}" for name, value in {**terms, "library": '"deepep"', **change}.items())
+    program = parse(EXCHANGE.replace('carries="dispatch", num_ranks=2, part_bytes=16', given))
+    with pytest.raises(ProgramError, match=words):
+        mw.simulate(program, Machine.of(mw.load_cluster("dgx-h100:8"), program))
