@@ -253,6 +253,9 @@ def test_experts_of_their_own_products_have_the_time_of_the_estimate() -> None:
         ({"ep": 16, "tp": 4, "zero": 0}, 4),
         ({"ep": 16, "pp": 2, "zero": 1}, 2),
         ({"ep": 8, "etp": 2, "tp": 2, "zero": 3}, 4),
+        ({"ep": 8, "tp": 2, "pp": 2, "order": ("pipeline", "tensor", "context", "data")}, 4),
+        ({"ep": 2, "tp": 2, "pp": 2, "order": ("tensor", "pipeline", "context", "data"), "zero": 2}, 4),
+        ({"ep": 8, "tp": 2, "order": ("data", "tensor", "context", "pipeline")}, 1),  # experts lie across
         ({"ep": 16, "zero": 1, "imbalance": 0.8}, 2),  # a group whose ranks differ is simulated whole
     ],
 )
