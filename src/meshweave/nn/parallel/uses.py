@@ -71,7 +71,7 @@ Sums = list[Callable[[], None]]
 """What ends sums of gradients that have begun."""
 
 
-class _Kept(torch.autograd.Function):  # type: ignore[misc]
+class _OwnParts(torch.autograd.Function):  # type: ignore[misc]
     """What a rank keeps of parameters; once their gradients are summed, these lie as the parameters do."""
 
     @staticmethod
@@ -96,10 +96,10 @@ class _Kept(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
-    """Parameters of a bucket as they are used, of what `_Kept` has made: their gradients are summed together.
+    """Parameters of a bucket as they are used, of what `_OwnParts` has made: their gradients are summed together.
 
-    The sums end in the backward part of `_Kept`, which comes last. Until then the gradients between the two are
-    memory without values, that nobody else has: `_Kept` gives each parameter to one bucket alone.
+    The sums end in the backward part of `_OwnParts`, which comes last. Until then the gradients between the two are
+    memory without values, that nobody else has: `_OwnParts` gives each parameter to one bucket alone.
     """
 
     @staticmethod
@@ -230,7 +230,7 @@ class ParameterUse:
                 made = local_parts(given)
             else:
                 sums: Sums = []
-                made = _UsedTogether.apply(bucket, gathered, sums, *_Kept.apply(sums, *given))
+                made = _UsedTogether.apply(bucket, gathered, sums, *_OwnParts.apply(sums, *given))
             for at, tensor in zip(places, made, strict=True):
                 used[at] = tensor
         return used
@@ -293,7 +293,7 @@ class ThroughoutUse(ParameterUse):
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
         moved = [at for _, places, _ in later for at in places]
         if moved:
-            kept = _Kept.apply(self._sums, *(parameters[at] for at in moved))
+            kept = _OwnParts.apply(self._sums, *(parameters[at] for at in moved))
             self._own = dict(zip(moved, kept, strict=True))
         try:
             self.reach(-1)
