@@ -1,4 +1,4 @@
-"""How long `import meshweave` and its parts take beyond numpy, each in fresh interpreters, interleaved.
+"""How long `import meshweave` takes, and its parts beyond numpy or torch, each in fresh interpreters, interleaved.
 
 python benchmarks/import_time.py [--save]
 """
@@ -13,6 +13,8 @@ import sys
 from machine import save
 
 STATEMENTS = {
+    "nothing": "pass",
+    "meshweave": "import meshweave",
     "numpy": "import numpy",
     "numpy + meshweave": "import numpy, meshweave",
     "numpy + pydantic": "import numpy, pydantic",
@@ -23,7 +25,7 @@ STATEMENTS = {
     "torch": "import torch",
     "torch + meshweave.matmul2d": "import torch; from meshweave.nn.matmul2d import matmul2d",
 }
-REPETITIONS = 9
+REPETITIONS = 21
 
 
 def seconds(statement: str) -> float:
@@ -46,7 +48,8 @@ def main() -> None:
         for name, statement in STATEMENTS.items():
             times[name].append(seconds(statement))
     rows = {name: statistics.median(found) for name, found in times.items()}
-    base = {name: rows["torch"] if name.startswith("torch") else rows["numpy"] for name in rows}
+    bases = {"torch": "torch", "numpy": "numpy"}
+    base = {name: rows[bases.get(name.split(" ")[0], "nothing")] for name in rows}
     for name, median in rows.items():
         print(f"{name:<34} {1000 * median:7.0f} ms   beyond its base {1000 * (median - base[name]):6.0f} ms")
     if arguments.save:
