@@ -14,11 +14,10 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Expert
 from meshweave.algorithms.block.roles import TOKENS, Roles
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
 from meshweave.algorithms.block.writer import COMPUTE, Stored
-from meshweave.cost.exchange import CopyExchange
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.nodes import NodeWeight
 from meshweave.ir.skeleton import Part, Task
-from meshweave.ir.work import Transfer
+from meshweave.ir.work import CopyExchange, Transfer
 
 _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all")
 """Of these a `Transfer` says one part, and each rank has as many as there are ranks."""
