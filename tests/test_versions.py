@@ -50,3 +50,9 @@ def test_wheels_were_tried_without_a_compiler() -> None:
         did = {row["what"] for row in saved["rows"] if row["python"].startswith(minor)}
         for what in ("plan llama-2-7b", "simulate t3_ring", "support", "run plan.json", "mw.step"):
             assert any(what in each for each in did), (minor, what)
+
+
+def test_the_import_is_quick() -> None:
+    """As it was measured, beside an interpreter that does nothing (benchmarks/import_time.py)."""
+    saved = json.loads((ROOT / "benchmarks" / "results" / "import_time.json").read_text())
+    assert saved["rows"]["meshweave"]["beyond_s"] < 0.020
