@@ -1,6 +1,6 @@
 """Steps of training by `mw.parallelize`, beside torch's own ways of spreading a model, on one host.
 
-    python benchmarks/rivals.py [--ranks 2,4] [--models gpt2,llama,gemma2] [--by data_parallel,zero3] [--runs 3] [--seconds 900] [--save NAME]
+    python benchmarks/rivals.py [--ranks 2,4] [--models gpt2,llama] [--by data_parallel] [--runs 3] [--save NAME]
 
 Ours and theirs run with the same degrees: data parallelism beside DDP, ZeRO-3 beside FSDP2, Megatron beside
 `parallelize_module`. Each runs alone in processes of its own, by turns, in another order each time. A step clears
