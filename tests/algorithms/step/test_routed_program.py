@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -338,3 +339,13 @@ def test_an_exchange_whose_terms_make_no_sense_has_no_price(change: dict[str, ob
     program = parse(EXCHANGE.replace('carries="dispatch", num_ranks=2, part_bytes=16', given))
     with pytest.raises(ProgramError, match=words):
         mw.simulate(program, Machine.of(mw.load_cluster("dgx-h100:8"), program))
+
+
+@pytest.mark.slow
+def test_a_step_of_deepseek_v3_on_2048_chips_is_simulated_in_a_minute() -> None:
+    step = mw.step("deepseek-v3", "dgx-h100:2048", batch=15360, sequence=4096, pp=16, ep=64, zero=1)
+    begin = time.perf_counter()
+    simulated = simulate_step(step)
+    assert time.perf_counter() - begin < 60
+    assert simulated.fold == 16
+    assert simulated.time_s == pytest.approx(step.time_s, rel=0.04)
