@@ -62,19 +62,24 @@ def changed_by_hooks(loss: Losses, parameters: list[Tensor]) -> None:
 WAYS = (once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks)
 
 
-def gradients(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how far gradients are from those of one process, by way, and the order of sums and layers."""
+def gradients(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return for each case what `_gradients` does."""
     torch.set_num_threads(1)
     uses.BUCKET_BYTES = 1  # a bucket for each layer
+    return [_gradients(context, case) for case in payload["cases"]]
+
+
+def _gradients(context: RankContext, case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far gradients are from those of one process, by way, and the order of sums and layers."""
     torch.manual_seed(0)
-    model = reference_models.make(payload["model"], **payload.get("options", {})).double()
-    if payload.get("reentrant") is not None:
-        given = {"use_reentrant": payload["reentrant"]}
+    model = reference_models.make(case["model"], **case.get("options", {})).double()
+    if case.get("reentrant") is not None:
+        given = {"use_reentrant": case["reentrant"]}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
     words = reference_models.words(model)
     batches = [torch.randint(0, words, (2, 2 * context.num_ranks, 8)) for _ in range(3)]
     theirs = copy.deepcopy(model)
-    made = parallelize(model, payload["strategy"], init_device_mesh("cpu", (context.num_ranks,)), check=False)
+    made = parallelize(model, case["strategy"], init_device_mesh("cpu", (context.num_ranks,)), check=False)
 
     def their_loss(number: int) -> Tensor:
         out = theirs(batches[number][0])
@@ -83,10 +88,6 @@ def gradients(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any
 
     answer: dict[str, Any] = {}
     for way in WAYS:
-        if way is twice_through and payload.get("reentrant"):
-            continue  # torch's own checkpoints free what they computed again
-        if way is asked_for and payload.get("reentrant"):
-            continue  # these refuse autograd.grad
         theirs.zero_grad()
         made.module.zero_grad()
         way(their_loss, list(theirs.parameters()))
