@@ -139,12 +139,15 @@ def _predicted(problem: StepProblem) -> Iterator[SupportLine]:
 
 def _of_stack(problem: StepProblem, name: str) -> SupportLine:
     """Return whether a stack runs the model, and which published runs it was tried on."""
+    problem = replace(problem, stack=load_stack(name))
     try:
-        check_problem(replace(problem, stack=load_stack(name)))
+        check_problem(problem)
     except MeshweaveError as error:
         return SupportLine(subject=name, verdict="refused", why=str(error))
+    reading = problem.attention_reading
     if name == IDEAL:
-        return SupportLine(subject=name, verdict="modelled", why="kernels and links alone; no software adds")
+        why = "; ".join(filter(None, ("kernels and links alone; no software adds", reading)))
+        return SupportLine(subject=name, verdict="modelled", why=why)
     fitted, chip = fitted_as(name), problem.cluster.chip.name
     why = "" if fitted == name else f"no run of it was published: the constants are those of {fitted}; "
     tried = any(score.chip == chip and score.stack == fitted and not score.fitted for score in run_scores())
@@ -155,7 +158,10 @@ def _of_stack(problem: StepProblem, name: str) -> SupportLine:
         why += f"its constants were fitted on {num_fitted} published runs on {chip}, and none is left to judge by"
     else:
         why += f"no published run of {fitted} on {chip} has a saved score"
-    return SupportLine(subject=name, verdict="measured" if tried and fitted == name else "modelled", why=why)
+    if reading:
+        why += f"; {reading}"
+    is_measured = tried and fitted == name and not reading
+    return SupportLine(subject=name, verdict="measured" if is_measured else "modelled", why=why)
 
 
 def _of_strategy(problem: StepProblem, name: str) -> SupportLine:
