@@ -85,7 +85,7 @@ def test_a_row_and_a_user_who_names_its_stack_get_the_same_time() -> None:
         assert step.time_s == step_of(of, chosen).time_s
     named = {name for name, _ in seen}
     assert named == set(stack_names()) - {"meshweave", "meshweave-eager"}
-    assert {chip for name, chip in seen if name == "maxtext"} == {"TPU v5e", "TPU v6e"}
+    assert {chip for name, chip in seen if name == "maxtext"} == {"TPU v5e", "TPU v5p", "TPU v6e"}
 
 
 def run_of(**columns: str) -> PublishedRun:

@@ -85,7 +85,8 @@ def test_runs_of_every_file_judge_and_those_of_a_stack_are_told_by_precision() -
             judged = [score for score in of if not score.fitted]
             for is_low, words in ((False, " with {}, "), (True, " with {} below 16 bits, ")):
                 number = sum(bool(score.precision) == is_low for score in judged)
-                phrase = f"published run{'s' * (number > 1)} on {chip}{words.format(fitted_as(line.subject))}predicted"
+                runs = "published runs" if number > 1 else "published run"
+                phrase = f"{runs} on {chip}{words.format(fitted_as(line.subject))}predicted"
                 assert (phrase in line.why) == bool(number), (line, number)
             assert ("none is left to judge by" in line.why) == bool(of and not judged)
 
