@@ -253,8 +253,8 @@ class _Words:
         attention = model.layer.attention_flops(sequence) / (2 * sequence)
         sizes = {node.name: node.operand.size * node.result.size for node in products}
         again = sum(size for name, size in sizes.items() if name not in names)
-        again += 0 if "attention" in names else attention
-        return again / (sum(sizes.values()) + attention)
+        attended = 0.0 if "attention" in names else attention
+        return (again + attended) / (sum(sizes.values()) + attention)
 
     @property
     def kept_operators(self) -> ActivationRule | None:
