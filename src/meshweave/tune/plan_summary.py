@@ -75,11 +75,11 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
         price: of a chip-hour, in dollars, which adds the price of tokens; None leaves it out.
     """
     yield headline(plan) + (f", products of layers in {steps.precision}" if steps.precision else "")
-    for text in filter(None, (steps.priced_as, steps.attention_as)):
-        yield f"note: {text}"
+    if steps.priced_as:
+        yield f"note: {steps.priced_as}"
     if plan.unmeasured:
         yield plan.unmeasured
-    for text in plan.not_priced:
+    for text in filter(None, (steps.attention_as, *plan.not_priced)):
         yield f"note: {text}"
     yield f"\nbest       {choice_text(steps.best.degrees)}"
     yield f"           {_speed(steps)}"
