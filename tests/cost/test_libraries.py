@@ -192,6 +192,6 @@ def test_uneven_groups_have_as_many_rings_as_the_smallest_host_has_nics(
 
 def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> None:
     machine = Machine(hosts(H100, 9, 8), (Mesh.of("all", (8, 9), ("outside", "row")),), logical=True)
-    assert machine.host_span("all.row") is None and machine.uneven_span("all.row") is not None
+    assert machine.host_span("all.row") is None and machine.lies("all.row") is not None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30, shared=True) is None
     assert sized_price(machine, "all.row", "all_gather", 9, 2**30) is None

@@ -89,13 +89,11 @@ def sized_price(
     network = machine.cluster.network
     if kind not in SIZED_KINDS or count < 2 or not part_bytes or not isinstance(network, HostsNetwork):
         return None
-    span, kernels = machine.host_span(axis), machine.cluster.chip.kernels
-    if span is None and shared:
-        span = machine.uneven_span(axis)
+    span, kernels = machine.lies(axis) if shared else machine.host_span(axis), machine.cluster.chip.kernels
     if span is None or network.intra.num_directions == 2:
         return None
-    if not span.fewest and span.num_hosts * span.per_host != count:
-        return None
+    if -(-count // span.num_hosts) != span.per_host or (not span.fewest and count % span.num_hosts):
+        return None  # a part of the axis
     steps = (count - 1) * (2 if kind == "all_reduce" else 1)
     step_bytes = -(-part_bytes // count) if kind == "all_reduce" else part_bytes
     total = part_bytes if kind == "all_reduce" else part_bytes * count

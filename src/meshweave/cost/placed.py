@@ -76,13 +76,12 @@ class PlacedMeshes:
 
         None where there are no hosts or no such axis, or a group has more members in one host than in another.
         """
-        span = self._host_spans.get(axis)
+        span = self.lies(axis)
         return None if span is None or span.fewest else span
 
-    def uneven_span(self, axis: str) -> HostSpan | None:
-        """Return how groups lie on hosts of which some have more members than others; None for others."""
-        span = self._host_spans.get(axis)
-        return span if span is not None and span.fewest else None
+    def lies(self, axis: str) -> HostSpan | None:
+        """Return how the groups of a mesh axis lie on hosts, evenly or not; None where there are no hosts."""
+        return self._host_spans.get(axis)
 
     @cached_property
     def _host_spans(self) -> dict[str, HostSpan]:
