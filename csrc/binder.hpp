@@ -158,7 +158,8 @@ class Binder {
     const i64 group = code_.group(row.axis, rank_);
     if (group < 0) throw ProgramFault("runs over ranks without being one of them");
     const bool is_ring = row.kind == Kind::ALL_GATHER || row.kind == Kind::REDUCE_SCATTER || row.kind == Kind::ALL_REDUCE;
-    if (code_.is_folded(group) && !is_ring) throw ProgramFault("runs over ranks that are folded, and is no ring");
+    if (code_.is_folded(group) && !is_ring && row.kind != Kind::EXCHANGE)
+      throw ProgramFault("runs over ranks that are folded, and is no ring");
     return code_.full_size(group);
   }
 
@@ -251,6 +252,7 @@ class Binder {
         op.c = std::min(op.b, count - op.b);
         break;
       }
+      case Kind::EXCHANGE:
       case Kind::FENCE: group_size(row); break;
       case Kind::SEND:
       case Kind::RECV: {

@@ -198,7 +198,7 @@ Template::Template(const Columns& c)
     check(row.num_args >= 0 && row.args >= 0 && row.args <= num_exprs && row.num_args <= num_exprs - row.args &&
               row.num_work_sizes >= 0 && row.num_work_sizes <= num_exprs - row.args - row.num_args, "bad arguments");
     check(row.stash >= -1 && row.part >= 0 && row.part <= 5, "a bad stash");
-    const bool moves = is_collective(row.kind) && row.kind != Kind::FENCE;
+    const bool moves = is_collective(row.kind) && row.kind != Kind::FENCE && row.kind != Kind::EXCHANGE;
     const bool needs_out = moves || row.kind <= Kind::ZERO || row.kind == Kind::RECV || is_one_sided(row.kind);
     const bool needs_src = moves || row.kind == Kind::MATMUL || row.kind == Kind::SEND || is_one_sided(row.kind);
     check(!needs_out || row.out >= 0, "an op without its out");

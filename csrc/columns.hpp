@@ -15,7 +15,7 @@ using Columns = std::map<std::string, Column>;
 
 enum class Kind : i64 {
   MATMUL, COPY, ADD, ZERO, CALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, ALL_TO_ALL, PERMUTE,
-  FENCE, SEND, RECV, GET, PUT, ACCUMULATE, COUNT
+  EXCHANGE, FENCE, SEND, RECV, GET, PUT, ACCUMULATE, COUNT
 };
 
 inline bool is_collective(Kind kind) { return kind >= Kind::ALL_GATHER && kind <= Kind::FENCE; }

@@ -24,6 +24,10 @@ void Ledger::close(u32 op, const OpRow& row, const ClassOp& of, u32 last) {
       wait = std::min(later, took);
     }
   }
+  if (row.kind == Kind::EXCHANGE) {  // whose parts nobody tells apart
+    add(parts.wait, wait);
+    return add(parts.transfer, took - wait);
+  }
   const i64 price = is_collective(row.kind)
                         ? program_.code.group_price[static_cast<size_t>(program_.code.group(row.axis, rank))]
                         : row.price;

@@ -97,6 +97,11 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
     for (const i64 flops : work_flops_) in_range(flops, -1, i64{1} << 62, "FLOPs of a work");
     work_number_ = std::move(works.number);
   }
+  exchange_ps_ = column(c, "exchange_ps");
+  for (const i64 ticks : exchange_ps_) in_range(ticks, -1, LARGEST_FIXED_PS, "time of an exchange");
+  for (size_t row = 0; row < program.code.ops.size(); ++row)
+    require(program.code.ops[row].kind != Kind::EXCHANGE || (row < exchange_ps_.size() && exchange_ps_[row] >= 0),
+            "machine: an exchange without its time");
   num_directions_ = column(c, "num_directions");
   for (const i64 count : num_directions_) in_range(count, 1, 2, "num_directions");
   one_link_ = column(c, "one_link");
@@ -233,7 +238,7 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
   for (const Class& of : program.classes)
     for (const ClassOp& op : of.ops) {
       const OpRow& row = code.ops[static_cast<size_t>(op.row)];
-      if (!is_collective(row.kind) || row.kind == Kind::FENCE) continue;
+      if (!is_collective(row.kind) || row.kind == Kind::FENCE || row.kind == Kind::EXCHANGE) continue;
       if (row.kind == Kind::PERMUTE) {
         if (op.b) patterns.insert({row.axis, op.b});
       } else if (row.kind == Kind::ALL_TO_ALL) {

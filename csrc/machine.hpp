@@ -98,6 +98,9 @@ class Machine {
                       static_cast<u32>(route_links_[static_cast<size_t>(at)] % LINK_WEIGHTS)});
   }
 
+  // What the exchange of an op of the template takes.
+  i64 exchange_ps(i64 row) const { return exchange_ps_[static_cast<size_t>(row)]; }
+
   // What issuing an op takes its rank's host (`tests/plain_simulator/issue.py`); a call of nothing is not issued.
   i64 issue_ps(const OpRow& row, const ClassOp& of) const {
     if (is_collective(row.kind) && row.kind != Kind::PERMUTE) return issue_[1];
@@ -115,7 +118,7 @@ class Machine {
   std::array<i64, 3> issue_{};  // of a kernel, a collective, a transfer
   i64 tile_m_, tile_n_, tile_k_, pack_launch_ps_, pack_per_s_;
   std::vector<Constants> constants_;
-  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_;
+  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_, exchange_ps_;
   std::vector<std::vector<i64>> work_number_;
   std::unordered_map<u64, Span> routes_;
   std::map<SizedKey, Constants> sized_;

@@ -49,7 +49,7 @@ class Collectives {
       const auto count = static_cast<u128>(code.group_size(out_.joints[joint].group));
       switch (program_.row(first.rank, first.index).kind) {
         case Kind::BROADCAST: case Kind::REDUCE: messages += (count - 1) * static_cast<u128>(op.c); break;
-        case Kind::FENCE: case Kind::PERMUTE: messages += count; break;
+        case Kind::FENCE: case Kind::EXCHANGE: case Kind::PERMUTE: messages += count; break;
         default: messages += 4 * (count - 1) * count;  // twice, in both directions, at most
       }
       if (messages > MESSAGES_PER_OP * static_cast<u128>(code.max_ops))

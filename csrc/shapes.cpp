@@ -121,6 +121,7 @@ void ShapeRules::check_collective(const std::vector<OpView>& members) const {
     trust(op.op->step == first.op->step && op.row->lane == first.row->lane);
   }
   if (kind == Kind::FENCE) return;
+  if (kind == Kind::EXCHANGE) doubt();  // it is timed alone
   const bool has_dim = kind == Kind::ALL_GATHER || kind == Kind::REDUCE_SCATTER || kind == Kind::ALL_TO_ALL;
   const auto dim = static_cast<size_t>(first.row->dim);
   std::vector<Shape> sources, results;

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.exchange import CopyExchange, arriving_elements, exchange_bytes, library_of, share_with
+from meshweave.cost.exchange import arriving_elements, exchange_bytes, library_of, share_with
+from meshweave.ir.work import CopyExchange
 
 
 def exchange(library: str, ranks: int = 16, tokens: int = 4096, **more: object) -> CopyExchange:

@@ -99,6 +99,21 @@ def test_estimates_of_steps_beside_simulation() -> None:
     assert f"by {mean:.1f} % on average and by {most:.1f} % at most" in page
 
 
+def test_estimates_of_steps_with_experts_beside_simulation() -> None:
+    rows = MEASURED["load"]("routed_estimates")["rows"]
+    errors = [abs(row["error"]) for row in rows]
+    chips = max(int(row["cluster"].rpartition(":")[2]) for row in rows)
+    models, clusters = ({row[name] for row in rows} for name in ("model", "cluster"))
+    page = " ".join((pages.ROOT / "docs" / "guide" / "steps.md").read_text().split())
+    assert (
+        f"Over {len(rows)} random steps of {len(models)} models with experts on {len(clusters)} clusters of up to "
+        f"{chips} chips" in page
+    )
+    mean, most = 100 * statistics.mean(errors), 100 * max(errors)
+    assert mean < 4
+    assert f"it is off by {mean:.1f} % on average and by {most:.1f} % at most" in page
+
+
 VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
 CHANGELOG = " ".join((pages.ROOT / "CHANGELOG.md").read_text().split())
 READINGS = runpy.run_path(str(pages.ROOT / "validation" / "readings_table.py"))

@@ -77,6 +77,7 @@ _BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "tuple[Index, ...]": st.lists(indices, max_size=3).map(tuple),
     "Index": indices,
     "int": st.integers(0, 3),
+    "float": st.floats(0, 1e6),
     "bool": st.booleans(),
     "str": words,
     "Over": st.sampled_from(["tp.row", "tp", "pp.stage", (0, 2), (5,)]),

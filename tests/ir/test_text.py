@@ -244,5 +244,5 @@ def test_golden_programs_hold_every_kind_of_lane_and_view() -> None:
     ):
         assert part in texts
     assert {op.kind for name in NAMES for op in golden(name).ops()} >= set(OP_TYPES) - {
-        "reduce", "reduce_scatter", "all_to_all",
+        "reduce", "reduce_scatter", "all_to_all", "exchange",
     }  # fmt: skip

@@ -169,7 +169,7 @@ class _ContendedSimulator(TraceRecorder):
             self._schedule_messages(joint, steps, steps.join(joint.members.index(node)))
         if not self.steps[number] and self.num_there[number] == len(joint.members):
             cost = price(work_of(self.flow.program, op), self.machine)
-            self._schedule(self.now_ps + cost.fixed_ps, partial(self._end_meeting, joint))
+            self._schedule(self.now_ps + cost.total_ps, partial(self._end_meeting, joint))
 
     def _end_meeting(self, joint: Joint) -> None:
         for node in joint.members:

@@ -26,7 +26,15 @@ from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
 from meshweave.ir.program.parse import parse
 from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _sized, _work_flops
+from meshweave.simulate.engine import (
+    Core,
+    ProgramFault,
+    _exchanges,
+    _machine_columns,
+    _Routes,
+    _sized,
+    _work_flops,
+)
 from meshweave_studies.gpu import Arbiter, lower
 from meshweave_studies.gpu.run import columns_of, run_channel, run_gpus
 
@@ -78,6 +86,7 @@ def base(number: int) -> tuple[Data, Data]:
     columns.data["max_ops"][0] = MAX_OPS
     on = _machine_columns(machine, columns.priced_axes, columns.rated_work)
     on["work_flops"] = on["sized"] = np.array([], dtype=np.int64)
+    on["exchange_ps"] = _exchanges(machine, columns)
     with contextlib.suppress(ProgramFault):
         core = Core(columns.data)
         on["work_flops"] = _work_flops(machine, core, columns)

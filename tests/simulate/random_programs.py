@@ -180,6 +180,7 @@ class _Writer:
             "all_to_all",
             "permute",
             "fence",
+            "exchange",
         ]
         kind = self.draw.choice(kinds)
         tail = f"over={over}, {self.lane()}"
@@ -190,6 +191,17 @@ class _Writer:
         match kind:
             case "fence":
                 self.write(f"fence({tail})")
+            case "exchange":
+                ends = f"outs=({self.box(mesh, 't', same)},), ins=({self.box(mesh, 's', same)},)"
+                sizes = f"num_ranks={count}, part_bytes={self.draw.randint(0, 4096)}"
+                terms = f'carries="{self.draw.choice(["all_gather", "reduce_scatter"])}", {sizes}'
+                if self.draw.random() < 0.6:
+                    library = self.draw.choice(["all_to_all", "deepep", "trtllm_one_sided"])
+                    terms = (
+                        f'carries="{self.draw.choice(["dispatch", "combine"])}", {sizes}, tokens={by * 8}, '
+                    )
+                    terms += f'experts={8 * count}, chosen=2, load=1.25, library="{library}"'
+                self.write(f"exchange({ends}, {terms}, {tail})")
             case "permute":
                 views = f"{self.box(mesh, 's', same)}, {self.box(mesh, 't', same)}"
                 self.write(f"permute({views}, shift={self.number(-3, 9)}, {tail})")

@@ -20,7 +20,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes, simulate
+from meshweave.simulate.engine import Core, ProgramFault, _exchanges, _machine_columns, _routes, simulate
 
 CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "1000"))
 
@@ -102,6 +102,7 @@ def machine_of(made: Columns, core: Any) -> dict[str, Any]:
     )
     on = _machine_columns(machine, made.priced_axes, made.rated_work)
     on["work_flops"] = on["sized"] = np.array([], dtype=np.int64)
+    on["exchange_ps"] = _exchanges(machine, made)
     _routes(machine).add(core.routes(on["num_directions"], on["rails"]), made, on)
     return on
 

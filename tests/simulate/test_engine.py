@@ -224,7 +224,13 @@ def test_links_carry_what_the_messages_weigh(seed: int) -> None:
     actual = engine.simulate(program, machine)
     ways = {machine.num_directions(name) for name in ("tp.row", "tp.col")}
     carried = Counter({use.link: use.carried_bytes for use in actual.links})
+    expected = expected_bytes(machine)
+    if machine.has_rails:  # collectives go over all NICs of a host by routes of their own
+        carried, expected = (
+            Counter({link: count for link, count in of.items() if link[0] in ("out", "in")})
+            for of in (carried, expected)
+        )
     if ways == {1}:
-        assert carried == expected_bytes(machine)
+        assert carried == expected
     else:  # two-way rings send half of a part each way: on a ring of links the same in total
-        assert carried.total() == expected_bytes(machine).total()
+        assert carried.total() == expected.total()

@@ -7,7 +7,8 @@ Forward counts, in operations per element or per pair of query and key:
 
     attention    4 width + 5: two products of 2 width, and a softmax (FlashAttention-2, Dao 2023, section 3)
     causal_attention  half of that: a query sees about half of the keys
-    matmul       2 per multiply-add
+    matmul       2 per multiply-add; matmul_batch likewise, of several products of equal sizes
+    experts      2 per multiply-add of grouped products: a row meets one expert, up and down
     softmax      5: greatest, subtract, exponential, sum, divide
     loss         5: a softmax over classes
     norm         7: mean, centre, square, sum, scale, gain, bias
@@ -52,8 +53,11 @@ def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
         width = shape[4]
         total = total * (10 * width + 10) if is_gradient else total * (4 * width + 5)
         return total // 2 if work == "causal_attention" else total
-    if work == "matmul":
+    if work in ("matmul", "matmul_batch"):
         return 2 * total
+    if work == "experts":
+        rows, hidden, inner, _, columns = shape
+        return 2 * rows * hidden * inner * (columns + 1)
     return _PER_ELEMENT[work] * (2 if is_gradient else 1) * total
 
 

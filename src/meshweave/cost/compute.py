@@ -78,9 +78,10 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
     kernels = chip.kernels
     if kernels is None or not work.flops:
         return None
-    if work.kind == "matmul" or work.call == "matmul":
+    if work.kind == "matmul" or work.call in ("matmul", "matmul_batch"):
         m, n, k = work.dims if work.kind == "matmul" else (*work.shape, 0, 0, 0)[:3]
-        seconds = _product_s(kernels, work.dtype, (m, n, k), work.num_products) if m * n * k else None
+        count = work.shape[3] if work.call == "matmul_batch" else work.num_products
+        seconds = _product_s(kernels, work.dtype, (m, n, k), count) if m * n * k else None
         of = kernels.product(work.dtype)
         return (
             max(seconds - of.launch_s, 0.0)
@@ -90,7 +91,7 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
     constants = kernels.attention_of(work.dtype)
     if work.call in ATTENTION_CALLS and constants is not None and len(work.shape) == 5:
         return _attention_s(constants, work)
-    if work.call == "experts":
+    if work.call == "experts" and work.shape[3]:
         return _experts_s(kernels, work)
     if work.call in _STREAMING and kernels.elementwise is not None:
         launch_s, bytes_per_s = kernels.elementwise

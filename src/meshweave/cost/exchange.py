@@ -32,7 +32,7 @@ from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.machine import Machine
 from meshweave.describe.files import parse_table
 from meshweave.describe.machine.network import HostsNetwork
-from meshweave.ir.work import Transfer
+from meshweave.ir.work import CopyExchange, Transfer
 
 Sends = Literal["copies", "ranks", "hosts"]
 _FILE = "exchange.toml"
@@ -94,27 +94,6 @@ def library_of(name: str) -> DispatchLibrary:
             f"there is no dispatcher '{name}'{did_you_mean(name, libraries())}; there are {', '.join(libraries())}"
         )
     return libraries()[name]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyExchange(Transfer):
-    """A dispatch or a combine: `part_bytes` of one copy of a token, `num_ranks` that share the experts.
-
-    Attributes:
-        tokens: of a rank.
-        experts, chosen: how many there are, and of each token.
-        groups, top_groups: groups of experts, and those of them that a token may go to.
-        load: copies that the most loaded rank gets over the average.
-        library: a name of `libraries`.
-    """
-
-    tokens: int = 0
-    experts: int = 1
-    chosen: int = 1
-    groups: int = 1
-    top_groups: int = 1
-    load: float = 1.0
-    library: str = "all_to_all"
 
 
 @lru_cache(maxsize=4096)

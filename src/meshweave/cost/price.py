@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import engine_amount, tile_traffic
-from meshweave.cost.exchange import CopyExchange, as_all_to_all, exchange_s
+from meshweave.cost.exchange import as_all_to_all, exchange_s
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
 from meshweave.ir.program.release import CollectiveStep
-from meshweave.ir.work import Compute, Transfer, Work
+from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from meshweave.base.lazy import lazy_names
 
 _HOME = {
     "ir.program": (
-        "FULL Accumulate Add AllGather AllReduce AllToAll Blocked Broadcast Buffer Call Copy Counts Expr "
+        "FULL Accumulate Add AllGather AllReduce AllToAll Blocked Broadcast Buffer Call Copy Counts Exchange Expr "
         "Fence Function Get Include Index Lane Matmul Meaning On Op Permute Product Put Range Recv Reduce "
         "ReduceScatter Release Repeat Same Send Statement Submesh Sum Tensor TensorPart Var View When Zero "
         "maximum minimum rewrite select to_text view"
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshweave.ir.program import Call as Call
     from meshweave.ir.program import Copy as Copy
     from meshweave.ir.program import Counts as Counts
+    from meshweave.ir.program import Exchange as Exchange
     from meshweave.ir.program import Expr as Expr
     from meshweave.ir.program import Fence as Fence
     from meshweave.ir.program import Function as Function

@@ -23,6 +23,7 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Call,
     Copy,
+    Exchange,
     Fence,
     Get,
     Matmul,
@@ -101,6 +102,27 @@ class Transfer:
         return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 
+@dataclass(frozen=True, slots=True)
+class CopyExchange(Transfer):
+    """A dispatch or a combine: `part_bytes` of one copy of a token, `num_ranks` that share the experts.
+
+    Attributes:
+        tokens: of a rank.
+        experts, chosen: how many there are, and of each token.
+        groups, top_groups: groups of experts, and those of them that a token may go to.
+        load: copies that the most loaded rank gets over the average.
+        library: a name of `cost.exchange.libraries`.
+    """
+
+    tokens: int = 0
+    experts: int = 1
+    chosen: int = 1
+    groups: int = 1
+    top_groups: int = 1
+    load: float = 1.0
+    library: str = "all_to_all"
+
+
 Work = Compute | Transfer
 
 
@@ -170,6 +192,36 @@ def call_work(program: Program, op: Call) -> Compute:
     )
 
 
+def exchange_work(op: Exchange, axis: str) -> Transfer:
+    """Return the transfer by whose price an exchange over a mesh axis is timed.
+
+    Raises:
+        ProgramError: its sizes make no sense.
+    """
+    if reason := _exchange_reason(op):
+        raise ProgramError(reason, op=op.title)
+    if not op.library:
+        return Transfer(op.carries, axis, op.num_ranks, op.part_bytes)
+    sizes = op.tokens, op.experts, op.chosen, op.groups, op.top_groups, op.load, op.library
+    return CopyExchange(op.carries, axis, op.num_ranks, op.part_bytes, 1, None, 1, *sizes)
+
+
+def _exchange_reason(op: Exchange) -> str:
+    """Return what is wrong with the terms of an exchange; "" where nothing is."""
+    if op.num_ranks < 1 or op.part_bytes < 0:
+        return f"has {op.num_ranks} ranks and parts of {op.part_bytes} bytes"
+    kinds = ("dispatch", "combine") if op.library else ("all_gather", "reduce_scatter", "all_reduce")
+    if op.carries not in kinds:
+        return f"carries '{op.carries}'; {'with' if op.library else 'without'} a library it is {', '.join(kinds)}"
+    if not op.library:
+        return ""
+    if op.tokens < 0 or not 1 <= op.chosen <= op.experts or op.experts % op.num_ranks:
+        return f"has {op.tokens} tokens with {op.chosen} of {op.experts} experts on {op.num_ranks} ranks"
+    if not 1 <= op.top_groups <= op.groups or op.experts % op.groups:
+        return f"has {op.top_groups} of {op.groups} groups of {op.experts} experts"
+    return "" if 0 < op.load < math.inf else f"has a load of {op.load}"
+
+
 def axis_of(program: Program, group: tuple[int, ...]) -> str:
     """Return the name of the mesh axis ("tp.row") or whole mesh ("tp") that has this group of ranks, else ""."""
     for mesh in program.meshes:
@@ -224,6 +276,8 @@ def work_of(program: Program, op: Op) -> Work:
         case Fence():
             assert isinstance(op.over, tuple)
             return Transfer("fence", axis_of(program, op.over), len(op.over), 0)
+        case Exchange():
+            return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(program, op.over))
         case Permute() if not ring_hops(op):
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype)
         case AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute():

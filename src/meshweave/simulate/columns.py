@@ -18,6 +18,7 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Call,
     Collective,
+    Exchange,
     Fence,
     Get,
     Matmul,
@@ -29,9 +30,11 @@ from meshweave.ir.program.ops import (
 )
 from meshweave.ir.work import (
     Compute,
+    Transfer,
     axis_of,
     call_dtype,
     counts_view_bytes,
+    exchange_work,
     joins_product,
     matmul_work,
     require_local_operands,
@@ -50,6 +53,7 @@ class Columns(TemplateColumns):
     Attributes:
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
         rated_work: the (kind of work of calls, dtype) whose FLOP rates the core will ask for, in its order.
+        exchanges: of each op as written the transfer by whose price it is timed; None of all but exchanges.
         has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
             messages that are no step of a collective.
     """
@@ -58,6 +62,7 @@ class Columns(TemplateColumns):
         self.priced_axes: list[str] = []
         self.rated_work: list[tuple[str, str]] = []
         self.has_pair_costs = False
+        self.exchanges: list[Transfer | None] = []
         self._op_messages: list[int] = []
         self._ops: list[Op] = []
         super().__init__(program, copies)
@@ -73,6 +78,7 @@ class Columns(TemplateColumns):
         self._ops.append(op)
         require_local_operands(op)
         self._op_messages.append(self._messages(op))
+        self.exchanges.append(self._exchange(op))
         if isinstance(op, (Get, Put, Accumulate)) or (isinstance(op, Send) and op.step is None):
             self.has_pair_costs = True
 
@@ -119,10 +125,15 @@ class Columns(TemplateColumns):
             out.append(Compute("call", a, b, dtype=dtype, call=op.work, shape=shape, part=op.part))
         return out
 
+    def _exchange(self, op: Op) -> Transfer | None:
+        if not isinstance(op, Exchange):
+            return None
+        return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(self.program, op.over))
+
     def _messages(self, op: Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""
         if isinstance(op, (Broadcast, Reduce)):
             return op.packets if isinstance(op.packets, int) else _MAX_PACKETS
-        if isinstance(op, Collective) and not isinstance(op, (Permute, Fence)):
+        if isinstance(op, Collective) and not isinstance(op, (Permute, Fence, Exchange)):
             return 2 * self.program.group_size(op.over)
         return 1

@@ -34,6 +34,7 @@ from meshweave.cost.issue import host_columns
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
+from meshweave.cost.price import price
 from meshweave.describe.machine.links import COMM_KINDS
 from meshweave.describe.machine.network import HostsNetwork, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
@@ -70,6 +71,7 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
         machine_columns = _machine_columns(machine, columns.priced_axes, columns.rated_work)
         machine_columns["work_flops"] = _work_flops(machine, core, columns)
         machine_columns["sized"] = _sized(machine, core, columns)
+        machine_columns["exchange_ps"] = _exchanges(machine, columns)
         book = _routes(machine)
         wanted = core.routes(machine_columns["num_directions"], machine_columns["rails"])
         if limited:
@@ -142,11 +144,18 @@ def _sized(machine: Machine, core: Core, columns: Columns) -> Column:
     rows: list[int] = []
     if not isinstance(machine.cluster.network, HostsNetwork):
         return _column()
-    for price, comm, count, part_bytes in core.collectives().reshape(-1, 4).tolist():
-        known = sized_price(machine.priced, columns.priced_axes[price], COMM_KINDS[comm], count, part_bytes)
+    for row, comm, count, part_bytes in core.collectives().reshape(-1, 4).tolist():
+        known = sized_price(machine.priced, columns.priced_axes[row], COMM_KINDS[comm], count, part_bytes)
         if known is not None:
-            rows += (price, comm, count, part_bytes, known.launch_ps, known.sync_ps, known.rate, known.route)
+            rows += (row, comm, count, part_bytes, known.launch_ps, known.sync_ps, known.rate, known.route)
     return _column(*rows)
+
+
+def _exchanges(machine: Machine, columns: Columns) -> Column:
+    """Return what the exchange of each op as written takes, -1 of other ops: the price that estimates have."""
+    return _column(
+        *(-1 if work is None else price(work, machine.priced).total_ps for work in columns.exchanges)
+    )
 
 
 def _column(*values: int) -> Column:

@@ -7,14 +7,19 @@ result is exact if the bounds are.
 
 Until something is priced, what a part from the queue is divided into is looked at at once: an early answer rules
 out most of the rest.
+
+A large search bounds thousands of parts before it prices one. `answer_early` prices one of the first of these
+before, for who stops the search then. It changes nothing of what the search finds.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
@@ -22,6 +27,9 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.tune.ranked import RankedConfig
+
+_FIRST = 256
+"""Of the branches of a part, those that an early answer is looked for in."""
 
 
 @dataclass(order=True)
@@ -53,6 +61,7 @@ class BestFirst:
     Attributes:
         rows: the best config of each row that was priced.
         priced: all that were priced.
+        early: what was priced before the search, the answer of one that ends before it prices anything.
         num_first: the parts that the search has begun with.
         num_priced: how often a config was priced.
         refused: parts and configs that the entry refuses, with the reason of the first.
@@ -70,6 +79,7 @@ class BestFirst:
         self._entry, self._problem, self._machine = entry, problem, machine
         self.num_exact, self.progress = num_exact, progress
         self.rows: dict[Hashable, RankedConfig] = {}
+        self.early: RankedConfig | None = None
         self.priced: dict[Any, RankedConfig] = {}
         self.num_first = self.num_priced = self.refused = 0
         self.reason = ""
@@ -85,7 +95,9 @@ class BestFirst:
                 self._search(part)
         except KeyboardInterrupt:
             if not self.rows:
-                raise
+                if self.early is None:
+                    raise
+                self._take(self.early)
             return
         self.progress(self.num_first, self.num_first)
         self.is_complete = True
@@ -93,6 +105,34 @@ class BestFirst:
     def ranked(self) -> list[RankedConfig]:
         """Return the best config of each row, the fastest first."""
         return sorted(self.rows.values(), key=self._key)
+
+    def answer_early(self, parts: Iterable[Any]) -> None:
+        """Price a config of some parts that the search is not run with, and which remember what they have seen.
+
+        Of the first few branches of each part the one with the least bound is looked at first.
+        """
+        for part in parts:
+            children = islice(self._entry.branches(self._problem, part, math.inf) or (), _FIRST)
+            for _, config in sorted(self._bounded(children), key=lambda each: each[0]):
+                for each in self._configs(config):
+                    if self._entry.admits(self._problem, each):
+                        estimate = self._entry.estimate(self._problem, each, self._machine)
+                        self.early = RankedConfig(self._entry, self._problem, each, estimate)
+                        return
+
+    def _bounded(self, parts: Iterable[Any]) -> Iterator[tuple[float, Any]]:
+        for part in parts:
+            with suppress(MeshweaveError):
+                yield self._entry.lower_bound(self._problem, part), part
+
+    def _configs(self, part: Any) -> Iterator[Any]:
+        """Yield the configs of a part, or the part where it is one."""
+        with suppress(MeshweaveError):
+            children = self._entry.branches(self._problem, part, math.inf)
+            if children is None:
+                yield part
+            for child in children or ():
+                yield from self._configs(child)
 
     def _search(self, part: Any) -> None:
         self._queue = queue = []
@@ -156,9 +196,13 @@ class BestFirst:
         if not self._admits(config):
             return
         estimate = self._entry.estimate(self._problem, config, self._machine)
-        priced = self.priced[config] = RankedConfig(self._entry, self._problem, config, estimate)
+        self._take(RankedConfig(self._entry, self._problem, config, estimate))
+
+    def _take(self, priced: RankedConfig) -> None:
+        """Take what was priced into the ranking."""
+        self.priced[priced.config] = priced
         self.num_priced += 1
-        key = self._entry.row(self._problem, config)
+        key = self._entry.row(self._problem, priced.config)
         if key not in self.rows or self._key(priced) < self._key(self.rows[key]):
             self.rows[key] = priced
             if len(self.rows) >= self.num_exact:

@@ -16,7 +16,6 @@ from meshweave.algorithms.step import (
     memory_of,
     step,
     step_of,
-    step_program,
 )
 from meshweave.algorithms.step.layers import layer_time
 from meshweave.algorithms.step.placement import expert_axes, expert_replica_groups
@@ -160,11 +159,6 @@ def test_a_model_without_experts_has_no_such_degrees() -> None:
         step_of(problem(replace(MIXTRAL, layers=(), config="")), Parallelism(data=32, expert=4))
     with pytest.raises(LayoutError, match="no ring yet"):
         step_of(problem(LATENT), Parallelism(data=16, context=2, expert=4))
-
-
-def test_a_program_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="experts"):
-        step_program(step_of(problem(), Parallelism(data=32, expert=8)))
 
 
 def test_uneven_tokens_take_longer_and_more_memory() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.columns import feature_parts, head_columns
 from meshweave.nn.hosted.linears import attention_options
 from meshweave.nn.hosted.residual import _part_class
@@ -80,3 +81,25 @@ def test_a_part_of_the_residual_has_the_shape_of_attention() -> None:
     assert flat.shape == (6, 4) and flat.view(part.shape).shape == (2, 12, 4)
     assert part.view(-1, 12, 4).shape == (2, 12, 4)
     assert part.as_subclass(torch.Tensor).shape == (2, 3, 4)
+
+
+class _NormedEmbedding(torch.nn.Embedding):  # type: ignore[misc]
+    def __init__(self, words: int, features: int) -> None:
+        super().__init__(words, features)
+        self.embed_norm = torch.nn.RMSNorm(features)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed_norm(super().forward(ids))
+
+
+def test_a_table_with_modules_beside_it_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.model.embed_tokens = _NormedEmbedding(32, 16)
+    with pytest.raises(
+        UnsupportedError, match=r"_NormedEmbedding has modules beside its weight \(embed_norm\)"
+    ):
+        anatomy_of(model, torch.device("cpu"))

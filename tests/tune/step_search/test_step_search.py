@@ -276,6 +276,36 @@ def test_wrong_options_are_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_search_has_an_answer_before_it_prices_what_it_finds() -> None:
+    """An early answer fits, is that of a search that ends at once, and changes nothing of one that goes on."""
+    problem = StepProblem(SMALL, hosts(4, 4), 64, 512)
+    options, most = SpaceOptions(), 2**31
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    stopped = StepSearch(StepSpace(problem, options), most, progress=interrupt)
+    stopped._search = interrupt_before  # type: ignore[method-assign]
+    ranking = stopped.ranking()
+    (row,) = ranking.rows
+    assert not ranking.is_complete and ranking.front == ranking.rows
+    assert memory_of(problem, row.parallelism).total <= most
+    assert row.time_s == step_of(problem, row.parallelism).time_s
+
+    plain = StepSearch(StepSpace(replace(problem), options), most)
+    plain.answer_early = lambda parts: None  # type: ignore[method-assign]
+    with_answer, without = searched(replace(problem), options, most), plain.ranking()
+    assert [(row.parallelism, row.time_s) for row in with_answer.rows] == [
+        (row.parallelism, row.time_s) for row in without.rows
+    ]
+    assert with_answer.count == without.count
+
+
+def interrupt_before(part: object) -> None:
+    """End a search before it looks at anything."""
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_search_gives_the_best_so_far() -> None:
     problem = StepProblem(SMALL, hosts(2, 4), 16, 1024)
     search = StepSearch(StepSpace(problem), problem.cluster.chip.memory_bytes)

@@ -236,6 +236,9 @@ class NodeWriter(BlockTensors):
         natural: AxisDims = tuple(dim if dim in own else "partial" for dim in arriving.dims)
         self.reduce(replace(out, dims=natural), out)
 
+    def leave_terms(self, landed: Stored, out: Stored) -> None:
+        """Note that ranks have terms of a gradient of a weight, of which no sum is written here."""
+
     def reduce(self, landed: Stored, out: Stored) -> None:
         """Write the reduction of a gradient of a weight over ranks, here or at the end of the program."""
         self.writer.cut()

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block.assembly import batch_dims, equations, tensors_of
+from meshweave.algorithms.block.end_equations import end_meanings
+from meshweave.algorithms.block.nodes import is_timed
 from meshweave.algorithms.block.pieces import WRITERS, LayersPiece, Piece
+from meshweave.algorithms.block.place import layers_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.roles import Roles
@@ -40,12 +43,16 @@ class BlockParts:
         kept: the buffers that are outputs of the forward program and inputs of the backward one.
         sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are
             to be summed.
+        of_experts: the buffers of parameters of experts, which lie on ranks of their own.
+        is_timed: whether the programs say what they cost and not what they compute.
     """
 
     forward: Program
     backward: Program
     kept: tuple[str, ...]
     sums: dict[str, tuple[str, ...]]
+    of_experts: tuple[str, ...] = ()
+    is_timed: bool = False
 
 
 def write_parts(
@@ -65,9 +72,21 @@ def write_parts(
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
-    return parts_of_writer(
-        layers, writer, name, tensors_of(problem, roles), equations(problem, roles), recompute=recompute
+    timed = is_timed(problem.layer)
+    meanings = list(end_meanings(problem, roles)) if timed else equations(problem, roles)
+    if timed and piece == "layers":
+        meanings = []
+    tensors = tensors_of(problem, roles)
+    parts = parts_of_writer(layers, writer, name, tensors, meanings, recompute=recompute)
+    if not timed or piece != "layers":
+        return parts
+    (place,), ranks = layers_of(problem), problem.experts
+    of_experts = tuple(
+        layers.stored[place.own(weight.name)].buffer
+        for weight in place.graph.parameters
+        if ranks is not None and ranks.side(weight) is not None
     )
+    return replace(parts, of_experts=of_experts, is_timed=True)
 
 
 def parts_of_writer(
@@ -201,9 +220,11 @@ def _part(
     lanes = {lane.name: lane for lane in writer.lanes}
     wanted = dict.fromkeys(op.lane for op in ops_of(statements) if op.lane)
     included = {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
+    experts = writer.problem.experts
+    meshes = writer.mesh, experts.mesh if experts is not None else None
     return Program(
         name,
-        (writer.mesh,),
+        tuple(mesh for mesh in meshes if mesh is not None),
         tuple(tensor for tensor in tensors if tensor.name in needed),
         tuple(buffers),
         tuple(lane for key, lane in lanes.items() if key in wanted or key in included) or (Lane("compute"),),

@@ -41,6 +41,10 @@ class LayersPiece(LayerWriter):
         self.writer.cut()
         self.unsummed[out.tensor] = landed
 
+    def leave_terms(self, landed: Stored, out: Stored) -> None:
+        """Keep how a gradient lies."""
+        self.unsummed[out.tensor] = landed
+
 
 @dataclass
 class _EndPiece(LayersPiece, EndsWriter):

@@ -105,7 +105,11 @@ class LayerPlace:
 
     def parameter(self, weight: NodeWeight) -> Tensor:
         """Return the tensor of some parameters."""
-        return Tensor(self.own(weight.name), tuple(side.size for side in weight.sides), self.problem.dtype)
+        shape = tuple(side.size for side in weight.sides)
+        ranks = self.problem.experts
+        if ranks is not None and (own := ranks.side(weight)) is not None:
+            shape = (own.size,)
+        return Tensor(self.own(weight.name), shape, self.problem.dtype)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshweave.algorithms.block.roles import Side
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.dense import WHOLE, DenseForm, dense_layer
 from meshweave.describe.model.layer import LayerGraph
-from meshweave.describe.model.nodes import Features, Norm
+from meshweave.describe.model.nodes import Features, NodeWeight, Norm
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
@@ -34,6 +36,10 @@ class ExpertRanks:
         load: copies of tokens that the most loaded rank gets over those that ranks get on average.
         dispatcher: how copies travel, a name of `cost.exchange`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
+        loads: for a program, copies of each rank of a group over the average: the first one's is `load`; () where
+            all have as many.
+        mesh: for a program, the ranks of a block on a mesh with the axes "rank" and "tensor" of those that share
+            experts and each of them, where there are several, and others; None where work alone is counted.
     """
 
     expert: int = 1
@@ -41,6 +47,22 @@ class ExpertRanks:
     load: float = 1.0
     dispatcher: str = "all_to_all"
     grouped: bool = True
+    loads: tuple[float, ...] = ()
+    mesh: Mesh | None = None
+
+    def elements(self, weight: NodeWeight) -> int:
+        """Return the elements of a parameter of experts that a rank has."""
+        own = math.prod(
+            -(-side.count // self.tensor) * side.unit if side.dim == "inner" else side.size
+            for side in weight.sides
+        )
+        return -(-weight.experts // self.expert) * own
+
+    def side(self, weight: NodeWeight) -> Side | None:
+        """Return a parameter of experts as one side, of which each rank has its part; None of other parameters."""
+        if self.mesh is None or weight.experts == 1:
+            return None
+        return Side("expert", self.mesh.num_ranks, self.elements(weight))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
+from meshweave.algorithms.block.timed_ops import TIMED_LANES, timed_op
 from meshweave.algorithms.block.writer import (
     COMPUTE,
     NEXT_SITE,
@@ -18,8 +19,10 @@ from meshweave.algorithms.block.writer import (
     SequenceWindow,
     Stored,
     Tensors,
+    TimedWork,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
     FULL,
@@ -205,6 +208,34 @@ class ProgramWriter(BlockWriter):
         """Add a call of a function on the chunk."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
+
+    def timed(
+        self,
+        lane: str,
+        work_of: TimedWork,
+        outs: Tensors,
+        ins: Tensors,
+        *,
+        parameters: Tensors = (),
+        gradients: Tensors = (),
+    ) -> None:
+        """Add a call of the work, or an exchange that takes its price: that of the rank with the most copies.
+
+        Raises:
+            UnsupportedError: ranks have different numbers of tokens.
+        """
+        tokens: Index = 1
+        for number in range(len(ins[0].sides) - 1):
+            tokens = tokens * self.extent_of(ins[0], number)
+        if not isinstance(tokens, int):
+            raise UnsupportedError("ranks of a layer with experts or latent attention have different tokens")
+        ranks = self.problem.experts
+        works = [work_of(tokens, load=load) for load in ranks.loads] if ranks is not None else []
+        written, read = (
+            tuple(map(self._view, (*outs, *gradients))),
+            tuple(map(self._view, (*ins, *parameters))),
+        )
+        self._do(timed_op(works or [work_of(tokens)], TIMED_LANES.get(lane, lane), written, read))
 
     def _matmul(
         self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool

@@ -77,6 +77,13 @@ class ProductSite:
         """Return dims; along the two axes of a product that moves its own operands those of it."""
         return (*dims[:-2], *of_2d[-2:]) if roles.is_flat else dims
 
+    def is_local(self, roles: Roles) -> bool:
+        """Return whether a rank multiplies its tokens by a whole weight, and nothing is moved for it."""
+        edges = roles.residual, roles.core(self.is_attention)
+        if not self.leaves_terms or roles.is_flat or any(roles.weight(self.is_first)):
+            return False
+        return edges[0] == edges[1] == roles.operand(self.is_first)
+
     def gradient_terms(self, roles: Roles) -> AxisDims:
         """Return how the gradient of the weight lies where it is computed, terms of a sum among it."""
         arriving = gradient_dims(roles.product(self.is_first))
@@ -222,6 +229,12 @@ class MoveSite:
         """Return whether anything is moved."""
         return self.before != self.after
 
+    @property
+    def is_sum(self) -> bool:
+        """Return whether terms are summed on all ranks that have them, and nothing else is moved."""
+        pairs = zip(self.before, self.after, strict=True)
+        return all(x == y or (x == "partial" and not y) for x, y in pairs)
+
 
 def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
     """Return the program of a move."""
@@ -232,7 +245,7 @@ def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
     writer = ProgramWriter(problem, BlockConfig(), mesh, dims)
     src = writer.new("x", OPERAND, site.sides, site.before, dtype, "input")
     out = writer.new("y", RESULT, site.sides, site.after, dtype, "output")
-    if all(x == y or (x == "partial" and not y) for x, y in zip(site.before, site.after, strict=True)):
+    if site.is_sum:
         landed = replace(out, dims=site.before)
         writer.copy(landed, src)
         writer.move(landed, site.after, "moved", op=site.op)

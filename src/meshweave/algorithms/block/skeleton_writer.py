@@ -22,6 +22,7 @@ from meshweave.algorithms.block.writer import (
     SequenceWindow,
     Stored,
     Tensors,
+    TimedWork,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
@@ -236,8 +237,18 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
-    def timed(self, lane: str, work_of: Callable[[int], Work], outs: Tensors, ins: Tensors) -> None:
-        """Add work that grows with the tokens that a rank has of the first input."""
+    def timed(
+        self,
+        lane: str,
+        work_of: TimedWork,
+        outs: Tensors,
+        ins: Tensors,
+        *,
+        parameters: Tensors = (),
+        gradients: Tensors = (),
+    ) -> None:
+        """Add work that grows with the tokens that a rank has of the first input; nothing waits for parameters."""
+        del parameters, gradients
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
 

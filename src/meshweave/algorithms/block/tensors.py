@@ -69,14 +69,15 @@ class BlockTensors:
 
     def _weights_of(self, layer: LayerPlace) -> list[WeightSpec]:
         groups = {weight.name: node.group for node in layer.graph.nodes for weight in node.parameters}
-        return [
-            (
-                layer.own(weight.name),
-                tuple(map(side_of, weight.sides)),
-                self._used(weight, groups[weight.name]),
-            )
-            for weight in layer.graph.parameters
-        ]
+        out: list[WeightSpec] = []
+        for weight in layer.graph.parameters:
+            name, ranks = layer.own(weight.name), self.problem.experts
+            if ranks is not None and (own := ranks.side(weight)) is not None:
+                everywhere: AxisDims = tuple("expert" for _ in self.roles.axes)
+                out.append((name, (own,), everywhere))
+                continue
+            out.append((name, tuple(map(side_of, weight.sides)), self._used(weight, groups[weight.name])))
+        return out
 
     def _used(self, weight: NodeWeight, group: str) -> AxisDims:
         """Return how parameters lie where they are used."""

@@ -8,17 +8,17 @@ of a chunk runs beside the products of the next, and beside whatever the compute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
-from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.work import Work
@@ -70,6 +70,14 @@ class Stored:
 
 Tensors = tuple[Stored, ...]
 """What an op reads, or writes."""
+
+
+class TimedWork(Protocol):
+    """Returns the work of so many tokens, of a rank whose experts get `load` times the average, if given."""
+
+    def __call__(self, tokens: int, *, load: float | None = None) -> Work:
+        """Return the work."""
+        ...
 
 
 class BlockWriter(ABC):
@@ -176,15 +184,22 @@ class BlockWriter(ABC):
     ) -> None:
         """Add a call of a function on the chunk."""
 
-    def timed(self, lane: str, work_of: Callable[[int], Work], outs: Tensors, ins: Tensors) -> None:
-        """Add work that grows with the tokens that a rank has of the first input.
+    @abstractmethod
+    def timed(
+        self,
+        lane: str,
+        work_of: TimedWork,
+        outs: Tensors,
+        ins: Tensors,
+        *,
+        parameters: Tensors = (),
+        gradients: Tensors = (),
+    ) -> None:
+        """Add work without values that grows with the tokens that a rank has of the first input.
 
-        Only a skeleton has such work.
-
-        Raises:
-            UnsupportedError: a program is written, which has ops.
+        Args:
+            parameters, gradients: what it reads and makes besides.
         """
-        raise UnsupportedError("programs of layers with experts or latent attention are not written yet")
 
     def matmul(
         self,

@@ -8,11 +8,12 @@ which axes gradients are still to be summed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
+from meshweave.algorithms.block.nodes import is_timed
+from meshweave.algorithms.block.nodes.timed import REFUSAL
 from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary
@@ -20,10 +21,11 @@ from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProble
 from meshweave.algorithms.pipeline.program import Transfers, pipeline_program
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.block_stage import BlockStage
-from meshweave.algorithms.step.host_time import program_host
 from meshweave.algorithms.step.memory import residual_is_whole
 from meshweave.algorithms.step.pipeline import schedule_of
-from meshweave.algorithms.step.placement import replica_groups, sharding_groups
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.program_host import program_host
+from meshweave.algorithms.step.program_ranks import REPLICAS, ProgramRanks, replica_copies
 from meshweave.algorithms.step.stage_settings import StageSettings
 from meshweave.algorithms.step.stages import Stages
 from meshweave.algorithms.step.units import Unit, local_shape
@@ -35,11 +37,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.program import Program
-
-REPLICAS = "r"
-"""What the names of meshes of replicas begin with, before the pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,11 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
         return LaidStep(program, Machine.of(cluster, program, logical=True), 1)
     folded = _StepWriter(step, copies)
     program = folded.program()
-    known = {mesh.name: mesh for mesh in whole.meshes()}
+    known = {mesh.name: mesh for mesh in whole.ranks.meshes()}
     meshes = program.expanded.meshes
-    full = tuple(known.get(mesh.name) or folded.unfolded(mesh) for mesh in meshes)
+    full = tuple(known.get(mesh.name) or folded.ranks.unfolded(mesh) for mesh in meshes)
     axes = tuple((f"{mesh.name}.replica0", copies) for mesh in meshes if mesh.name.startswith(REPLICAS))
+    axes += tuple(folded.ranks.copies_of_experts())
     part = cluster.with_chips(cluster.num_chips // copies)
     machine = FoldedMachine(part, meshes, True, whole=Machine(cluster, full, True), folded=axes)
     return LaidStep(program, machine, copies)
@@ -138,32 +137,37 @@ class StepPieces:
 
 def step_pieces(step: Stages) -> StepPieces:
     """Return what the program of a step is made of, on one of its replicas. Raises as `lay_step`."""
-    p = step.parallelism
-    return _StepWriter(step, p.data if p.experts == (1, 1) else 1).pieces()
+    if has_timed_layers(step.problem):
+        raise UnsupportedError(
+            "programs of layers with experts or latent attention do not say what they hold"
+        )
+    return _StepWriter(step, step.parallelism.data).pieces()
 
 
 def write_step(step: Stages) -> WrittenStep:
     """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
+    if has_timed_layers(step.problem):
+        raise UnsupportedError(REFUSAL)
     return _StepWriter(step, 1).written()
 
 
-def replica_copies(step: Stages) -> int:
-    """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
+def has_timed_layers(problem: StepProblem) -> bool:
+    """Return whether programs of some layers say what they cost and not what they compute."""
+    known = problem.cache("timed layers")
+    if not known:
+        known[""] = any(is_timed(graph) for _, graph in problem.model.runs)
+    return bool(known[""])
 
-    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
-    with all its chips, NICs and groups. Where several replicas share a host, these stay.
-    """
-    p, cluster = step.parallelism, step.problem.cluster
-    network = cluster.network
-    if not isinstance(network, HostsNetwork) or p.data == 1 or p.zero_group is not None:
-        return 1
-    stride, chips = p.stride("data"), network.chips_per_host
-    if p.context > 1 and p.stride("context") > stride:
-        return 1
-    if len(replica_groups(p)) > 1:
-        return 1
-    kept = 1 if stride % chips == 0 else chips // stride if chips % stride == 0 else 0
-    return p.data // kept if kept and p.data % kept == 0 else 1
+
+def _check_routed(problem: StepProblem, p: Parallelism) -> None:
+    """Raise UnsupportedError for what programs of steps with experts do not have."""
+    if p.zero_group is not None:
+        raise UnsupportedError("a program with experts shards over all replicas; give zero_group=None")
+    if problem.stack.overlaps_exchanges:
+        raise UnsupportedError(
+            "a program with experts has no exchange of one micro-batch beside the computing of another, as this "
+            "stack has them; give a stack without"
+        )
 
 
 class _StepWriter:
@@ -171,63 +175,15 @@ class _StepWriter:
 
     def __init__(self, step: Stages, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
-        self.copies = copies
-        self.here = replace(self.p, data=self.p.data // copies, zero_group=None)
-        p, stack = self.p, self.problem.stack
+        self.is_timed = has_timed_layers(self.problem)
+        if self.problem.model.is_routed:
+            _check_routed(self.problem, self.p)
         if self.problem.products is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
-        sharding, copies_of = sharding_groups(p) if p.zero else ((), replica_groups(p))
-        self.groups = (*sharding, *copies_of)
-        self.settings = StageSettings(
-            self.problem.dtype,
-            self.problem.gradient_dtype,
-            tuple(f"replica{number}" for number in range(len(self.groups))),
-            len(sharding),
-            p.zero,
-            stack.regathers,
-            stack.overlap,
-            stack.waits_for_gathers,
-            stack.waits_for_tensor,
-        )
+        self.ranks = ProgramRanks(step, copies)
+        self.settings = self.ranks.settings
         self.layers = layer_names(self.problem)
         self.units: dict[str, Unit] = {}
-
-    # --- meshes -----------------------------------------------------------------------------------------
-
-    def _mesh(self, rank: int) -> Mesh:
-        """Return the mesh of a pipeline rank with the axes of a block."""
-        p = self.here
-        strides = (
-            p.stride("data"),
-            p.stride("context"),
-            p.stride("tensor") * p.tensor_mesh[1],
-            p.stride("tensor"),
-        )
-        shape = p.data, p.context, *p.tensor_mesh
-        return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
-
-    def _replica_mesh(self, rank: int) -> Mesh:
-        """Return the same ranks with an axis for each group of replicas, and one for tensor parallelism."""
-        p = self.here
-        groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
-        axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
-        axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
-        names, shape, strides = zip(*axes, strict=True)
-        return _strided(f"{REPLICAS}{rank}", shape, names, strides, rank * p.stride("pipeline"))
-
-    def meshes(self) -> Iterator[Mesh]:
-        """Yield the meshes of all pipeline ranks."""
-        for rank in range(self.p.pipeline):
-            yield self._mesh(rank)
-            yield self._replica_mesh(rank)
-
-    def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return a mesh of the first replicas with the ranks that these have among all."""
-        stride, size = self.here.stride("data"), self.here.data
-        ranks = (
-            rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
-        )
-        return replace(mesh, ranks=tuple(ranks))
 
     def written(self) -> WrittenStep:
         """Return the program with what its buckets are."""
@@ -238,7 +194,7 @@ class _StepWriter:
                 layers[name] = (*layers.get(name, ()), begin + place)
             begin += self.step.layers[number]
             layers |= {unit.name: (0,) for unit, _ in self._units_of(number) if not unit.is_layer}
-            stages[number] = StagePlace(self._mesh(rank), self._replica_mesh(rank), layers)
+            stages[number] = StagePlace(self.ranks.mesh(rank), self.ranks.replica_mesh(rank), layers)
         mesh = stages[0].mesh
         sums = self.units["head"].parts.sums["loss"] if "head" in self.units else ()
         copies = mesh.num_ranks // prod(mesh.size(axis) for axis in sums)
@@ -248,11 +204,13 @@ class _StepWriter:
 
     def _pipeline(self) -> PipelineProblem:
         """Write the units, and return the problem of their pipeline."""
-        shards = self.p.shards if self.settings.is_sharded else 1
-        self.units = write_units(self.problem, self.p, self.here.data, shards)
+        sharded = self.settings.is_sharded, self.ranks.expert_settings.is_sharded
+        shards = self.p.shards if sharded[0] else 1, self.p.expert_replicas if sharded[1] else 1
+        experts = self.ranks.experts_of_block()
+        self.units = write_units(self.problem, self.p, self.ranks.here.data, shards, experts)
         stages = tuple(self._stage(number) for number in range(self.p.num_stages))
         edges = tuple(self._edge(number) for number in range(self.p.num_stages - 1))
-        rows = self._residual()[0] * self.here.data
+        rows = self._residual()[0] * self.ranks.here.data
         return PipelineProblem(stages, edges, self.step.micro_batches, rows=rows)
 
     def pieces(self) -> StepPieces:
@@ -268,17 +226,21 @@ class _StepWriter:
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
         split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
+        if split and self.is_timed:
+            raise UnsupportedError(
+                f"{self.p.schedule} computes gradients of weights apart, which programs of layers with experts or "
+                "latent attention do not yet; give schedule='1f1b'"
+            )
 
         def stage(
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes
         ) -> BlockStage:
-            replicas = self._replica_mesh(problem.stage_ranks[number])
             return BlockStage(
                 number,
-                (mesh, replicas),
+                mesh,
+                self.ranks.bucket_ranks(problem.stage_ranks[number]),
                 self._units_of(number),
                 self._layers_of(number),
-                self.settings,
                 boundaries,
                 stashes,
                 last.get(number, 0),
@@ -306,7 +268,7 @@ class _StepWriter:
         """Return a stage with the durations of its parts by the estimate, for the order of transfers."""
         time = self.step.times[number]
         forward, backward = max(to_ps(time.forward_s), 1), max(to_ps(time.backward_s), 2)
-        mesh = self._mesh(self.step.stage_ranks[number])
+        mesh = self.ranks.mesh(self.step.stage_ranks[number])
         costs = PartCost(forward), PartCost(backward // 2), PartCost(backward - backward // 2)
         return Stage(mesh, *costs, data_axes=(AXES[0],), dtype=self.problem.dtype)
 
@@ -333,14 +295,6 @@ class _StepWriter:
         numbers = p.pipeline, p.virtual_stages, step.micro_batches
         whole = schedule_of(p.schedule, *numbers, step.action_times())
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
-
-
-def _strided(
-    name: str, shape: tuple[int, ...], axes: tuple[str, ...], strides: tuple[int, ...], base: int
-) -> Mesh:
-    """Return a mesh whose axes have these strides, from rank `base` on."""
-    places = product(*(range(0, size * stride, stride) for size, stride in zip(shape, strides, strict=True)))
-    return Mesh(name, tuple(shape), tuple(axes), tuple(base + sum(place) for place in places))
 
 
 def _last_micro_batches(schedule: Schedule) -> dict[int, int]:

@@ -18,7 +18,7 @@ from meshweave.algorithms.pipeline.program import COMPUTE
 from meshweave.algorithms.pipeline.slots import Stashes
 from meshweave.algorithms.step.buckets import StageBuckets
 from meshweave.algorithms.step.layer_runs import LAYER, LayerAt, layer_runs
-from meshweave.algorithms.step.stage_settings import StageSettings
+from meshweave.algorithms.step.stage_settings import BucketRanks
 from meshweave.algorithms.step.units import (
     CONSTANTS,
     PER_MICRO_BATCH,
@@ -59,8 +59,8 @@ class BlockStage:
 
     Args:
         number: of the stage.
-        meshes: its ranks, with the axes of the block programs; and with axes for groups of replicas and one for
-            tensor-parallel ranks.
+        mesh: its ranks, with the axes of the block programs.
+        ranks: where the buckets of all but experts lie, and those of experts, if there are some.
         units: pieces by name, and how many of each there are here.
         layers: the names of the units of its layers, in order.
         boundaries: those of its edges, by (source, target, "h" or "g").
@@ -72,31 +72,31 @@ class BlockStage:
     def __init__(
         self,
         number: int,
-        meshes: tuple[Mesh, Mesh],
+        mesh: Mesh,
+        ranks: tuple[BucketRanks, BucketRanks | None],
         units: tuple[tuple[Unit, int], ...],
         layers: tuple[str, ...],
-        settings: StageSettings,
         boundaries: Mapping[tuple[int, int, str], Boundary],
         stashes: Stashes,
         last: int,
         *,
         is_split: bool,
     ) -> None:
-        self.number, self.settings = number, settings
-        self.mesh, self.replicas = meshes
+        self.number, self.mesh, self.ranks = number, mesh, ranks
+        self.settings = ranks[0].settings
         self.units = {unit.name: (unit, count) for unit, count in units}
         self.boundaries, self.stashes, self.is_split = boundaries, stashes, is_split
         self.kinds, self.layers, self.runs = layers, len(layers), layer_runs(layers)
         if not self.units:
             raise UnsupportedError(f"stage {number} has no layer; give fewer stages")
-        self.buckets = StageBuckets(number, *meshes, self.units, settings, last)
+        self.buckets = StageBuckets(number, mesh, ranks, self.units, last)
 
     # --- declarations -----------------------------------------------------------------------------------
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Return the mesh of replicas."""
-        return (self.replicas,)
+        """Return the meshes of buckets."""
+        return tuple(each.mesh for each in self.ranks if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of its buckets."""
@@ -107,15 +107,16 @@ class BlockStage:
         del layouts
         residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:
-            dtype, each = self.settings.dtype, self.layers + 1
-            yield scratch("x", residual, dtype, self._stashes("x") * each)
-            yield scratch("g", residual, dtype, self.stashes.between * each if self.is_split else 2)
+            dtype, places = self.settings.dtype, self.layers + 1
+            yield scratch("x", residual, dtype, self._stashes("x") * places)
+            yield scratch("g", residual, dtype, self.stashes.between * places if self.is_split else 2)
         for unit, count in self.units.values():
-            yield from self.buckets.buffers(unit, count)
-            slots = self.buckets.matrix_slots(unit)
-            for weight in unit.weights:
-                yield scratch(f"{unit.name}_{weight.name}", weight.shape, weight.dtype, slots)
-                yield scratch(f"{unit.name}_d{weight.name}", weight.shape, weight.dtype)
+            for each in unit.buckets:
+                yield from self.buckets.buffers(each, count)
+                slots = self.buckets.matrix_slots(each)
+                for weight in each.weights:
+                    yield scratch(f"{each.name}_{weight.name}", weight.shape, weight.dtype, slots)
+                    yield scratch(f"{each.name}_d{weight.name}", weight.shape, weight.dtype)
             for buffer in unit.kept:
                 shape, slots = (
                     local_shape(unit.parts.forward, buffer),
@@ -316,7 +317,7 @@ class BlockStage:
             name=action.label,
             part=f"{unit.name}_{part}",
             program=program,
-            meshes=((MESH, Submesh(self.mesh.name, (FULL,) * len(self.mesh.axes))),),
+            meshes=tuple(self._submeshes(program)),
             buffers=tuple(self._arguments(layer, program, streams, action.at)),
             lanes=tuple(
                 (lane.name, COMPUTE if self.settings.waits_for_tensor else lane.name)
@@ -326,13 +327,21 @@ class BlockStage:
         if unit.is_layer and part != "weight_grad":
             yield from self.buckets.weights_used(unit, number)
 
+    def _submeshes(self, program: Program) -> Iterator[tuple[str, Submesh]]:
+        """Yield what the meshes of a part of a layer are here: that of blocks, and that of experts."""
+        for mesh in program.meshes:
+            experts = self.ranks[1]
+            own = self.mesh if mesh.name == MESH or experts is None else experts.mesh
+            yield mesh.name, Submesh(own.name, (FULL,) * len(own.axes))
+
     def _arguments(
         self, layer: _Layer, program: Program, streams: Mapping[str, View], at: Index
     ) -> Iterator[tuple[str, View]]:
         """Yield what the inputs and outputs of a part of a layer are here."""
         unit, number = layer
         count = self.units[unit.name][1]
-        weights = {weight.name for weight in unit.weights}
+        owners = {weight.name: each for each in unit.buckets for weight in each.weights}
+        makers = {f"d{name}": each for name, each in owners.items()}
         for buffer in program.buffers:
             if buffer.kind not in ("input", "output"):
                 continue
@@ -342,8 +351,8 @@ class BlockStage:
             if name in streams:
                 yield name, streams[name]
                 continue
-            if name in weights:
-                yield name, self.buckets.matrix(unit, name, dims, number)
+            if name in owners:
+                yield name, self.buckets.matrix(owners[name], name, dims, number)
                 continue
             if name in unit.parts.kept:
                 slot = (at % self._stashes(name, unit)) * count + number
@@ -351,4 +360,4 @@ class BlockStage:
                 slot = (at % self.stashes.between) * count + number
             elif name in PER_MICRO_BATCH:
                 slot = at % self._stashes(name, unit)
-            yield name, self.buckets.whole(f"{unit.name}_{name}", dims, slot)
+            yield name, self.buckets.whole(f"{makers.get(name, unit).name}_{name}", dims, slot)

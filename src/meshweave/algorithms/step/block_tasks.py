@@ -18,13 +18,12 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.recurrence import follow
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
-from meshweave.cost.exchange import CopyExchange
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.estimate import estimate_skeleton
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
-from meshweave.ir.work import Compute, Transfer, Work
+from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
 
 _GRADIENTS = f"_{GRADIENTS}"
 _MESSAGES = ("permute", "send", "recv", "get", "put", "accumulate")

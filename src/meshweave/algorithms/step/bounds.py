@@ -12,6 +12,7 @@ take one after the other. Tests compare them with prices, and the search with th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.nodes import Kernel, kernels_of
@@ -67,6 +68,12 @@ class LayerBounds:
         )
         flops = 6 * sequence * _mean_weights(self._problem) + 3 * attention
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
+
+    def apart(self) -> LayerBounds:
+        """Return bounds of the same space that share what kernels take, with representatives of their own."""
+        other = copy(self)
+        other._layers, other._places = {}, {}
+        return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return the least seconds of a layer wherever its ranks lie: those of its products and attention.

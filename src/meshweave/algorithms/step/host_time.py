@@ -6,15 +6,12 @@ not fuse (`algorithms.step.stacks`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from meshweave.algorithms.step.block_time import LayerBlock, layer_block
+from meshweave.algorithms.step.block_time import LayerBlock
 from meshweave.algorithms.step.host import IssueCounts, paced_ps
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.quantizing import quantizing
 from meshweave.algorithms.step.software_stack import UnfusedKernels
 from meshweave.base.units import to_ps, to_s
-from meshweave.describe.machine.host import HostRates
 
 
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
@@ -83,22 +80,3 @@ def stalls_s(
         for tasks, count, more_s, own_s in zip(parts, counts, added_s, free_s, strict=True)
     )
     return forward_s, backward_s
-
-
-def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | None:
-    """Return the host with which the program of a step is simulated; None where nobody knows one.
-
-    What the host issues of a layer beside the ops of its program is spread over these.
-    """
-    host = problem.host
-    if host is None:
-        return None
-    block = layer_block(problem, parallelism)
-    counts = issue_counts(block, parallelism)
-    again = parallelism.recompute == "full"
-    ops = block.whole.kernels + again * block.forward.kernels
-    if problem.stack.graphs:
-        return HostRates((2 + again) * host.kernel_s / ops)
-    kernels = sum(count.kernels for count in counts) + again * counts[0].kernels
-    kernel_s = kernels * host.kernel_s + (1 + again) * host.layer_s
-    return replace(host, kernel_s=kernel_s / ops, layer_s=0.0)

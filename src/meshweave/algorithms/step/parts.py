@@ -100,6 +100,13 @@ class StepTree:
         """Return all; the plain ones give an early answer, which rules out most others."""
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
+    def apart(self) -> StepTree:
+        """Return a tree of the same parts that has seen none; what is known of bytes and kernels is shared."""
+        other = StepTree(self.space, self.memory_bytes)
+        other._bytes, other._known_steps = self._bytes, self._known_steps
+        other._bounds = self._bounds.apart()
+        return other
+
     def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
         """Return what a part is divided into; see `Algorithm.branches`."""
         match part:

@@ -146,6 +146,15 @@ def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ..
     return _stage_groups(_stage_degrees(p), p.expert * p.expert_tensor, p.expert_replicas)
 
 
+def expert_mesh_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
+    """Return the axes of all ranks of a stage for experts: `expert_axes`, and "replica0", ... of their replicas.
+
+    Raises LayoutError as `expert_axes`.
+    """
+    groups = expert_replica_groups(parallelism)
+    return (*expert_axes(parallelism), *((f"replica{at}", *group) for at, group in enumerate(groups)))
+
+
 @lru_cache(maxsize=4096)
 def _stage_groups(
     degrees: tuple[tuple[int, int], ...], inside: int, size: int

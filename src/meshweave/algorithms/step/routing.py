@@ -29,10 +29,29 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
     p = parallelism
     load = 1.0
     if problem.imbalance and p.expert > 1:
-        tokens = p.micro_batch * problem.sequence // (p.context * p.tensor_size) * p.expert * p.expert_tensor
-        chosen = max(weight.chosen for weight in problem.model.layer.parameters)
-        load = float(np.mean(drawn_loads(experts, p.expert, chosen, tokens, problem.imbalance)))
+        load = float(np.mean(drawn_loads(*_drawn_by(problem, p))))
     return ExpertRanks(p.expert, p.expert_tensor, load, problem.dispatcher, problem.stack.grouped_experts)
+
+
+def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
+    """Return the expected copies of each rank of a group over the average, the most loaded first; () for evenly.
+
+    That of the first is the load of `expert_ranks`.
+    """
+    p = parallelism
+    if not problem.imbalance or p.expert == 1 or problem.model.layer.num_experts == 1:
+        return ()
+    drawn = np.sort(_drawn_shares(*_drawn_by(problem, p)), axis=1)[:, ::-1].mean(axis=0)
+    first = float(np.mean(drawn_loads(*_drawn_by(problem, p))))
+    return (first, *(min(float(each), first) for each in drawn[1:]))
+
+
+def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int, float]:
+    """Return what micro-batches are drawn by: experts, ranks, choices, tokens of a group, and the exponent."""
+    layer = problem.model.layer
+    tokens = p.micro_batch * problem.sequence // (p.context * p.tensor_size) * p.expert * p.expert_tensor
+    chosen = max(weight.chosen for weight in layer.parameters)
+    return layer.num_experts, p.expert, chosen, tokens, problem.imbalance
 
 
 def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
@@ -46,17 +65,26 @@ def drawn_loads(
     experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
 ) -> tuple[float, ...]:
     """Return for drawn micro-batches of so many tokens the copies of the most loaded rank over the average."""
+    shares = _drawn_shares(experts, ranks, chosen, tokens, exponent, seed)
+    return tuple(max(1.0, float(each)) for each in shares.max(axis=1))
+
+
+@lru_cache(maxsize=256)
+def _drawn_shares(
+    experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
+) -> Shares:
+    """Return for drawn micro-batches the copies of each rank over the average, shape (micro-batches, ranks)."""
     random = np.random.default_rng(seed)
     popularity = np.arange(1, experts + 1, dtype=np.float64) ** -exponent
     popularity /= popularity.sum()
     share = chosen_shares(popularity, chosen)
-    loads = []
+    shares = []
     for _ in range(_DRAWS):
         own = random.permutation(share)
         counts = tokens * own + np.sqrt(tokens * own * (1 - own)) * random.standard_normal(experts)
         of_ranks = np.maximum(counts, 0.0).reshape(ranks, -1).sum(axis=1)
-        loads.append(max(1.0, float(of_ranks.max() * ranks / (tokens * chosen))))
-    return tuple(loads)
+        shares.append(of_ranks * ranks / (tokens * chosen))
+    return np.array(shares)
 
 
 def chosen_shares(popularity: Shares, chosen: int) -> Shares:

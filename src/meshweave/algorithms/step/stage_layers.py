@@ -40,12 +40,12 @@ def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[floa
         return ()
     known, key = problem.cache("kinds of stages"), tuple(layers)
     if key not in known:
-        known[key] = _kinds_of(_order(problem), len(problem.kinds), key)
+        known[key] = _kinds_of(order_of_kinds(problem), len(problem.kinds), key)
     kinds: tuple[tuple[float, ...], ...] = known[key]
     return kinds
 
 
-def _order(problem: StepProblem) -> tuple[int, ...]:
+def order_of_kinds(problem: StepProblem) -> tuple[int, ...]:
     """Return the number of the kind of each layer. Graphs are compared once a step: they are large."""
     kept = problem.cache("order of kinds")
     if not kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.algorithms.step.units import Unit
+from meshweave.describe.layout.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ class StageSettings:
     def reduces_each(self) -> bool:
         """Return whether the gradients of each micro-batch are reduced."""
         return self.zero >= 2 and bool(self.groups)
+
+
+@dataclass(frozen=True)
+class BucketRanks:
+    """Where buckets of one kind lie: those of experts on ranks of their own.
+
+    Attributes:
+        mesh: the ranks of a stage, with an axis for each group of replicas, and others.
+        own: the axes along which ranks have different buckets.
+        settings: how they are kept.
+    """
+
+    mesh: Mesh
+    own: tuple[str, ...]
+    settings: StageSettings
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """Return the axes along which what ranks keep of a bucket differs."""
+        return (*self.own, *self.settings.groups[: self.settings.num_sharding])
 
 
 Run = tuple[int, int]

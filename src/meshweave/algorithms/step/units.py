@@ -8,7 +8,7 @@ that it divides over the ranks that shard it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -55,12 +55,34 @@ class Unit:
         extra_flops: work that the software adds to its forward part, to its backward part, and of this to the
             gradients of weights, as FLOPs at the rate of the chip.
         shards: over how many ranks its bucket is sharded.
+        expert_shards: the same of the bucket of its experts.
+        is_of_experts: whether its weights are those of experts alone; else all others.
     """
 
     name: str
     parts: BlockParts
     extra_flops: tuple[int, int, int]
     shards: int
+    expert_shards: int = 1
+    is_of_experts: bool = False
+
+    @cached_property
+    def experts(self) -> Unit | None:
+        """Return the piece with the weights of its experts, which have a bucket of their own; None without."""
+        if self.is_of_experts or not self.parts.of_experts:
+            return None
+        return replace(
+            self,
+            name=f"{self.name}_experts",
+            extra_flops=(0, 0, 0),
+            shards=self.expert_shards,
+            is_of_experts=True,
+        )
+
+    @property
+    def buckets(self) -> tuple[Unit, ...]:
+        """Return the piece, and it with the weights of its experts, if it has some: a bucket each."""
+        return (self,) if self.experts is None else (self, self.experts)
 
     @property
     def is_layer(self) -> bool:
@@ -78,7 +100,13 @@ class Unit:
     def weights(self) -> tuple[Weight, ...]:
         """Return the weights in the order of the bucket."""
         program, sums = self.parts.forward, self.parts.sums
-        inputs = [b for b in program.buffers if b.kind == "input" and b.name not in _GIVEN]
+        inputs = [
+            buffer
+            for buffer in program.buffers
+            if buffer.kind == "input"
+            and buffer.name not in _GIVEN
+            and (buffer.name in self.parts.of_experts) == self.is_of_experts
+        ]
         inputs.sort(key=lambda buffer: self._own_sums(sums[f"d{buffer.name}"]), reverse=True)
         weights: list[Weight] = []
         for buffer in inputs:

@@ -10,9 +10,12 @@ from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.roles import BATCH, RING
 from meshweave.algorithms.step.layers import best_config, eager_logits_s, extra_s
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.routing import expert_ranks, rank_loads
+from meshweave.algorithms.step.stage_layers import order_of_kinds
 from meshweave.algorithms.step.strategies import StrategyAround, strategy_of
 from meshweave.algorithms.step.units import Unit
 from meshweave.cost.calls import flops_per_s
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call, Op
@@ -22,12 +25,14 @@ from meshweave.ir.program.statements import rewrite
 def layer_names(problem: StepProblem) -> tuple[str, ...]:
     """Return the name of the unit of each layer of the model, in order.
 
-    Layers of several kinds take turns as evenly as their numbers allow, those of the first kind first: a model's
-    description has the numbers alone.
+    Where a model's description has the numbers of layers of each kind alone, they take turns as evenly as these
+    allow, those of the first kind first.
     """
     count, shares = problem.model.num_layers, [share for share, _ in problem.kinds]
     if len(shares) == 1:
         return ("layer",) * count
+    if problem.model.layers:
+        return tuple(f"layer{kind}" for kind in order_of_kinds(problem))
     names, placed = list[str](), [0] * len(shares)
     for number in range(1, count + 1):
         due = [share * number - before for share, before in zip(shares, placed, strict=True)]
@@ -37,27 +42,41 @@ def layer_names(problem: StepProblem) -> tuple[str, ...]:
     return tuple(names)
 
 
-def block_of_piece(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockProblem:
+def block_of_piece(
+    problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int, experts: Mesh | None = None
+) -> BlockProblem:
     """Return the block of one piece ("layers", "embedding" or "head") for `data` replicas together.
 
     Its mesh is (data, context, *tensor), its batch the micro-batches of these replicas. Embedding and head have
-    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none.
+    the model's vocabulary, padded to a multiple of the tensor-parallel ranks; layers have none. `experts` are its
+    ranks on a mesh with the axes of those that share experts.
     """
     p = parallelism
     work = Workload(p.micro_batch * data, problem.sequence, problem.dtype)
     block = BlockProblem.of(problem.model, work, (data, p.context, *p.tensor_mesh))
+    ranks = expert_ranks(problem, p)
+    if ranks is not None and experts is not None:
+        block = replace(block, experts=replace(ranks, loads=rank_loads(problem, p), mesh=experts))
     if piece == "layers":
         return block
-    ranks = p.tensor_size
-    return replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
+    block = replace(block, experts=None)
+    size = p.tensor_size
+    return replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // size) * size)
 
 
-def write_units(problem: StepProblem, parallelism: Parallelism, data: int, shards: int) -> dict[str, Unit]:
+def write_units(
+    problem: StepProblem,
+    parallelism: Parallelism,
+    data: int,
+    shards: tuple[int, int],
+    experts: Mesh | None = None,
+) -> dict[str, Unit]:
     """Return the units of a step by name: "embedding", the kinds of layers, "head".
 
     Args:
         data: the replicas along the data axis that the program has.
-        shards: over how many ranks buckets are sharded.
+        shards: over how many ranks buckets are sharded, and over how many those of experts.
+        experts: the ranks of a block as `block_of_piece` has them.
 
     Raises:
         UnsupportedError: a strategy has no parts of this kind.
@@ -66,7 +85,8 @@ def write_units(problem: StepProblem, parallelism: Parallelism, data: int, shard
 
     def unit(name: str, piece: Piece, of: StepProblem, seconds: tuple[float, float, float]) -> Unit:
         first, second, late = (round(each * rate) for each in seconds)
-        return Unit(name, _parts(of, parallelism, piece, data), (first, second, late), shards)
+        parts = _parts(of, parallelism, piece, data, experts)
+        return Unit(name, parts, (first, second, late), *shards)
 
     units = {}
     for name, (_, kind) in zip(sorted(set(layer_names(problem))), problem.kinds, strict=True):
@@ -81,10 +101,12 @@ def write_units(problem: StepProblem, parallelism: Parallelism, data: int, shard
     return units
 
 
-def _parts(problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int) -> BlockParts:
+def _parts(
+    problem: StepProblem, parallelism: Parallelism, piece: Piece, data: int, experts: Mesh | None
+) -> BlockParts:
     p = parallelism
-    entry = StrategyAround(strategy_of(replace(p, context=1)), (BATCH, RING))
-    block = block_of_piece(problem, p, piece, data)
+    entry = StrategyAround(strategy_of(replace(p, context=1, expert=1, expert_tensor=1)), (BATCH, RING))
+    block = block_of_piece(problem, p, piece, data, experts)
     recompute = p.recompute if piece == "layers" else "none"
     config, known = best_config(problem, p), problem.cache("parts")
     key = entry.name, p.strategy, block, config, piece, recompute

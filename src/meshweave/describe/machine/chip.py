@@ -14,6 +14,8 @@ WORK_KINDS = (
     "attention",
     "causal_attention",
     "matmul",
+    "matmul_batch",
+    "experts",
     "norm",
     "softmax",
     "loss",

@@ -7,7 +7,7 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -25,7 +25,7 @@ from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.graphs import CapturedRun, check_graph
-from meshweave.execute.torch.issue import Execute, one_order, thread_per_lane
+from meshweave.execute.torch.issue import Execute, LaneExecution, one_order, thread_per_lane
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, Staging
 from meshweave.execute.torch.wire import Wire
@@ -127,6 +127,50 @@ class BoundProgram:
             recorder.add(self.program, self._trace(spans))
         return self._trace(spans) if self._is_traced else None
 
+    def end_begun(self) -> None:
+        """End what was begun in this context by `begin` and has not ended: it may use the memory of `inputs`."""
+        if self._call is not None:
+            self._call.sequence.order.finish_open()
+
+    def begin(self, take: Callable[[], None]) -> Callable[[], None]:
+        """Begin a run on what `inputs` hold, and return what ends it; all ranks of the program call both.
+
+        A program that is one collective of torch's on a CPU runs beside what the caller does until then, or until
+        the next call of the context begins. Others have run when this returns.
+
+        Args:
+            take: takes the results from `outputs`, as soon as they are there.
+
+        Raises as `run` does.
+        """
+        lanes, call = self._execute, self._call
+        if not isinstance(lanes, LaneExecution) or not lanes.has_halves or call is None:
+            self.run(self.inputs)
+            take()
+            return _nothing
+        order, sequence, has_ended = call.sequence.order, call.sequence, False
+        with torch.no_grad():
+            self._load_all(self.inputs)
+            with call:
+                rest = lanes.begin()
+
+        def finish() -> None:
+            nonlocal has_ended
+            with torch.no_grad():
+                with sequence.resume():
+                    rest()
+                take()
+            has_ended = True
+
+        def end() -> None:
+            if order.open is finish:
+                order.open = None
+            if not has_ended:
+                finish()
+
+        order.open = finish
+        return end
+
     def _execute_on_copies(self) -> Mapping[int, tuple[int, int]]:
         for slot, value in self._copies_in:
             slot.copy_(value)
@@ -159,6 +203,10 @@ class BoundProgram:
             times = start_ns * 1000, end_ns * 1000
             listed.append(Span(self.rank, index, bound.op.lane, bound.op.kind, bound.label, *times))
         return Trace(self.program.name, "torch", tuple(listed))
+
+
+def _nothing() -> None:
+    """End a run that has ended."""
 
 
 def bind(

@@ -9,8 +9,8 @@ from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.lanes import EarlyPost, LaneRun, cross_lane_waits
 from meshweave.execute.torch.streams import Streams
-from meshweave.execute.torch.views import Action, ActionSequence
-from meshweave.execute.torch.wire import MessageExchange
+from meshweave.execute.torch.views import Action, steps_of
+from meshweave.execute.torch.wire import GroupEntry, GuardedCollective, MessageExchange
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
 
@@ -53,17 +53,55 @@ def thread_per_lane(
         lane.labels.append(f"{ops[index].label} of lane {ops[index].op.lane}")
         lane.indices.append(index)
     _post_receives_early(analysis, actions, lanes, lane_of)
-    lane_threads = context.lane_threads
+    return LaneExecution(context, lanes, trace)
 
-    def execute() -> Mapping[int, tuple[int, int]]:
-        is_traced = trace or context.recorder is not None
+
+class LaneExecution:
+    """Runs the lanes of a rank, each in a thread of its own."""
+
+    def __init__(self, context: TorchContext, lanes: Sequence[LaneRun], trace: bool) -> None:
+        self._context, self._lanes, self._is_traced = context, lanes, trace
+        steps = [each for action in lanes[0].actions for each in steps_of(action)] if len(lanes) == 1 else []
+        waits = [at for at, step in enumerate(steps) if isinstance(step, GuardedCollective)]
+        others = [step for step in steps if isinstance(step, MessageExchange | GroupEntry)]
+        self._halves: tuple[Sequence[Action], GuardedCollective, Sequence[Action]] | None = None
+        if len(waits) == 1 and not others and not trace:
+            (at,) = waits
+            collective = steps[at]
+            assert isinstance(collective, GuardedCollective)
+            self._halves = steps[:at], collective, steps[at + 1 :]
+
+    def __call__(self) -> Mapping[int, tuple[int, int]]:
+        """Run all, and return the start and end of each op in nanoseconds, if traced."""
+        lanes, is_traced = self._lanes, self._is_traced or self._context.recorder is not None
         if lanes:
-            lane_threads.run(lanes, trace=is_traced)
+            self._context.lane_threads.run(lanes, trace=is_traced)
         if not is_traced:
             return {}
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
 
-    return execute
+    @property
+    def has_halves(self) -> bool:
+        """Return whether `begin` can be called: the program is one collective, and nobody wants its times."""
+        return self._halves is not None and self._context.recorder is None and self._context.waits is None
+
+    def begin(self) -> Callable[[], None]:
+        """Run what is before the wait of the collective, and return what waits and runs the rest."""
+        assert self._halves is not None
+        before, collective, after = self._halves
+        reserve = self._context.lane_threads.reserve
+        with reserve():
+            for step in before:
+                step()
+            collective.post()
+
+        def finish() -> None:
+            with reserve():
+                collective()
+                for step in after:
+                    step()
+
+        return finish
 
 
 def _post_receives_early(
@@ -83,7 +121,7 @@ def _post_receives_early(
             if ops[index].op.kind in COMPUTE_KINDS:
                 continue
             action = actions[index]
-            steps = action.steps if isinstance(action, ActionSequence) else (action,)
+            steps = steps_of(action)
             exchange = next((step for step in steps if isinstance(step, MessageExchange)), None)
             # What follows it takes the data out of staging, which the next op may not fill yet; messages
             # have two to fill in turns.

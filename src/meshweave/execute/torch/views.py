@@ -215,7 +215,15 @@ class Staging:
                 *self.transfer(lane, between, src),
                 *self.transfer(lane, out, between, add=add),
             ]
-        return [partial(into.add_ if add else into.copy_, value) for into, value in pairs if into.numel()]
+        return [
+            partial(into.add_ if add else into.copy_, value)
+            for into, value in pairs
+            if into.numel() and (add or not _is_same_memory(into, value))
+        ]
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return bool(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
 class ActionSequence:
@@ -229,6 +237,13 @@ class ActionSequence:
     def __call__(self) -> None:
         for step in self.steps:
             step()
+
+
+def steps_of(action: Action) -> tuple[Action, ...]:
+    """Return the actions that one is made of."""
+    if not isinstance(action, ActionSequence):
+        return (action,)
+    return tuple(step for each in action.steps for step in steps_of(each))
 
 
 def chain_actions(actions: Sequence[Action]) -> Action:

@@ -141,6 +141,39 @@ class GroupEntry:
             self._meet()
 
 
+class GuardedCollective:
+    """A collective of torch's as an action on a CPU; its wait, within the deadline, may come later.
+
+    Args:
+        post: begins it, and returns its works.
+    """
+
+    __slots__ = ("_guard", "_order", "_peers", "_post", "_what", "_works")
+
+    def __init__(self, wire: Wire, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> None:
+        self._guard, self._order = wire.context.guard, call_order(wire.context)
+        self._what, self._peers, self._post = what, peers, post
+        self._works: list[Any] | None = None
+
+    def post(self) -> None:
+        """Begin it ahead of the action, which then waits for it."""
+        try:
+            self._works = self._post()
+        except RuntimeError:
+            self._order.explain_failure()
+            raise
+
+    def __call__(self) -> None:
+        with self._guard(self._what, self._peers) as wait:
+            try:
+                works, self._works = self._works, None
+                for work in self._post() if works is None else works:
+                    work.wait(wait.timeout)
+            except RuntimeError:
+                self._order.explain_failure()
+                raise
+
+
 @dataclass(frozen=True)
 class Wire:
     """The communication of one rank: its memory, its process groups, and the wire orders of the program."""
@@ -185,19 +218,7 @@ class Wire:
                     work.wait()
 
             return queue
-        guard, peers = self.context.guard, tuple(peer for peer in peers if peer != self.rank)
-        order = call_order(self.context)
-
-        def run() -> None:
-            with guard(what, peers) as wait:
-                try:
-                    for work in post():
-                        work.wait(wait.timeout)
-                except RuntimeError:
-                    order.explain_failure()
-                    raise
-
-        return run
+        return GuardedCollective(self, what, tuple(peer for peer in peers if peer != self.rank), post)
 
     def exchange(
         self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]

@@ -27,6 +27,7 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Call,
     Copy,
+    Exchange,
     Fence,
     Get,
     Matmul,
@@ -42,6 +43,11 @@ from meshweave.ir.program.ops import (
 from meshweave.ir.program.views import Range, View, selector_indices
 
 Array = NDArray[Any]
+
+NO_ELEMENTS = (
+    "an exchange moves copies whose places routing decides, so that it is timed and neither run nor proved; "
+    "run a dispatch of `meshweave.algorithms.experts`"
+)
 
 
 class Algebra(Protocol):
@@ -211,6 +217,8 @@ class Interpreter:
     def _collective(self, event: Event, first: Op) -> None:
         if isinstance(first, Fence):
             return
+        if isinstance(first, Exchange):
+            raise self._named(ProgramError(NO_ELEMENTS), event[0], first.outs[0])
         ops: list[Any] = [self.flow.op(node) for node in event]
         count = len(event)
         out: Mapping[int, Array]

@@ -21,6 +21,7 @@ from meshweave.ir.program.ops import (
     Broadcast,
     Collective,
     DataCollective,
+    Exchange,
     Op,
     Permute,
     Recv,
@@ -173,6 +174,7 @@ def _signature(program: Program, op: Op) -> tuple[Any, ...]:
         Reduce: ("root", "packets", "op"),
         AllToAll: ("split_dim", "concat_dim"),
         Permute: ("shift", "step"),
+        Exchange: ("carries", "num_ranks", "part_bytes", "tokens", "experts", "chosen", "load", "library"),
         Include: ("part", "meshes", "lanes"),
     }.get(type(op), ())
     dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, DataCollective) else ""

@@ -27,6 +27,7 @@ from meshweave.ir.program.ops import (
     Call,
     Copy,
     DataCollective,
+    Exchange,
     Get,
     Matmul,
     Op,
@@ -168,7 +169,7 @@ def _check_overlaps(check: _Check, op: Op) -> None:
     """
     outs = [replace(view, rank=_owner(view, check.rank)) for view in op.writes]
     ins = [replace(view, rank=_owner(view, check.rank)) for view in op.reads]
-    if isinstance(op, Call):
+    if isinstance(op, (Call, Exchange)):
         pairs = list(combinations(outs, 2))
     else:
         in_place = isinstance(op, (AllReduce, Broadcast, Reduce, Add, Copy, Recv, Accumulate))

@@ -26,6 +26,7 @@ from meshweave.ir.program.ops import AllToAll as AllToAll
 from meshweave.ir.program.ops import Broadcast as Broadcast
 from meshweave.ir.program.ops import Call as Call
 from meshweave.ir.program.ops import Copy as Copy
+from meshweave.ir.program.ops import Exchange as Exchange
 from meshweave.ir.program.ops import Fence as Fence
 from meshweave.ir.program.ops import Get as Get
 from meshweave.ir.program.ops import Matmul as Matmul

@@ -6,6 +6,8 @@ CALL_DIMS: dict[str, tuple[str, ...]] = {
     "attention": ("batch", "heads", "queries", "keys", "width"),
     "causal_attention": ("batch", "heads", "queries", "keys", "width"),
     "matmul": ("m", "n", "k"),
+    "matmul_batch": ("m", "n", "k", "products"),
+    "experts": ("rows", "hidden", "inner", "experts", "columns"),
     "norm": ("rows", "features"),
     "softmax": ("rows", "features"),
     "loss": ("rows", "classes"),

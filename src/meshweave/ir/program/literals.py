@@ -112,6 +112,13 @@ def read_int(node: ast.expr) -> int:
     return value
 
 
+def read_number(node: ast.expr) -> float:
+    """Return a number in decimal notation."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value == node.value:
+        return float(node.value)
+    raise fault_at(node, "expected a number")
+
+
 def read_flag(node: ast.expr) -> bool:
     """Return True or False."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):

@@ -281,6 +281,44 @@ class Permute(DataCollective):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange(Collective):
+    """Copies of tokens to their experts or back, of which the time is known and not what each rank sends.
+
+    Routing decides that in a run. So it can be timed, by the price of its transfer, and neither run nor proved. It
+    begins when all members are there, and all of them end at once.
+
+    Attributes:
+        carries: "dispatch" or "combine", or the kind of a collective of what has arrived.
+        num_ranks: the members of the whole group, also where images of some are left out (`cost.folded`).
+        part_bytes: of one copy of a token; of a collective, of the largest part.
+        tokens: of a rank.
+        experts, chosen: how many there are, and of each token.
+        groups, top_groups: groups of experts, and those of them that a token may go to.
+        load: copies that the most loaded rank gets over the average.
+        library: what sends the copies (`cost.exchange`); "" for a collective.
+    """
+
+    kind: ClassVar[str] = "exchange"
+    outs: tuple[View, ...]
+    ins: tuple[View, ...]
+    carries: str
+    num_ranks: int
+    part_bytes: int
+    tokens: int = 0
+    experts: int = 1
+    chosen: int = 1
+    groups: int = 1
+    top_groups: int = 1
+    load: float = 1.0
+    library: str = ""
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return reads of all ins, then writes of all outs."""
+        reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)
+        return (*reads, *((WRITE, view) for view in self.outs))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fence(Collective):
     """Ends an epoch: one-sided ops of all members before it are complete after it, everywhere.
 
@@ -372,7 +410,7 @@ OP_TYPES: dict[str, type[Op]] = {
     op.kind: op
     for op in (
         Matmul, Copy, Add, Zero, Call,
-        AllGather, ReduceScatter, AllReduce, Broadcast, Reduce, AllToAll, Permute, Fence,
+        AllGather, ReduceScatter, AllReduce, Broadcast, Reduce, AllToAll, Permute, Exchange, Fence,
         Send, Recv, Get, Put, Accumulate,
     )
 }  # fmt: skip

@@ -178,7 +178,7 @@ def value_to_text(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(value_to_text(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    assert isinstance(value, (bool, int, View, Expr, TensorPart)), value
+    assert isinstance(value, (bool, int, float, View, Expr, TensorPart)), value
     return str(value)
 
 

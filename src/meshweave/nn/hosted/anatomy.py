@@ -47,6 +47,11 @@ def names_of(module: nn.Module) -> ModelNames:
         end = getattr(module, method, lambda: None)()
         if end is None or id(end) not in paths:
             raise UnsupportedError(f"{kind} does not say which module is its {word} ({method})")
+        if inner := [name for name, _ in end.named_children()]:
+            raise UnsupportedError(
+                f"{paths[id(end)]}: {type(end).__name__} has modules beside its weight ({', '.join(inner)}), "
+                "which are not computed"
+            )
         ends.append(paths[id(end)])
     count = getattr(config, "num_hidden_layers", None)
     lists = [

@@ -7,6 +7,8 @@ features and that which leaves them, what is dropped is inner; else it is of the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +21,39 @@ from meshweave.nn.parallel.dropout import ShardDropout
 
 
 class RankDropout(TorchFunctionMode):  # type: ignore[misc]
-    """Drops what a rank has of a tensor, for `dropout` and for attention with dropout."""
+    """Drops what a rank has of a tensor, for `dropout` and for attention with dropout.
 
-    def __init__(self, tokens: Tokens) -> None:
+    To look at each function of torch takes longer than some of them. A forward pass in which nothing was dropped
+    or drawn is not looked at again for as long as all probabilities are what they were.
+
+    Args:
+        sources: what a model may drop by, as `sources_of` returns it.
+    """
+
+    def __init__(self, tokens: Tokens, sources: Sequence[Source]) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._tokens, self._sources = tokens, sources
+        self._drops_nothing: set[tuple[float, ...]] = set()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Drop in a forward pass that runs inside. Raises UnsupportedError where one draws that never did."""
+        probabilities = tuple([getattr(owner, name) for owner, name in self._sources])
+        if probabilities not in self._drops_nothing:
+            before = torch.get_rng_state()
+            with self:
+                yield
+            on_cpu = self._tokens.strategy.device_mesh.device_type == "cpu"
+            if on_cpu and torch.equal(before, torch.get_rng_state()):
+                self._drops_nothing.add(probabilities)
+            return
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UnsupportedError(
+                "a forward pass draws random numbers that an earlier one with the same dropout did not draw: "
+                "ranks would drop by masks of their own"
+            )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,23 +101,33 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
         return self._dropped(scores.softmax(-1), p).to(v.dtype) @ v
 
 
-def drops(module: nn.Module) -> bool:
-    """Return whether a model drops anything in training.
+Source = tuple[Any, str]
+"""Who has a probability of dropout, and the name of the attribute."""
+
+
+def sources_of(module: nn.Module) -> list[Source]:
+    """Return what a model may drop by in training; without any it drops nothing.
 
     Raises UnsupportedError where kernels do that which draw by themselves.
     """
+    sources: list[Source] = []
     dropping = []
     for path, child in module.named_modules():
-        dropping += [f"{path}.{name}" for name, value in vars(child).items() if _is_share(child, name, value)]
         config: Any = vars(child).get("config")
-        kept = vars(config) if hasattr(config, "__dict__") else {}
-        dropping += [f"config.{name}" for name, value in kept.items() if _is_share(config, name, value)]
+        for owner, where in ((child, path), (config, "config")):
+            names = [
+                name
+                for name, value in getattr(owner, "__dict__", {}).items()
+                if _is_share(owner, name, value)
+            ]
+            dropping += [f"{where}.{name}" for name in names]
+            sources += [(owner, name) for name in names]
     kernels = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
     if dropping and ("flash" in kernels or "flex" in kernels):
         raise UnsupportedError(
             f"{dropping[0]} is not 0: {kernels} drops by itself; take sdpa or eager attention"
         )
-    return bool(dropping)
+    return list({(id(owner), name): (owner, name) for owner, name in sources}.values())
 
 
 def _is_share(owner: Any, name: str, value: Any) -> bool:

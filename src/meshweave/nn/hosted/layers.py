@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from meshweave.nn.hosted.parts import Anatomy
 from meshweave.nn.hosted.residual import Tokens
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.uses import ParameterUse, run_with
+from meshweave.nn.parallel.uses import ParameterUse, ThroughoutUse, run_with
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class RunsLayers(Protocol):
         tokens: those of the step that runs.
         span: which layers run.
         recompute: whether the backward part computes layers again.
+        throughout: the parameters that a call uses until its end.
     """
 
     anatomy: Anatomy
@@ -49,6 +50,7 @@ class RunsLayers(Protocol):
     strategy: LayerStrategy
     recompute: bool
     blocks: list[nn.Module]
+    throughout: ThroughoutUse
 
     def dropping(self) -> AbstractContextManager[Any]:
         """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
@@ -90,7 +92,13 @@ class HostedLayer:
             x = model.tokens.told(model.tokens.given)
         if not span.first <= self._number < span.end:
             return passed(model, self._number, x, self._results)
-        result = self._run(x, *given, **named)
+        if torch.compiler.is_compiling():
+            result = self._run(x, *given, **named)
+        else:
+            model.throughout.reach(self._number)
+            result = self._run(x, *given, **named)
+            if self._number == len(model.blocks) - 1:
+                model.throughout.reach(len(model.blocks))
         if span.stops and self._number == span.end - 1:
             raise StopError(result[0] if isinstance(result, tuple | list) else result)
         return result

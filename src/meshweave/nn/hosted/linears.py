@@ -14,6 +14,7 @@ from meshweave.nn.hosted.columns import HeadColumns
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
 class HostedLinear(ParallelLinear):
@@ -28,6 +29,7 @@ class HostedLinear(ParallelLinear):
         self.name = name
         object.__setattr__(self, "tokens", tokens)
         self.order = self._order()
+        self._use = ParameterUse([entries_of([self])])
         roles = tokens.strategy.roles
         self._lands = roles.core(self.site.is_attention) if self.site.is_first else roles.residual
 
@@ -37,6 +39,10 @@ class HostedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's part of the result."""
+        if self.is_local:  # the columns of a table and fused weights are then those of the weight itself
+            weight, *bias = self._use()
+            self.tokens.place = self._lands
+            return nn.functional.linear(x, weight.t() if self.is_transposed else weight, *bias)
         result: Tensor = self.group(self, x)
         if self.order is not None:
             result = result.index_select(-1, self.order.to(result.device))

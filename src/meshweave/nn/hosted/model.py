@@ -19,7 +19,7 @@ from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.nn.autocast import autocast_operands
 from meshweave.nn.hosted.anatomy import anatomy_of
-from meshweave.nn.hosted.drops import RankDropout, drops
+from meshweave.nn.hosted.drops import RankDropout, sources_of
 from meshweave.nn.hosted.inputs import HostedArguments, returned, with_own_signature
 from meshweave.nn.hosted.layer_plan import LayerReplacements
 from meshweave.nn.hosted.layers import HostedLayer, LayerSpan, NotHere, OtherStage, StopError
@@ -63,7 +63,8 @@ class HostedModel(ParallelModel):
         self.anatomy = anatomy = anatomy_of(module, _device_of(module, strategy))
         self.names: Any = anatomy.names
         self.tokens = Tokens(strategy)
-        self._drops = RankDropout(self.tokens) if drops(module) else None
+        sources = sources_of(module)
+        self._drops = RankDropout(self.tokens, sources) if sources else None
         self._forward = self.tokens.uncompiled(type(module).forward.__get__(module))
         self._taken = set(inspect.signature(type(module).forward).parameters)
         self._arguments = self.arguments = HostedArguments(module, anatomy.shifts_labels, strategy, recompute)
@@ -80,7 +81,7 @@ class HostedModel(ParallelModel):
         self._activations = UnfilledBuffers(module, self._without_memory(), anatomy.buffers)
         idle = self._idle()
         self._replace(idle, uses)
-        self._use = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
+        self.throughout = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
         self.report = self._reported(title, proved, idle)
         limits = TokenLimits(self.embedding.words, self.head.site.units)
         self.agreement = StepAgreement(
@@ -265,7 +266,7 @@ class HostedModel(ParallelModel):
 
     def dropping(self) -> AbstractContextManager[Any]:
         """Return in what a forward pass runs, that drops what a rank has where the model trains with dropout."""
-        return self._drops if self._drops is not None and self.module.training else nullcontext()
+        return self._drops.around() if self._drops is not None and self.module.training else nullcontext()
 
     def prune(self, first: int, end: int) -> None:
         """Take what other stages have out of the module; names of the rest stay."""

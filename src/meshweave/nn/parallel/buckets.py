@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -197,13 +197,19 @@ class ParameterBucket:
             for value, arrived in each.pairs(used, part):
                 value.copy_(arrived)
 
-    def reduced(self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-        """Return the complete gradients of what this rank keeps, in its shapes; all ranks call it.
+    def begin_sum(
+        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Begin to sum gradients, and return memory for those of what this rank keeps, and what fills it.
+
+        All ranks call both. On a CPU the sum runs beside what the caller does until then.
 
         Args:
             grads: those of the parameters as they are used, terms of sums; None for zeros.
+            shapes: of what this rank keeps.
         """
         bound = self.reduction.bound(next(grad.device for grad in grads if grad is not None))
+        bound.end_begun()
         *places, last = bound.inputs["x"].split(self.sizes, 1)
         for each, grad, place in zip(self.kept, grads, places, strict=True):
             if grad is None:
@@ -214,10 +220,15 @@ class ParameterBucket:
         count = math.prod(self.strategy.mesh.shape[axis] for axis in self.kept[0].summed)
         number = _number(bound, self.dtype, count)
         last.fill_(number)
-        bound.run(bound.inputs)
-        *parts, last = bound.outputs["y"].clone()[0].split(self.sizes)
-        _check(last, count * number)
-        return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        flat = torch.empty_like(bound.outputs["y"][0])
+
+        def take() -> None:
+            flat.copy_(bound.outputs["y"][0])
+            _check(flat[-1:], count * number)
+
+        *own, _ = flat.split(self.sizes)
+        memory = [part[: math.prod(shape)].view(shape) for part, shape in zip(own, shapes, strict=True)]
+        return memory, bound.begin(take)
 
 
 @lru_cache(256)

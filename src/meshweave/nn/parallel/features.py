@@ -105,9 +105,13 @@ class PlacedModules:
             for name, child in owner._modules.items()
             if path != layers
         ]
-        self._module = module
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
+        self._owners = [
+            (owner._parameters, key, f"{path}.{key}" if path else key)
+            for path, owner in module.named_modules()
+            for key in owner._parameters
+        ]
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where another module or other data stand in the place of one."""
@@ -118,9 +122,14 @@ class PlacedModules:
                     f"{path} is a {type(now).__name__} that was put there after parallelize, and is not computed; "
                     "adapters are merged before it, and wrappers go around whole layers"
                 )
-        for name, parameter in self._module.named_parameters():
+        for parameters, key, name in self._owners:
+            parameter = parameters.get(key)
             if isinstance(parameter, DTensor):
-                self._check_data(name, parameter)
+                number, own = self._memory.get(name, (0, _nothing))
+                if number != parameter.untyped_storage()._cdata or own() is not compat.local_tensor(
+                    parameter
+                ):
+                    self._check_data(name, parameter)
 
     def _check_data(self, name: str, parameter: DTensor) -> None:
         """Raise UnsupportedError where `.data` of a parameter was assigned: a DTensor takes no notice of it."""
@@ -141,6 +150,10 @@ def check_anomaly_mode() -> None:
             "detect_anomaly looks for nan in DTensors, which torch has no means for: give check_nan=False, or "
             "look at parameter.grad.to_local()"
         )
+
+
+def _nothing() -> None:
+    """Return the local tensor of a parameter that was none of the model's."""
 
 
 def _memory(parameter: DTensor) -> tuple[int, Callable[[], Tensor | None]]:

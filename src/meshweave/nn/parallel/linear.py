@@ -98,6 +98,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         )
         self.layer_strategy = strategy
         self._lay_parameters(linear, name)
+        self.is_local = strategy.is_alone or self.site.is_local(strategy.roles)
         self.alone = LinearGroup([self])
 
     def _lay_parameters(self, linear: nn.Module, name: str) -> None:
@@ -218,7 +219,7 @@ class LinearGroup:
         site = replace(own, unit=sum(widths))
         self.product = SiteProduct(site, self.strategy, widths)
         self.number = number_of(self.product)
-        self.is_alone = self.strategy.is_alone
+        self.is_local = first.is_local
         self._with_bias = [linear for linear in linears if linear.bias is not None]
         entries: list[Entry] = [(linear, "weight") for linear in linears]
         self._use = ParameterUse([[*entries, *((linear, "bias") for linear in self._with_bias)]])
@@ -233,7 +234,7 @@ class LinearGroup:
     def __call__(self, x: Tensor, batch: int, sequence: int) -> list[Tensor]:
         """Return this rank's part of each result: one for each weight, of each part of a fused one."""
         weights, biases = self._local_parameters()
-        if self.is_alone:
+        if self.is_local:
             pairs = zip(weights, self._beside(biases), strict=True)
             return [nn.functional.linear(x, weight, bias) for weight, bias in pairs]
         x, *weights = autocast_operands(x.device.type, x, *weights)

@@ -98,7 +98,7 @@ class ParallelModel(AroundModule):
             [self.embedding] if self.positions is None else [self.positions, self.embedding]
         )
         layers = [block.use for block in reversed(self.blocks)]
-        self._use = used_throughout(strategy, [self.head, self.norm], layers, first)
+        self.throughout = used_throughout(strategy, [self.head, self.norm], layers, first)
         self._placed = PlacedModules(module, names.layers)
         module.forward = self.forward
 
@@ -173,7 +173,10 @@ class ParallelModel(AroundModule):
         rotary = None if self.rotary is None else self.rotary(x, sequence)
         self._activations.fill(x.device)
         # Of the module: a layer may have been wrapped since, to be computed again or compiled.
-        for block in self.module.get_submodule(self.names.layers) if blocks is None else blocks:
+        for number, block in enumerate(
+            self.module.get_submodule(self.names.layers) if blocks is None else blocks
+        ):
+            self.throughout.reach(number)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, batch, sequence, rotary, use_reentrant=False)
             else:
@@ -182,6 +185,7 @@ class ParallelModel(AroundModule):
 
     def local_logits(self, x: Tensor, batch: int, sequence: int) -> Tensor:
         """Return this rank's part of the logits, of the residual after the last layer."""
+        self.throughout.reach(len(self.blocks))
         normal = self.norm(x, batch, sequence)
         if self.tied is not None:
             return self.tied.logits(self._head_group, normal, batch, sequence)
@@ -244,9 +248,10 @@ class ParallelModel(AroundModule):
             return self._run(input_ids, inputs)
 
     def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
-        if self.strategy.is_alone or torch.compiler.is_compiling() or not self._use.is_here:
+        if self.strategy.is_alone or torch.compiler.is_compiling() or not self.throughout.is_here:
             return self._computed(input_ids, inputs)
-        with self._use.open([]):
+        compiled = map(is_compiled, self.module.get_submodule(self.names.layers))
+        with self.throughout.open([]) if any(compiled) else self.throughout.open_by_layer():
             return self._computed(input_ids, inputs)
 
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
@@ -291,6 +296,11 @@ class ParallelModel(AroundModule):
 
 
 _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Return whether a layer runs compiled: its parameters are opened before it."""
+    return getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod")
 
 
 def dropout_of(module: nn.Module, path: str) -> float:

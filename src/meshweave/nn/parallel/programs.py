@@ -38,17 +38,19 @@ def bound_program(
     device: torch.device,
     calls: Mapping[str, Callable[..., Any]] | None = None,
     meets: bool = True,
+    memory: Callable[[Program], Mapping[str, Tensor]] | None = None,
 ) -> BoundProgram:
     """Return a program bound on this rank, made at its first use or the first since it was dropped.
 
-    All ranks of the strategy's mesh call it together. `meets` is that of `bind`.
+    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
     if cached is None:
         made = program()
         with call_order(context).titled(made.name):
-            bound = bind(made, strategy.rank, {}, context=context, calls=calls, meets=meets)
+            tensors = {} if memory is None else memory(made)
+            bound = bind(made, strategy.rank, tensors, context=context, calls=calls, meets=meets)
         cached = context.programs.put(ranks, key, bound, program_bytes(made))
     value: BoundProgram = cached.value
     return value
@@ -149,7 +151,7 @@ class SizedMove:
 
     Attributes:
         is_whole: whether it is one message of the transport's own, and not rings of its parts. Ranks do not meet
-            before it: its data say which program and call they are of.
+            before it: its data say which program and call they are of. Sums then lie where their terms were.
     """
 
     site: MoveSite
@@ -175,7 +177,12 @@ class SizedMove:
             program = move_program(self.site, self.strategy.mesh, DTYPES[self.dtype])
             return program if self.is_whole else on_device(program, device)
 
-        return bound_program(self, written, self.strategy, device, meets=not self.is_whole)
+        def one_for_both(program: Program) -> Mapping[str, Tensor]:
+            shape = program.local_shape("y", self.strategy.rank)
+            return dict.fromkeys("xy", torch.empty(shape, dtype=self.dtype, device=device))
+
+        in_place = one_for_both if self.is_whole and self.site.is_sum else None
+        return bound_program(self, written, self.strategy, device, meets=not self.is_whole, memory=in_place)
 
 
 @lru_cache(4096)

@@ -64,7 +64,7 @@ class TiedWeight:
         (weight,) = self._use() if self.is_shared else local_parts([self.keeper.weight])
         for mover in self.movers:
             weight = mover(weight, 1, 1)
-        if group.is_alone:
+        if group.is_local:
             return nn.functional.linear(x, weight)
         x, weight = autocast_operands(x.device.type, x, weight)
         return multiply(x.contiguous(), [weight], group.number, batch, sequence)[0]

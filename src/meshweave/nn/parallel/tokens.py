@@ -33,7 +33,7 @@ class TokenLimits:
     def problem(self, tokens: Tensor | None, targets: Tensor | None) -> str:
         """Return in words why the model does not take tokens (batch, sequence), or targets; "" where it does.
 
-        Of each it is one reduction, and one look at its result.
+        Of each it is one reduction, and one look at its result, where all are words of the model.
         """
         if tokens is not None:
             if problem := self._kind_problem("tokens", tokens, (torch.int64, torch.int32)):
@@ -53,6 +53,9 @@ class TokenLimits:
         if tokens is not None and targets.shape != tokens.shape:
             shapes = f"targets are of shape {tuple(targets.shape)}, tokens of {tuple(tokens.shape)}"
             return f"{shapes}; give one for each token"
+        least, most = torch.stack(targets.aminmax()).tolist()
+        if least >= 0 and most < self.targets:
+            return ""
         outside = ((targets < 0) | (targets >= self.targets)) & (targets != IGNORED)
         if bool(outside.any()):
             return _outside("targets", targets, outside, self.targets, f", or {IGNORED} for none")

@@ -67,24 +67,59 @@ class GatheredBucket:
             self.bucket.fill(self.bucket.views(flat.data), self.own)
 
 
+Sums = list[Callable[[], None]]
+"""What ends sums of gradients that have begun."""
+
+
+class _OwnParts(torch.autograd.Function):  # type: ignore[misc]
+    """What a rank keeps of parameters; once their gradients are summed, these lie as the parameters do."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return this rank's part of each parameter, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
+        ctx.sums, ctx.specs = sums, [compat.spec_of(parameter) for parameter in parameters]
+        own = [
+            compat.local_tensor(parameter).view_as(compat.local_tensor(parameter)) for parameter in parameters
+        ]
+        frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        while ctx.sums:
+            ctx.sums.pop(0)()
+        pairs = zip(grads, ctx.specs, strict=True)
+        return None, *(None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs)
+
+
 class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
-    """Parameters of a bucket as they are used; gradients are reduced together, and lie as parameters do."""
+    """Parameters of a bucket as they are used, of what `_OwnParts` has made: their gradients are summed together.
+
+    The sums end in the backward part of `_OwnParts`, which comes last. Until then the gradients between the two are
+    memory without values, that nobody else has: `_OwnParts` gives each parameter to one bucket alone.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, bucket: ParameterBucket, gathered: list[tuple[GatheredBucket, Tensor]], *parameters: Tensor
+        ctx: Any,
+        bucket: ParameterBucket,
+        gathered: list[tuple[GatheredBucket, Tensor]],
+        sums: Sums,
+        *own: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
-        own = [compat.local_tensor(parameter) for parameter in parameters]
-        frozen = [not parameter.requires_grad for parameter in parameters]
-        ctx.bucket, ctx.specs = bucket, [compat.spec_of(parameter) for parameter in parameters]
-        ctx.shapes = [each.shape for each in own]
-        if not bucket.kept[0].gathered:
-            return tuple([each.view_as(each) for each in own])
-        flat = own[0].new_empty(bucket.num_used)
-        bucket.fill(views := bucket.views(flat), own)
-        gathered.append((GatheredBucket(bucket, tuple(own)), flat))
+        ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
+        frozen = [not each.requires_grad for each in own]
+        if bucket.kept[0].gathered:
+            flat = own[0].new_empty(bucket.num_used)
+            bucket.fill(views := bucket.views(flat), own)
+            gathered.append((GatheredBucket(bucket, tuple(each.detach() for each in own)), flat))
+        else:
+            views = [each.view_as(each) for each in own]
         ctx.mark_non_differentiable(
             *(view for view, is_frozen in zip(views, frozen, strict=True) if is_frozen)
         )
@@ -93,14 +128,15 @@ class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments; None for what has none."""
-        needs = [at for at, is_needed in enumerate(ctx.needs_input_grad[2:]) if is_needed]
+        needs = [at for at, is_needed in enumerate(ctx.needs_input_grad[3:]) if is_needed]
         made: list[Tensor | None] = [None] * len(grads)
         if any(grads[at] is not None for at in needs):
             bucket = ctx.bucket.only(tuple(needs))
-            reduced = bucket.reduced([grads[at] for at in needs], [ctx.shapes[at] for at in needs])
-            for at, grad in zip(needs, reduced, strict=True):
-                made[at] = compat.from_spec(grad, ctx.specs[at])
-        return None, None, *made
+            summed, end = bucket.begin_sum([grads[at] for at in needs], [ctx.shapes[at] for at in needs])
+            ctx.sums.append(end)
+            for at, grad in zip(needs, summed, strict=True):
+                made[at] = grad
+        return None, None, None, *made
 
 
 class _GatherAgain(torch.autograd.Function):  # type: ignore[misc]
@@ -190,7 +226,11 @@ class ParameterUse:
         used: list[Any] = [None] * len(parameters)
         for places, bucket in self._buckets_of(parameters) if parameters else ():
             given = [parameters[at] for at in places]
-            made = local_parts(given) if bucket is None else _UsedTogether.apply(bucket, gathered, *given)
+            if bucket is None:
+                made = local_parts(given)
+            else:
+                sums: Sums = []
+                made = _UsedTogether.apply(bucket, gathered, sums, *_OwnParts.apply(sums, *given))
             for at, tensor in zip(places, made, strict=True):
                 used[at] = tensor
         return used
@@ -223,6 +263,63 @@ class ParameterUse:
         return divided
 
 
+class ThroughoutUse(ParameterUse):
+    """Parameters that a call of a model uses from some moment on, last ones first: their gradients are.
+
+    A bucket is opened where the first of its units runs, so that its backward part is due when that unit's is: its
+    gradients are summed beside the backward parts of the units before. The units are what comes after the layers,
+    the layers from the last to the first, and what comes before them.
+    """
+
+    def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
+        super().__init__(units, most_bytes)
+        self._moments = [len(units) - 2 - number for number, unit in enumerate(units) for _ in unit]
+        self._later: list[tuple[int, list[int], ParameterBucket]] = []
+        self._own: dict[int, Tensor] = {}
+        self._sums: Sums = []
+        self._has_gradients = True
+
+    @contextmanager
+    def open_by_layer(self) -> Iterator[None]:
+        """Open the parameters for a call that runs inside: those before the layers now, others in `reach`."""
+        parameters = [getattr(module, name) for module, name in self.entries]
+        later: list[tuple[int, list[int], ParameterBucket]] = []
+        for places, bucket in self._buckets_of(parameters) if parameters else ():
+            if bucket is None:
+                self._put(places, local_parts([parameters[at] for at in places]))
+            else:
+                later.append((min(self._moments[at] for at in places), places, bucket))
+        self._later = sorted(later, key=lambda each: each[0], reverse=True)
+        self._sums, self._has_gradients = [], torch.is_grad_enabled()
+        moved = [at for _, places, _ in later for at in places]
+        if moved:
+            kept = _OwnParts.apply(self._sums, *(parameters[at] for at in moved))
+            self._own = dict(zip(moved, kept, strict=True))
+        try:
+            self.reach(-1)
+            yield
+        finally:
+            self._later, self._own, self._sums = [], {}, []
+            for module, name in self.entries:
+                module.opened.pop(name, None)
+
+    def reach(self, layer: int) -> None:
+        """Open what is used from this layer on, or before; after the last layer its number plus one.
+
+        Nothing is done outside of `open_by_layer`.
+        """
+        while self._later and self._later[-1][0] <= layer:
+            _, places, bucket = self._later.pop()
+            with torch.set_grad_enabled(self._has_gradients):  # also where a layer is to be computed again
+                own = [self._own.pop(at) for at in places]
+                self._put(places, _UsedTogether.apply(bucket, [], self._sums, *own))
+
+    def _put(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        for at, tensor in zip(places, tensors, strict=True):
+            module, name = self.entries[at]
+            module.opened[name] = tensor
+
+
 BUCKET_BYTES = 25 << 20
 """The bytes of parameters after which a bucket is closed: torch's DistributedDataParallel has as many."""
 
@@ -232,8 +329,8 @@ def used_throughout(
     last: Sequence[KeepsParameters],
     layers: Sequence[ParameterUse],
     first: Sequence[KeepsParameters],
-) -> ParameterUse:
-    """Return the parameters that a call uses from its begin to its end, last ones first: their gradients are.
+) -> ThroughoutUse:
+    """Return the parameters that a call uses until its end, last ones first.
 
     These are the ends, and of layers what is summed and is not gathered for each use.
 
@@ -250,7 +347,7 @@ def used_throughout(
         ]
         for use in layers
     ]
-    return ParameterUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
+    return ThroughoutUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
 
 
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:

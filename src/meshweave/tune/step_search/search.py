@@ -117,6 +117,7 @@ class StepSearch(BestFirst):
     def ranking(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
         tree = self._tree
+        self.answer_early(tree.apart().parts)
         self.run(tree.parts)
         rows = tuple(map(_priced, self.ranked()[: max(NUM_ROWS, self.num_exact)]))
         return StepRanking(

@@ -32,6 +32,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Roles
 from meshweave.algorithms.entries import installed
 from meshweave.base.errors import UnsupportedError
+from meshweave.describe.model.layer import LayerGraph
 from meshweave.describe.model.nodes import LayerNode
 from meshweave.ir.work import move_work
 
@@ -72,6 +73,11 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
             f"'{ENTRY_POINTS}'"
         )
     return record
+
+
+def is_timed(layer: LayerGraph) -> bool:
+    """Return whether programs of a layer say what it costs and not what it computes. Raises as `record_of`."""
+    return any(record_of(node).is_timed for node in layer.nodes)
 
 
 def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:

@@ -24,9 +24,9 @@ from meshweave.algorithms.block.nodes.timed import TimedRecord, streamed
 from meshweave.algorithms.block.problem import BlockProblem, ExpertRanks
 from meshweave.algorithms.block.writer import COMPUTE
 from meshweave.base.units import dtype_bytes
-from meshweave.cost.exchange import CopyExchange, arriving_elements, library_of
+from meshweave.cost.exchange import arriving_elements, library_of
 from meshweave.describe.model.experts import CombineCopies, DispatchCopies, Experts, Router, SharedGate
-from meshweave.ir.work import Compute, Transfer, Work, matmul_work
+from meshweave.ir.work import Compute, CopyExchange, Transfer, Work, matmul_work
 
 MESH_OF_EXPERTS = "experts"
 """The name of the mesh whose axes "rank" and "tensor" share experts."""

@@ -33,6 +33,8 @@ class NodeRecord(ABC, Generic[AnyNode]):
     gradients of the edges that it reads, and in the gradients of its parameters."""
 
     node_type: ClassVar[type[LayerNode]]
+    is_timed: ClassVar[bool] = False
+    """Whether its program says what it costs and not what it computes: it has no equations."""
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
         """Yield what its equations name besides its edges, its parameters, and their gradients."""

@@ -1,9 +1,10 @@
-"""Records of nodes that are priced and have no program yet: what tokens cost, forward and backward."""
+"""Records of nodes of which programs say the work and not the values: what tokens cost, forward and backward."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 from meshweave.algorithms.block.functions import Functions
@@ -12,18 +13,23 @@ from meshweave.algorithms.block.nodes.kernel import Kernel, PassPart, RankSizes
 from meshweave.algorithms.block.nodes.record import AnyNode, Known, NodeRecord
 from meshweave.algorithms.block.place import NodePlace
 from meshweave.algorithms.block.problem import BlockProblem
-from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.block.roles import AxisDims, Roles
 from meshweave.algorithms.block.writer import COMPUTE, Stored
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.work import Compute, Work
 
-REFUSAL = "programs of layers with experts or latent attention are not written yet"
+REFUSAL = (
+    "layers with experts or latent attention have programs for their time alone, which compute no values; "
+    "`meshweave.parallelize` runs such models"
+)
 
 
 class TimedRecord(NodeRecord[AnyNode]):
     """A node whose work follows from the tokens of a rank alone."""
+
+    is_timed = True
 
     @abstractmethod
     def works(
@@ -81,12 +87,34 @@ class TimedRecord(NodeRecord[AnyNode]):
     ) -> None:
         node, problem = at.node, at.problem
         lanes = [lane for lane, _ in self.works(node, problem, 1, part)]
+        names = [at.own(weight.name) for weight in node.parameters]
+        parameters = tuple(writer.stored[name] for name in names)
+        gradients = tuple(writer.stored[f"D{name}"] for name in names) if part == "backward" else ()
         for number, lane in enumerate(lanes):
 
-            def work_of(tokens: int, number: int = number) -> Work:
-                return list(self.works(node, problem, tokens, part))[number][1]
+            def work_of(tokens: int, *, number: int = number, load: float | None = None) -> Work:
+                of = problem if load is None else with_load(problem, load)
+                return list(self.works(node, of, tokens, part))[number][1]
 
-            writer.writer.timed(lane, work_of, outs, (*ins, *outs) if number else ins)
+            writer.writer.timed(
+                lane,
+                work_of,
+                outs,
+                (*ins, *outs) if number else ins,
+                parameters=parameters,
+                gradients=gradients if number == len(lanes) - 1 else (),
+            )
+        for gradient in gradients:
+            own = ("", *(side.dim for side in gradient.sides))
+            natural: AxisDims = tuple(dim if dim in own else "partial" for dim in ins[-1].dims)
+            is_whole = gradient.sides[0].dim != "expert"
+            writer.leave_terms(replace(gradient, dims=natural) if is_whole else gradient, gradient)
+
+
+def with_load(problem: BlockProblem, load: float) -> BlockProblem:
+    """Return a problem whose ranks have so many copies of tokens over the average."""
+    assert problem.experts is not None
+    return replace(problem, experts=replace(problem.experts, load=load))
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:

@@ -1,0 +1,78 @@
+"""Ops of a program of which the work is known and not the values: calls, and exchanges that take their price."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from meshweave.algorithms.block.nodes.experts import MESH_OF_EXPERTS
+from meshweave.ir.program.expressions import Var, select
+from meshweave.ir.program.ops import Call, CallPart, Exchange, Op
+from meshweave.ir.program.views import View
+from meshweave.ir.work import Compute, CopyExchange, Transfer, Work
+
+TIMED_LANES = {MESH_OF_EXPERTS: "exchanges"}
+"""What lanes of a skeleton are called in a program, where a mesh has their name."""
+
+Views = tuple[View, ...]
+
+
+def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
+    """Return an op with the price of some work, which reads and writes some views.
+
+    Args:
+        works: one, or that of each rank of a group of experts, the first one with the most copies: all wait for
+            its exchanges.
+    """
+    first = works[0]
+    if not isinstance(first, Compute):
+        return _exchange(first, lane, outs, ins)
+    calls = [_call(work, lane, outs, ins) for work in works if isinstance(work, Compute)]
+    at = Var(f"{MESH_OF_EXPERTS}.rank")
+    return replace(
+        calls[0],
+        flops=select([call.flops for call in calls], at),
+        bytes=select([call.bytes for call in calls], at),
+        shape=tuple(select(sizes, at) for sizes in zip(*(call.shape for call in calls), strict=True)),
+    )
+
+
+def _exchange(work: Transfer, lane: str, outs: Views, ins: Views) -> Exchange:
+    own = {each.name for each in fields(CopyExchange)} - {each.name for each in fields(Transfer)}
+    terms = {name: getattr(work, name) for name in own} if isinstance(work, CopyExchange) else {}
+    sizes = work.num_ranks, work.part_bytes
+    return Exchange(
+        outs=outs,
+        ins=ins,
+        carries=work.kind,
+        over=work.axis,
+        num_ranks=sizes[0],
+        part_bytes=sizes[1],
+        **terms,
+        lane=lane,
+        name=f"{work.kind} copies" if terms else "",
+    )
+
+
+def _call(work: Compute, lane: str, outs: Views, ins: Views) -> Call:
+    """Return a call of a product, of several equal ones, or of what `work` calls."""
+    parts: dict[str, CallPart] = {"input_grad": "input_grad", "weight_grad": "weight_grad"}
+    name, shape, moved = work.call, work.shape, work.bytes
+    if work.kind == "matmul":
+        m, n, k = work.dims
+        moved = (m * k + k * n + m * n) * work.num_products * work.item_bytes
+        name, shape = ("matmul", work.dims)
+        if work.num_products > 1:
+            name, shape = "matmul_batch", (*work.dims, work.num_products)
+    return Call(
+        fn=name,
+        outs=outs,
+        ins=ins,
+        flops=work.flops,
+        bytes=moved,
+        work=name,
+        shape=shape,
+        part=parts.get(work.part, ""),
+        dtype=work.dtype,
+        lane=lane,
+    )

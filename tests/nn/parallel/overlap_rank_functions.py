@@ -1,0 +1,131 @@
+"""What ranks do in tests of sums beside the backward pass: gradients by many ways of asking for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import reference_models
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel import uses
+from meshweave.nn.parallel.buckets import ParameterBucket
+from meshweave.nn.parallel.parallelize import parallelize
+
+Losses = Callable[[int], Tensor]
+"""The loss of a batch by its number."""
+
+
+def once(loss: Losses, parameters: list[Tensor]) -> None:
+    """Compute the gradients of one batch."""
+    loss(0).backward()
+
+
+def two_in_one(loss: Losses, parameters: list[Tensor]) -> None:
+    """Run two forward passes before one backward pass, in which each bucket is summed twice."""
+    (loss(0) + 2 * loss(1)).backward()
+
+
+def added_up(loss: Losses, parameters: list[Tensor]) -> None:
+    """Add gradients of batches up."""
+    for number in range(3):
+        loss(number).backward()
+
+
+def twice_through(loss: Losses, parameters: list[Tensor]) -> None:
+    """Run one graph backward twice."""
+    value = loss(0)
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def asked_for(loss: Losses, parameters: list[Tensor]) -> None:
+    """Ask autograd for gradients, which it does not add to those of parameters."""
+    for parameter, grad in zip(parameters, torch.autograd.grad(loss(0), parameters), strict=True):
+        parameter.grad = grad
+
+
+def changed_by_hooks(loss: Losses, parameters: list[Tensor]) -> None:
+    """Change gradients by hooks of parameters, which see whole sums."""
+    hooks = [parameter.register_hook(lambda grad: grad * grad) for parameter in parameters]
+    loss(0).backward()
+    for hook in hooks:
+        hook.remove()
+
+
+WAYS = (once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks)
+
+
+def gradients(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far gradients are from those of one process, by way, and the order of sums and layers."""
+    torch.set_num_threads(1)
+    uses.BUCKET_BYTES = 1  # a bucket for each layer
+    torch.manual_seed(0)
+    model = reference_models.make(payload["model"], **payload.get("options", {})).double()
+    if payload.get("reentrant") is not None:
+        given = {"use_reentrant": payload["reentrant"]}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
+    words = reference_models.words(model)
+    batches = [torch.randint(0, words, (2, 2 * context.num_ranks, 8)) for _ in range(3)]
+    theirs = copy.deepcopy(model)
+    made = parallelize(model, payload["strategy"], init_device_mesh("cpu", (context.num_ranks,)), check=False)
+
+    def their_loss(number: int) -> Tensor:
+        out = theirs(batches[number][0])
+        logits = getattr(out, "logits", out)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batches[number][1].flatten())
+
+    answer: dict[str, Any] = {}
+    for way in WAYS:
+        if way is twice_through and payload.get("reentrant"):
+            continue  # torch's own checkpoints free what they computed again
+        if way is asked_for and payload.get("reentrant"):
+            continue  # these refuse autograd.grad
+        theirs.zero_grad()
+        made.module.zero_grad()
+        way(their_loss, list(theirs.parameters()))
+        way(lambda number: made.loss(*batches[number]), list(made.module.parameters()))
+        pairs = zip(made.module.parameters(), theirs.parameters(), strict=True)
+        answer[way.__name__] = max(float((_whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
+    with _order_of(made) as events:
+        made.loss(*batches[0]).backward()
+    answer["order"] = events
+    return answer
+
+
+def _whole(grad: Any) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+@contextmanager
+def _order_of(made: Any) -> Iterator[list[str]]:
+    """Yield what happens in a backward pass: "sum" as one begins, and layers as their backward part is due."""
+    events: list[str] = []
+    begin = ParameterBucket.begin_sum
+
+    def noted(*args: Any) -> Any:
+        events.append("sum")
+        return begin(*args)
+
+    def watch(number: int) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, out: Any) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            first.register_hook(lambda grad: events.append(f"layer {number}"))
+
+        return look
+
+    layers = made.module.get_submodule(made.names.layers)
+    hooks = [layer.register_forward_hook(watch(number)) for number, layer in enumerate(layers)]
+    ParameterBucket.begin_sum = noted  # type: ignore[method-assign]
+    try:
+        yield events
+    finally:
+        ParameterBucket.begin_sum = begin  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
