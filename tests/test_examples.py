@@ -66,6 +66,23 @@ def test_training_with_matmul2d() -> None:
     assert "step 2: loss" in done.stdout
 
 
+@pytest.mark.slow  # tests/docs train the same on the lines that the README shows
+@pytest.mark.gloo
+def test_training_a_model_of_transformers() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "train_llama.py")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 1
+
+
 @pytest.mark.gloo
 def test_products_in_any_layout(run) -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")

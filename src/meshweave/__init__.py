@@ -32,9 +32,9 @@ at its first use, so `import meshweave` is quick, and planning and simulation wo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshweave.base.lazy import lazy_names
+
+TYPE_CHECKING = False  # what type checkers take for true, without `typing`
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from html import escape
 
+from meshweave.algorithms.block import BlockConfig, BlockProblem
+from meshweave.algorithms.block.laid_out import laid_out
+from meshweave.algorithms.block.megatron import MegatronSequence
+from meshweave.algorithms.block.problem import ExpertRanks
 from meshweave.algorithms.step import Step
+from meshweave.algorithms.step.block_time import block_of, layer_block
+from meshweave.algorithms.step.strategies import strategy_of
 from meshweave.base.units import format_bytes, format_s, to_ps
 from meshweave.describe.model.layer import LayerGraph
 from meshweave.ir.program import Program
@@ -27,6 +33,8 @@ from meshweave.tune.step_search.planner import step_record
 from meshweave.tune.step_search.reasons import choice_text
 
 NUM_ROWS, NUM_RANKS, MAX_TEXT = 12, 4, 20_000
+SHOWN_STRATEGY = MegatronSequence()
+"""How a layer is laid on `NUM_RANKS` ranks where it is shown by itself; a step shows its own."""
 MAX_OPS = 50_000
 """Ops of a rank, or spans of a trace, of which a timeline is drawn."""
 
@@ -86,9 +94,21 @@ def _(step: Step) -> str:
     first, *rest = str(step).splitlines()
     keys = _keys(_used(PART_COLOURS, [record])) + _keys({k: MEMORY_COLOURS[k] for k, v in kinds.items() if v})
     laid = choice_text(record.degrees)
-    return _framed(
-        f"{first}: {laid}", f"{_table(('', '', ''), rows)}{keys}<pre>{escape(chr(10).join(rest))}</pre>"
-    )
+    text = f"<pre>{escape(chr(10).join(rest))}</pre>"
+    return _framed(f"{first}: {laid}", f"{_table(('', '', ''), rows)}{keys}{text}{_layers(step)}")
+
+
+def _layers(step: Step) -> str:
+    """Return each kind of layer on the ranks that share it, to be opened."""
+    p, drawn = step.parallelism, []
+    for share, kind in step.problem.kinds:
+        block, layer = block_of(kind, p, training=False), kind.model.layer
+        laid = laid_out(block, layer_block(kind, p).config, strategy_of(p).roles_of(block))
+        which = f"{100 * share:.0f} % of the layers" if share < 1 else "a layer"
+        on = " x ".join(f"{name} {size}" for name, size in laid.axes) or "one rank"
+        title = f"{which} by {p.strategy} on {on}, {laid.tokens} tokens of a micro-batch"
+        drawn.append(draw_layer(layer, title, laid))
+    return f"<details><summary>a layer, its shards and its moves</summary>{''.join(drawn)}</details>"
 
 
 @html_of.register
@@ -133,7 +153,14 @@ def _timeline(trace: Trace, rank: int) -> RankTimeline:
 def _(layer: LayerGraph) -> str:
     count = sum(weight.size for weight in layer.parameters)
     title = f"a layer of {len(layer.nodes)} nodes, {count_text(count)} parameters"
-    return _framed("", draw_layer(layer, title))
+    ranks, hidden = NUM_RANKS, layer.features[layer.input].size
+    shared = ExpertRanks(min(ranks, layer.num_experts)) if layer.num_experts > 1 else None
+    block = BlockProblem(
+        1, 2048, hidden, 1, 1, 1, 1, (ranks, 1), dtype="bfloat16", graph=layer, experts=shared
+    )
+    laid = laid_out(block, BlockConfig(), SHOWN_STRATEGY.roles_of(block))
+    on = f"{title}; by {SHOWN_STRATEGY.name} on {ranks} ranks, {laid.tokens} tokens"
+    return _framed("", draw_layer(layer, on, laid))
 
 
 @html_of.register

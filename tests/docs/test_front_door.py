@@ -67,6 +67,12 @@ def test_a_namespace_says_what_it_is_for(module: str) -> None:
     assert getattr(meshweave, module.rpartition(".")[2]) is itself
 
 
+def test_each_namespace_says_what_it_promises() -> None:
+    page = (pages.ROOT / "docs" / "guide" / "stability.md").read_text()
+    promised = re.findall(r"^\| `(meshweave[\w.]*)` \| (?:stable|changing)", page, flags=re.MULTILINE)
+    assert sorted(promised) == sorted(["meshweave", *NAMESPACES])
+
+
 def test_no_name_stands_behind_two_doors() -> None:
     doors: dict[str, list[str]] = {}
     for module in ("meshweave", *NAMESPACES):

@@ -56,6 +56,17 @@ def test_a_step_shows_its_time_and_memory_in_parts() -> None:
     assert sum(bars) == pytest.approx(of_time + memory, rel=0.01)
 
 
+def test_a_step_shows_how_its_layers_lie_and_what_they_move() -> None:
+    step = mw.step("llama-2-7b", "dgx-h100:16", batch=32, sequence=2048, tp=4, cp=2, zero=1)
+    html = shown(step)
+    assert "a layer by megatron_sp on depth 2 x row 4" in html and "1/4 a rank" in html
+    assert html.count("all_gather along row, 4 ranks: 8.39 MB") == 2 and "in it: permute along depth" in html
+    alone = shown(mw.step("llama-2-7b", "dgx-h100:16", batch=32, sequence=2048, zero=3))
+    assert "a layer by megatron_sp on one rank" in alone and "nothing moves" in alone
+    routed = shown(mw.step("deepseek-v3", "dgx-h100:64", batch=64, sequence=2048, ep=8, tp=2))
+    assert len(re.findall(r'"14">\d+ % of the layers by', routed)) == 2 and "in it: dispatch" in routed
+
+
 def test_a_plan_of_a_step_shows_its_ranking_and_one_of_products_its_algorithms() -> None:
     plan = mw.plan("llama-2-7b", "dgx-h100:8", batch=16, sequence=2048, strategy="megatron_sp", cp=1)
     html = shown(plan)
@@ -75,6 +86,7 @@ def test_a_layer_shows_each_node_and_weight(model: str) -> None:
         for node in layer.nodes:
             assert f"{type(node).__name__} of {', '.join(node.ins)} makes {node.out}" in html
             assert all(weight.name in html for weight in node.parameters)
+        assert html.count("reduce_scatter, 4 ranks") >= 1 and "by megatron_sp on 4 ranks" in html
 
 
 @pytest.mark.parametrize("name", sorted(mw.algorithms.ALGORITHMS))

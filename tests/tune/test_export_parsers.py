@@ -1,7 +1,9 @@
 """Exports read by the code of what they are for, each installed by pip into a folder of its own.
 
 Nothing of it is in this project's environment: `pip install --target` without dependencies, and of these those
-that the parser imports. Where pip has no index to ask, a test says so and is skipped.
+that the parser imports. Where pip has no index to ask, a test says so and is skipped. Megatron-LM is for Python
+3.12 and later: where this is an older one, EXPORT_PYTHON names one that has torch. What is accepted is added to
+the file that EXPORTS_ACCEPTED names, validation/results/exports.json.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +102,63 @@ sections = {
     "model": core(TransformerConfig) + of_provider, "train": own("TrainingConfig"),
     "ddp": core(DistributedDataParallelConfig), "dist": own("DistributedInitConfig"),
     "optimizer": core(OptimizerConfig), "dataset": own("GPTDatasetConfig") + ["seq_length"],
+    "checkpoint": own("CheckpointConfig"),
 }
 empty = {name: dict.fromkeys(fields) for name, fields in sections.items()}
 config = OmegaConf.create(empty | {"mixed_precision": None})
 words = json.load(sys.stdin)["text"].replace("\\\\\\n", " ").split()
 print(json.dumps(OmegaConf.to_container(module.parse_hydra_overrides(config, words))))
 """
+MEGATRON = """
+import json, os, sys, types
+export = json.load(sys.stdin)
+os.environ |= {"WORLD_SIZE": str(export["chips"]), "RANK": "0"} | export["environment"]
+import torch
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)  # as if there were a Hopper
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+from megatron.training.arguments import parse_args, validate_args
+sys.argv = ["pretrain_gpt.py", *export["text"].replace("\\\\\\n", " ").split()]
+arguments = parse_args()
+validate_args(arguments)
+names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "global_batch_size",
+         "num_layers_per_virtual_pipeline_stage", "recompute_granularity", "use_megatron_fsdp")
+print(json.dumps({name: getattr(arguments, name) for name in names}))
+"""
+MAXTEXT = """
+import json, os, sys
+export = json.load(sys.stdin)
+count = f"--xla_force_host_platform_device_count={export['chips']}"
+os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+from maxtext.configs import pyconfig
+from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+words = export["text"].replace("\\\\\\n", " ").split()
+own = ["run_name=x", "enable_checkpointing=false", "hardware=cpu", "skip_jax_distributed_system=true",
+       "base_output_directory=out", "dataset_type=synthetic"]
+config = pyconfig.initialize(["train", os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"), *words, *own])
+names = ("ici_tensor_parallelism", "ici_fsdp_parallelism", "ici_data_parallelism", "ici_context_parallelism",
+         "max_target_length", "global_batch_size_to_train_on", "shard_optimizer_over_data", "remat_policy")
+print(json.dumps({name: getattr(config, name) for name in names}))
+"""
+HUGGING_FACE = """
+import json, sys, torch
+settings = json.load(sys.stdin)["settings"]
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import tensor_parallel
+said = []
+tensor_parallel.verify_tp_plan.__globals__["logger"].warning = said.append
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings["config"]))
+plan = settings["tp_plan"]
+known = set(plan.values()) <= set(tensor_parallel.ALL_PARALLEL_STYLES)
+tensor_parallel.verify_tp_plan(list(model.state_dict()), plan)
+print(json.dumps({"known": known, "unused": [text for text in said if "rules were not applied" in text]}))
+"""
 PACKAGES = {
+    "megatron-lm": "megatron-core==0.19.2 triton packaging",
+    "maxtext": "--ignore-requires-python maxtext==0.2.5 omegaconf antlr4-python3-runtime==4.9.3 flax msgpack "
+    "etils importlib_resources zipp nest_asyncio orbax-checkpoint orbax-export tensorstore aiofiles humanize "
+    "simplejson pathwaysutils fastapi starlette opentelemetry-api opentelemetry-sdk "
+    "opentelemetry-semantic-conventions uvicorn",
     "torchtitan": "torchtitan==0.3.0 tyro typeguard docstring_parser torchdata datasets dill xxhash multiprocess "
     "pyarrow pandas einops spmd_types torch_checkpointing triton",
     "deepspeed": "deepspeed==0.19.8 hjson py-cpuinfo msgpack ninja einops",
@@ -117,7 +170,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {target: tmp_path_factory.mktemp(target) for target in (*PACKAGES, "accelerate")}
+    return {target: tmp_path_factory.mktemp(target) for target in (*PACKAGES, "accelerate", "hf")}
 
 
 def free_port() -> int:
@@ -127,10 +180,26 @@ def free_port() -> int:
     return port
 
 
+def python_for(target: str) -> str:
+    """An interpreter that the target's code is written for."""
+    if target != "megatron-lm" or sys.version_info >= (3, 12):
+        return sys.executable
+    if "EXPORT_PYTHON" not in os.environ:
+        pytest.skip("Megatron-LM needs Python 3.12; EXPORT_PYTHON may name one that has torch")
+    return os.environ["EXPORT_PYTHON"]
+
+
+def chips_of(degrees: dict[str, Any]) -> int:
+    """The chips of a plan of `plan_of`, whose defaults are those of `test_exports`."""
+    count: int = plan_of(degrees).step.best.degrees.num_chips
+    return count
+
+
 def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> Any:
     """What the target's own code makes of an export, in a process of its own; what it refuses fails the test."""
+    python = python_for(target)
     if target in PACKAGES and not any(folder.iterdir()):
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         environment = os.environ | {"DS_BUILD_OPS": "0"}
         installed = subprocess.run(
             [*command, "--no-build-isolation", *PACKAGES[target].split()], capture_output=True, text=True,
@@ -139,15 +208,44 @@ def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> 
         if installed.returncode:
             pytest.skip(f"pip could not install {target}: {installed.stderr.strip().splitlines()[-1]}")
     made = export(plan_of(degrees), target)
-    given = json.dumps(
-        {"settings": made.settings, "text": made.text, "data": degrees["data"], "port": free_port()}
-    )
+    of = {"data": degrees["data"], "chips": chips_of(degrees), "port": free_port()}
+    given = json.dumps({"settings": made.settings, "text": made.text, "environment": made.environment} | of)
     done = subprocess.run(
-        [sys.executable, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
+        [python, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    note(target, python, degrees, made.text)
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def reader_of(target: str) -> str:
+    """The package whose code reads an export, with its version."""
+    if target in PACKAGES:
+        return next(word for word in PACKAGES[target].split() if "==" in word)
+    name = {"hf": "transformers"}.get(target, target)
+    return f"{name}=={version(name)}"
+
+
+def note(target: str, python: str, degrees: dict[str, Any], text: str) -> None:
+    """Add an accepted export to the file that EXPORTS_ACCEPTED names."""
+    if "EXPORTS_ACCEPTED" not in os.environ:
+        return
+    file = Path(os.environ["EXPORTS_ACCEPTED"])
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    about = subprocess.run([python, "--version"], capture_output=True, text=True, check=True)
+    row = {
+        "target": target,
+        "read_by": reader_of(target),
+        "python": about.stdout.split()[1],
+        "degrees": degrees,
+    }
+    rows = [each for each in rows if (each["target"], each["degrees"]) != (target, degrees)]
+    rows.append(row | {"export": text})
+    file.write_text(
+        json.dumps({"rows": sorted(rows, key=lambda row: (row["target"], str(row["degrees"])))}, indent=1)
+        + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,3 +311,48 @@ def test_megatron_bridge_parses_it(degrees: dict[str, Any], folders: dict[str, P
     assert read["model"]["virtual_pipeline_model_parallel_size"] == degrees.get("virtual_stages")
     assert read["ddp"]["use_megatron_fsdp"] == (degrees.get("zero") == 3)
     assert read["ddp"]["use_distributed_optimizer"] == (degrees.get("zero") != 0)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data": 2, "zero": 1},
+        {"data": 2, "pipeline": 4, "tensor": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b",
+         "recompute": "full"},
+        {"data": 4, "pipeline": 1, "zero": 3, "context": 2},
+    ],
+)  # fmt: skip
+def test_megatron_lm_parses_and_validates_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
+    read = read_by("megatron-lm", MEGATRON, degrees, folders["megatron-lm"])
+    assert read["tensor_model_parallel_size"] == degrees.get("tensor", 4)
+    assert read["data_parallel_size"] == degrees["data"] and read["global_batch_size"] == 64
+    assert read["recompute_granularity"] == degrees.get("recompute")
+    assert read["use_megatron_fsdp"] == (degrees.get("zero") == 3)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data": 4, "zero": 3, "tensor": 2, "recompute": "full"},
+        {"data": 2, "zero": 1, "tensor": 2, "context": 2, "recompute": "selective"},
+    ],
+)
+def test_maxtext_parses_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
+    """MaxText counts the batch anew from the axes; it is the plan's."""
+    read = read_by("maxtext", MAXTEXT, degrees | {"pipeline": 1}, folders["maxtext"])
+    assert read["ici_tensor_parallelism"] == degrees["tensor"]
+    assert read["ici_context_parallelism"] == degrees.get("context", 1)
+    of_fsdp = degrees["zero"] == 3
+    assert read["ici_fsdp_parallelism" if of_fsdp else "ici_data_parallelism"] == degrees["data"]
+    assert read["shard_optimizer_over_data"] == (degrees["zero"] == 1)
+    assert read["max_target_length"] == 8192 and read["global_batch_size_to_train_on"] == 64
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"strategy": "megatron", "tensor": 2}, {"strategy": "megatron", "tensor": 8}]
+)
+def test_transformers_takes_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
+    """Its own check of a tp_plan finds a module for every rule."""
+    pytest.importorskip("transformers")
+    degrees = {"data": 1, "pipeline": 1} | degrees
+    assert read_by("hf", HUGGING_FACE, degrees, folders["hf"]) == {"known": True, "unused": []}

@@ -332,9 +332,9 @@ OF_TRAINING = {
     "--group-query-attention", "--untie-embeddings-and-output-weights", "--use-tp-pp-dp-mapping",
     "--num-layers-per-virtual-pipeline-stage", "--norm-epsilon", "--position-embedding-type", "--rotary-base",
     "--rotary-percent", "--vocab-size", "--make-vocab-size-divisible-by", "--disable-bias-linear", "--optimizer",
-    "--bf16", "--use-megatron-fsdp",
+    "--bf16", "--use-megatron-fsdp", "--ckpt-format",
 }  # fmt: skip
-"""Arguments of megatron/training/arguments.py, which PyPI does not have; they are no fields of its configs."""
+"""Arguments of megatron/training/arguments.py that are no fields of its configs."""
 
 
 @pytest.mark.slow
@@ -379,3 +379,13 @@ def test_degrees_of_experts_are_exported_or_refused() -> None:
         else:
             assert 4 in (made.settings.get("parallelism") or made.settings).values()
             assert any("layers = " in sentence for sentence in made.left_out)
+
+
+def test_the_saved_exports_are_those_of_today() -> None:
+    """What parsers accepted (test_export_parsers.py) is what a plan of these degrees gives, for every target."""
+    saved = Path(__file__).parents[2] / "validation" / "results" / "exports.json"
+    rows = json.loads(saved.read_text())["rows"]
+    assert {row["target"] for row in rows} <= set(TARGETS)
+    for row in rows:
+        degrees = {name: tuple(v) if isinstance(v, list) else v for name, v in row["degrees"].items()}
+        assert export(plan_of(degrees), row["target"]).text == row["export"], (row["target"], degrees)

@@ -10,11 +10,10 @@ no quoted word is longer than `MAX_QUOTED` and no line longer than `MAX_LINE` ch
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+# `re` and `difflib` are imported where a message needs them: they would be most of `import meshweave`.
 MAX_QUOTED = 160
 """Characters of a word or of a quotation of the input that an error shows: a line of a screen."""
 MAX_LINE = 640
@@ -25,9 +24,9 @@ _SPELT = 64
 """Characters of a name that is compared with known names, of which at most `_COMPARED` are."""
 _COMPARED = 200
 
-_LONG_QUOTATION = re.compile(rf"'[^'\n]{{{MAX_QUOTED + 1},}}'")
-_LINE_BREAK = re.compile(r"\n(?=  )")
-_LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 1},}}")
+_LONG_QUOTATION = rf"'[^'\n]{{{MAX_QUOTED + 1},}}'"
+_LINE_BREAK = r"\n(?=  )"
+_LONG_WORD = rf"\S{{{MAX_QUOTED + 1},}}"
 
 
 def printable(text: object) -> str:
@@ -48,14 +47,18 @@ def shortened(message: str) -> str:
     """
     if len(message) <= MAX_QUOTED and message.isprintable():
         return message
-    return "\n".join(map(_shortened_line, _LINE_BREAK.split(message)))
+    import re
+
+    return "\n".join(map(_shortened_line, re.split(_LINE_BREAK, message)))
 
 
 def _shortened_line(line: str) -> str:
+    import re
+
     if not line.isprintable():
         line = without_control_characters(" ".join(line.splitlines()))
-    line = _LONG_QUOTATION.sub(lambda match: f"{match[0][: MAX_QUOTED - 4]}...'", line)
-    line = _LONG_WORD.sub(lambda match: f"{match[0][: MAX_QUOTED - 3]}...", line)
+    line = re.sub(_LONG_QUOTATION, lambda match: f"{match[0][: MAX_QUOTED - 4]}...'", line)
+    line = re.sub(_LONG_WORD, lambda match: f"{match[0][: MAX_QUOTED - 3]}...", line)
     # The end of a line says what would be right.
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 245]} ... {line[-240:]}"
 
@@ -136,6 +139,8 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelt most like `word`, or None if none is near."""
     if len(word) > _SPELT:
         return None
+    import difflib
+
     short = [name for name in islice(known, _COMPARED) if len(name) <= _SPELT]
     return next(iter(difflib.get_close_matches(word, short, n=1, cutoff=0.5)), None)
 

@@ -13,11 +13,11 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
-from meshweave.base.errors import UnsupportedError
+TYPE_CHECKING = False  # what type checkers take for true; `typing` would be half of `import meshweave`
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class LazyModule(ModuleType):
@@ -68,11 +68,15 @@ def without_package(error: ModuleNotFoundError, name: str) -> Exception:
 
     Where the package is installed, it is the error itself.
     """
+    from importlib.util import find_spec
+
     package = (error.name or "").partition(".")[0]
     if not package or find_spec(package) is not None:
         return error
     from importlib.metadata import PackageNotFoundError, requires
     from re import findall, match
+
+    from meshweave.base.errors import UnsupportedError
 
     try:
         needed = requires("meshweave") or ()

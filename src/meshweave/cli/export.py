@@ -25,8 +25,9 @@ def export(
 ) -> None:
     """Print a planned configuration as settings of other software, and what they cannot say.
 
-    What is printed are arguments, overrides or a file, as the other software takes them. What they leave out goes
-    to stderr. A strategy that the other software does not have is an error, which names a row that it has.
+    What is printed are arguments, overrides or a file, as the other software takes them. What they leave out, and
+    variables that they need, go to stderr. A strategy that the other software does not have is an error, which
+    names a row that it has.
 
     Example: meshweave export plan.json --to megatron-lm
     """
@@ -39,5 +40,8 @@ def export(
         print_json(asdict(made) | ({} if launch is None else {"launch": text}))
         return
     typer.echo(text)
+    if launch is None:
+        for name, value in made.environment.items():
+            typer.echo(f"environment: {name}={value}", err=True)
     for sentence in made.left_out:
         typer.echo(f"left out: {sentence}", err=True)

@@ -245,3 +245,29 @@ def _stale_optimizer(mesh: DeviceMesh) -> str:
     made = parallelize(model, "megatron", mesh, check=False)
     made.step(*_batch())
     return _said(optimizer.step)
+
+
+def _meta(mesh: DeviceMesh) -> list[str]:
+    """What is said of a call of a model without memory, by strategy."""
+    said = []
+    for strategy in STRATEGIES:
+        with torch.device("meta"):
+            model = reference_models.make("gpt2")
+        made = parallelize(model, strategy, mesh, check=False)
+        said.append(_said(lambda made=made: made.loss(*_batch())))  # type: ignore[misc]
+    return said
+
+
+def _others(mesh: DeviceMesh) -> dict[str, str]:
+    """What is said of models of transformers that are none of causal language, by class."""
+    import transformers
+
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama, bert = (
+        getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0) for kind in ("Llama", "Bert")
+    )
+    made = (
+        transformers.LlamaForSequenceClassification(llama), transformers.LlamaModel(llama),
+        transformers.BertForMaskedLM(bert),
+    )  # fmt: skip
+    return {type(model).__name__: _said(lambda m=model: parallelize(m, "megatron", mesh)) for model in made}  # type: ignore[misc]

@@ -44,7 +44,7 @@ def _answers(*names: str, num_ranks: int = 2, timeout_s: float = 300) -> list[di
 
 @pytest.mark.gloo
 def test_tokens_and_models_that_are_not_taken() -> None:
-    for answer in _answers("tokens", "nothing_to_learn", "models", "stale_optimizer"):
+    for answer in _answers("tokens", "nothing_to_learn", "models", "stale_optimizer", "meta", "others"):
         for strategy, said in answer["tokens"].items():
             assert said[-1] == "", strategy
             for found, expected in zip(said, OF_TOKENS, strict=False):
@@ -57,6 +57,11 @@ def test_tokens_and_models_that_are_not_taken() -> None:
             assert OF_MODELS[name] in said, (name, said)
             assert is_as_before, name
         assert "as it was before parallelize" in answer["stale_optimizer"]
+        assert len(answer["meta"]) == 3
+        for said in answer["meta"]:
+            assert said.startswith("UnsupportedError: transformer.wte.weight is on the meta device"), said
+        for kind, said in answer["others"].items():
+            assert said.startswith(f"UnsupportedError: {kind} is none of the causal language models"), said
 
 
 @pytest.mark.gloo

@@ -125,10 +125,13 @@ class PlacedModules:
         for parameters, key, name in self._owners:
             parameter = parameters.get(key)
             if isinstance(parameter, DTensor):
+                if (held := compat.local_tensor(parameter)).is_meta:
+                    raise UnsupportedError(
+                        f"{name} is on the meta device: to_empty() gives it memory, and load_weights or an "
+                        "initialisation values, before a call"
+                    )
                 number, own = self._memory.get(name, (0, _nothing))
-                if number != parameter.untyped_storage()._cdata or own() is not compat.local_tensor(
-                    parameter
-                ):
+                if number != parameter.untyped_storage()._cdata or own() is not held:
                     self._check_data(name, parameter)
 
     def _check_data(self, name: str, parameter: DTensor) -> None:

@@ -63,6 +63,20 @@ def title_of(module: nn.Module) -> str:
     return f"{type(module).__name__} (transformers {transformers.__version__})"
 
 
+def why_unlikely(module: nn.Module) -> str:
+    """Return that a class of transformers is none of its causal language models, "" where it may be one."""
+    from transformers.models.auto import modeling_auto
+
+    listed = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = {name for names in listed for name in ([names] if isinstance(names, str) else names)}
+    if not is_hosted(module) or any(base.__name__ in causal for base in type(module).__mro__):
+        return ""
+    return (
+        f"{type(module).__name__} is none of the causal language models of transformers, which are computed "
+        "(ForCausalLM): classifiers, encoders and models without a head are not; torch's FSDP2 takes any module"
+    )
+
+
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
     """Return the title and map of a model of plain torch, by the names of its modules.
 

@@ -21,7 +21,7 @@ from meshweave.nn.hosted.expert_parts import is_experts
 from meshweave.nn.hosted.model import HostedModel
 from meshweave.nn.hosted.offered import offer_methods
 from meshweave.nn.parallel.features import refuse_features
-from meshweave.nn.parallel.known import is_hosted, recognised, title_of
+from meshweave.nn.parallel.known import is_hosted, recognised, title_of, why_unlikely
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, device_type_of, resolve
@@ -112,13 +112,13 @@ def parallelize(
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
         with without_adapters(module, is_hosted(module)) as adapters:
-            model = _made(
-                module,
-                mapping,
-                resolve(plan, device_mesh, config, overlap, context, device),
-                check,
-                debug_every,
-            )
+            resolved = resolve(plan, device_mesh, config, overlap, context, device)
+            try:
+                model = _made(module, mapping, resolved, check, debug_every)
+            except UnsupportedError as error:
+                if is_hosted(module) and (words := why_unlikely(module)):
+                    raise UnsupportedError(f"{words} ({error})") from error
+                raise
             put_in(model, adapters)
     seed_alike(model.strategy)
     model.context = context

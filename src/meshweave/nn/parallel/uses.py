@@ -98,8 +98,8 @@ class _OwnParts(torch.autograd.Function):  # type: ignore[misc]
 class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
     """Parameters of a bucket as they are used, of what `_OwnParts` has made: their gradients are summed together.
 
-    The sums end in the backward part of `_OwnParts`, which comes last. Until then the gradients between the two are
-    memory without values, that nobody else has: `_OwnParts` gives each parameter to one bucket alone.
+    The sums end in the backward part of `_OwnParts`, which comes last. Until then the gradients between the two
+    are memory without values, that nobody else has: `_OwnParts` gives each parameter to one bucket alone.
     """
 
     @staticmethod

@@ -53,6 +53,7 @@ def launch_file(export: Export, launcher: str, cluster: Cluster) -> str:
 def _body(export: Export, num_hosts: int, chips_per_host: int, host: str, rank: str) -> str:
     """Return the lines of shell that a host runs; `host` names the first one, `rank` is the number of this one."""
     lines = [': "${TRAIN:?set it to the training script, or -m MODULE, with its model and data}"']
+    lines += [f"export {name}={value}" for name, value in export.environment.items()]
     name, option = _FILES.get(export.target, ("", ""))
     if name:
         lines += [f"cat > {name} <<'SETTINGS'", export.text, "SETTINGS"]

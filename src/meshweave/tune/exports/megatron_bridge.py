@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshweave.tune.exports.megatron_lm import add_degrees
+from meshweave.tune.exports.megatron_lm import add_degrees, environment_of
 from meshweave.tune.exports.model_words import model_left_out, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
@@ -23,6 +23,7 @@ _SECTIONS = {
         "--overlap-grad-reduce", "--overlap-param-gather",
     ),
     "dist": ("--use-tp-pp-dp-mapping",),
+    "checkpoint": ("--ckpt-format",),
     "optimizer": ("--optimizer", "--sgd-momentum"),
 }  # fmt: skip
 """The section of a recipe that has a field of the name of each argument of Megatron-LM."""
@@ -34,6 +35,7 @@ _WITHOUT = {
     "ddp.use_megatron_fsdp": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",
     "dist.use_tp_pp_dp_mapping": False,
+    "checkpoint.ckpt_format": "torch_dist",
 }
 """What a recipe may have and a plan may not, so that it is set in any case."""
 _PRECISIONS = {"--bf16": "bf16_mixed", "--fp16": "fp16_mixed"}
@@ -65,4 +67,4 @@ def to_megatron_bridge(row: PlannedRow) -> Export:
         name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()
     }
     text = " \\\n".join(f"{name}={value}" for name, value in written.items())
-    return Export("megatron-bridge", settings, text, tuple(left_out))
+    return Export("megatron-bridge", settings, text, tuple(left_out), environment_of(row))

@@ -1,4 +1,4 @@
-"""A plan as arguments of Megatron-LM (megatron/training/arguments.py of core 0.12 to 0.16)."""
+"""A plan as arguments of Megatron-LM (megatron/training/arguments.py of core 0.16 to 0.19)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     left_out += step_left_out(row, ("dropout", *step_told), "Megatron-LM")
     words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
     table = settings | dict.fromkeys(flags, True)
-    return Export(_TARGET, table, " \\\n".join(words), tuple(left_out))
+    return Export(_TARGET, table, " \\\n".join(words), tuple(left_out), environment_of(row))
+
+
+def environment_of(row: PlannedRow) -> dict[str, str]:
+    """Return the variables without which Megatron-LM refuses the arguments on Hopper and what was before it.
+
+    One hardware queue lets the host order products and communication; Megatron-FSDP wants several.
+    """
+    shares = row.tensor > 1 or row.degrees.context > 1
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shares and row.degrees.zero < 2 else {}
 
 
 def add_degrees(
@@ -210,6 +219,7 @@ def _zero_flags(row: PlannedRow, settings: dict[str, Any]) -> tuple[str, ...]:
         return ()
     if zero > 1:
         settings["--data-parallel-sharding-strategy"] = "optim_grads" if zero == 2 else "optim_grads_params"
+        settings["--ckpt-format"] = "fsdp_dtensor"  # any other is refused with Megatron-FSDP
         return "--use-distributed-optimizer", "--use-megatron-fsdp"
     return ("--use-distributed-optimizer",)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshweave.algorithms.block.roles import IDLE, INNER, SEQUENCE_INNER
@@ -23,12 +23,14 @@ class Export:
         settings: as its configuration has them, for JSON.
         text: as one writes them: arguments of a command line, or Python.
         left_out: what of the plan they do not say, a sentence each.
+        environment: variables that each process is to have; launch files set them.
     """
 
     target: str
     settings: dict[str, Any]
     text: str
     left_out: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
