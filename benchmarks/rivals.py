@@ -1,6 +1,6 @@
 """Steps of training by `mw.parallelize`, beside torch's own ways of spreading a model, on one host.
 
-    python benchmarks/rivals.py [--ranks 2,4] [--models gpt2,llama,gemma2] [--runs 3] [--seconds 900] [--save NAME]
+    python benchmarks/rivals.py [--ranks 2,4] [--models gpt2,llama] [--by data_parallel] [--runs 3] [--save NAME]
 
 Ours and theirs run with the same degrees: data parallelism beside DDP, ZeRO-3 beside FSDP2, Megatron beside
 `parallelize_module`. Each runs alone in processes of its own, by turns, in another order each time. A step clears
@@ -119,13 +119,17 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--models", default="gpt2,llama,gemma2")
     parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--by", default=",".join(PAIRS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=900.0, help="begin no run after these")
     parser.add_argument("--save")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     kinds = product(
-        map(int, options.ranks.split(",")), options.models.split(","), options.sizes.split(","), PAIRS
+        map(int, options.ranks.split(",")),
+        options.models.split(","),
+        options.sizes.split(","),
+        options.by.split(","),
     )
     cases = [case for case in kinds if not (case[1] == "gpt2" and case[3] == "megatron")]
     rows = {case: {"ours": [], "theirs": [], "load": []} for case in cases}  # type: ignore[var-annotated]

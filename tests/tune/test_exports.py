@@ -22,7 +22,7 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
-from meshweave.tune.exports import TARGETS, export
+from meshweave.tune.exports import LAUNCHERS, TARGETS, export, launch_file
 from meshweave.tune.exports.model_words import defining
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
@@ -385,7 +385,21 @@ def test_the_saved_exports_are_those_of_today() -> None:
     """What parsers accepted (test_export_parsers.py) is what a plan of these degrees gives, for every target."""
     saved = Path(__file__).parents[2] / "validation" / "results" / "exports.json"
     rows = json.loads(saved.read_text())["rows"]
-    assert {row["target"] for row in rows} <= set(TARGETS)
+    assert {row["target"] for row in rows} == set(TARGETS)
     for row in rows:
         degrees = {name: tuple(v) if isinstance(v, list) else v for name, v in row["degrees"].items()}
         assert export(plan_of(degrees), row["target"]).text == row["export"], (row["target"], degrees)
+
+
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge"])
+def test_what_megatron_refuses_a_step_without_is_exported(target: str) -> None:
+    """validate_args of megatron-core 0.19.2 ends where one of both is missing."""
+    shared, whole = plan_of({"tensor": 2, "zero": 1}), plan_of({"tensor": 1, "pipeline": 2, "zero": 1})
+    assert export(shared, target).environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert export(whole, target).environment == {}
+    sharded = export(plan_of({"pipeline": 1, "zero": 3}), target)
+    assert "fsdp_dtensor" in sharded.text and sharded.environment == {}
+    assert "fsdp_dtensor" not in export(shared, target).text
+    for launcher in LAUNCHERS:
+        text = launch_file(export(shared, target), launcher, load_cluster("dgx-h100:16"))
+        assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in text

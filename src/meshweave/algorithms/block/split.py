@@ -26,11 +26,13 @@ class SplitBackward:
         input_grad: makes the gradient of the residual; None where there is no residual before the piece.
         weight_grad: makes the gradients of weights.
         passed: the buffers that are outputs of the first and inputs of the second.
+        early: gradients of weights that the first makes, as nodes do whose backward work is not told apart.
     """
 
     input_grad: Program | None
     weight_grad: Program
     passed: tuple[str, ...]
+    early: tuple[str, ...] = ()
 
 
 def split_backward(parts: BlockParts) -> SplitBackward:
@@ -52,9 +54,10 @@ def split_backward(parts: BlockParts) -> SplitBackward:
     passed = tuple(name for name in read_first(second) if name in made)
     if changed := {view.buffer for op in ops_of(second) for view in op.writes} & set(passed):
         raise UnsupportedError(f"gradients of weights change {min(changed)}, which the residual's has left")
-    input_grad = _program(whole, "input gradient", first, (), (*passed, *wanted))
+    early = tuple(sorted((outputs - wanted) & made))
+    input_grad = _program(whole, "input gradient", first, (), (*passed, *wanted, *early))
     weight_grad = _program(whole, "weight gradients", second, passed, outputs - wanted)
-    return SplitBackward(input_grad, weight_grad, passed)
+    return SplitBackward(input_grad, weight_grad, passed, early)
 
 
 def _cut(

@@ -175,7 +175,6 @@ class _StepWriter:
 
     def __init__(self, step: Stages, copies: int) -> None:
         self.step, self.problem, self.p = step, step.problem, step.parallelism
-        self.is_timed = has_timed_layers(self.problem)
         if self.problem.model.is_routed:
             _check_routed(self.problem, self.p)
         if self.problem.products is not None:
@@ -226,11 +225,6 @@ class _StepWriter:
         schedule = self._schedule(problem)
         last = _last_micro_batches(schedule)
         split = {leaf.stage for leaf in schedule.leaves() if leaf.kind is ActionKind.WEIGHT_GRAD}
-        if split and self.is_timed:
-            raise UnsupportedError(
-                f"{self.p.schedule} computes gradients of weights apart, which programs of layers with experts or "
-                "latent attention do not yet; give schedule='1f1b'"
-            )
 
         def stage(
             number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: Stashes

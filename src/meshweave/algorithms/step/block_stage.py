@@ -90,6 +90,10 @@ class BlockStage:
         if not self.units:
             raise UnsupportedError(f"stage {number} has no layer; give fewer stages")
         self.buckets = StageBuckets(number, mesh, ranks, self.units, last)
+        for unit, _ in units if is_split else ():
+            names = (f"{each.name}_d{weight.name}" for each in unit.buckets for weight in each.weights)
+            ends = tuple(f"_{name}" for name in unit.split.early)
+            self.buckets.early |= {name: stashes.between for name in names if ends and name.endswith(ends)}
 
     # --- declarations -----------------------------------------------------------------------------------
 
@@ -116,7 +120,9 @@ class BlockStage:
                 slots = self.buckets.matrix_slots(each)
                 for weight in each.weights:
                     yield scratch(f"{each.name}_{weight.name}", weight.shape, weight.dtype, slots)
-                    yield scratch(f"{each.name}_d{weight.name}", weight.shape, weight.dtype)
+                    name = f"{each.name}_d{weight.name}"
+                    slots_of = self.buckets.early.get(name, 0) * count or 1
+                    yield scratch(name, weight.shape, weight.dtype, slots_of)
             for buffer in unit.kept:
                 shape, slots = (
                     local_shape(unit.parts.forward, buffer),
@@ -341,7 +347,11 @@ class BlockStage:
         unit, number = layer
         count = self.units[unit.name][1]
         owners = {weight.name: each for each in unit.buckets for weight in each.weights}
-        makers = {f"d{name}": each for name, each in owners.items()}
+        terms = {
+            f"d{weight.name}": self.buckets.term(each, weight, number, at)
+            for each in unit.buckets
+            for weight in each.weights
+        }
         for buffer in program.buffers:
             if buffer.kind not in ("input", "output"):
                 continue
@@ -350,6 +360,9 @@ class BlockStage:
             slot: Index = 0
             if name in streams:
                 yield name, streams[name]
+                continue
+            if name in terms:
+                yield name, terms[name]
                 continue
             if name in owners:
                 yield name, self.buckets.matrix(owners[name], name, dims, number)
@@ -360,4 +373,4 @@ class BlockStage:
                 slot = (at % self.stashes.between) * count + number
             elif name in PER_MICRO_BATCH:
                 slot = at % self._stashes(name, unit)
-            yield name, self.buckets.whole(f"{makers.get(name, unit).name}_{name}", dims, slot)
+            yield name, self.buckets.whole(f"{unit.name}_{name}", dims, slot)

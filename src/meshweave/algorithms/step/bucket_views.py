@@ -11,7 +11,7 @@ from math import prod
 
 from meshweave.algorithms.step.memory import GATHERED_LAYERS
 from meshweave.algorithms.step.stage_settings import BucketRanks, Run, StageSettings
-from meshweave.algorithms.step.units import Unit
+from meshweave.algorithms.step.units import Unit, Weight
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Tensor
@@ -28,6 +28,9 @@ class BucketViews:
         ranks: where its buckets lie: those of all but experts, and those of experts.
         units: pieces by name, and how many of each there are here.
         last: the micro-batch whose backward part is the last here.
+
+    Attributes:
+        early: by buffer, of how many micro-batches gradients of matrices are kept that come before others.
     """
 
     def __init__(
@@ -39,7 +42,15 @@ class BucketViews:
         last: int,
     ) -> None:
         self.number, self.mesh, self._ranks, self.last = number, mesh, ranks, last
+        self.early: dict[str, int] = {}
         self.units = {each.name: (each, count) for unit, count in units.values() for each in unit.buckets}
+
+    def term(self, unit: Unit, weight: Weight, layer: Index, at: Index) -> View:
+        """Return the gradient of a matrix of a layer, of one micro-batch or more (`early`)."""
+        name = f"d{weight.name}"
+        slots = self.early.get(f"{unit.name}_{name}", 0)
+        slot = (at % slots) * self.units[unit.name][1] + layer if slots else 0
+        return self.whole(f"{unit.name}_{name}", len(weight.shape), slot)
 
     def ranks_of(self, unit: Unit) -> BucketRanks:
         """Return where the bucket of a unit lies."""

@@ -185,7 +185,7 @@ class StageBuckets(BucketViews):
     def _added(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
         settings = self.settings_of(unit)
         total = self._at_level(unit, "dw", layer, 0)
-        terms = tuple(self.whole(f"{unit.name}_d{weight.name}", len(weight.shape)) for weight in unit.weights)
+        terms = tuple(self.term(unit, weight, layer, at) for weight in unit.weights)
         fn, ins = (
             (f"pack_{unit.name}", terms)
             if settings.reduces_each

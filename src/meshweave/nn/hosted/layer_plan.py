@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import Side
+from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.experts import HostedExperts
 from meshweave.nn.hosted.heads import local_heads, take_heads
 from meshweave.nn.hosted.latent import HostedLatent
@@ -150,6 +151,11 @@ class LayerReplacements:
             elif part.enters:
                 options["units"] = math.gcd(*(own.columns.features[each] for each in self.group_of[path]))
         elif part.enters:
+            if part.leaving not in self.parts.features:
+                raise UnsupportedError(
+                    f"{name}: what it computes comes back to the residual neither by softmax attention nor by a "
+                    "feed-forward part: linear attention and state spaces are not computed"
+                )
             features = self.parts.features[part.leaving]
             options |= {"units": features, "parts": part.parts}
         return HostedLinear(linear, self.tokens, name, **options)
