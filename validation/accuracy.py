@@ -22,11 +22,14 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SAVED, PAGE = RESULTS / "accuracy.json", RESULTS / "accuracy.md"
+PUBLISHED = RESULTS.parents[1] / "studies" / "src" / "meshweave_studies" / "published"
 MOST_DRIFT = 0.01
 """By how much a median may grow: a point."""
 VERBS = {
     "runs": ("published",),
     "runs with experts": ("published", "--experts"),
+    "dense runs": ("published", "--cases", f"{PUBLISHED}/dense_runs.csv"),
+    "vTrain": ("published", "--cases", f"{PUBLISHED}/vtrain_runs.csv"),
     "collectives across hosts": ("nccl",),
     "kernels": ("kernels",),
 }

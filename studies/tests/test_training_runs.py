@@ -16,6 +16,7 @@ import meshweave as mw
 from meshweave.algorithms.step import SoftwareStack, Step, load_stack, memory_of, stack_names, step_of
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
+from meshweave_studies.training_runs.best_of_sweeps import cells_line, cells_table, sweep_cells
 from meshweave_studies.training_runs.cases import RunCase, case_of
 from meshweave_studies.training_runs.figures import (
     model_flops,
@@ -24,7 +25,7 @@ from meshweave_studies.training_runs.figures import (
     published_seconds,
 )
 from meshweave_studies.training_runs.models import NoPredictionError, model_of, stated_parameters
-from meshweave_studies.training_runs.rows import COLUMNS, PublishedRun, parse_runs, shipped_runs
+from meshweave_studies.training_runs.rows import ALSO_SHIPPED, COLUMNS, PublishedRun, parse_runs, shipped_runs
 from meshweave_studies.training_runs.score import (
     MEMORY_GOAL,
     ScoredRun,
@@ -84,7 +85,7 @@ def test_a_row_and_a_user_who_names_its_stack_get_the_same_time() -> None:
         assert step.time_s == step_of(of, chosen).time_s
     named = {name for name, _ in seen}
     assert named == set(stack_names()) - {"meshweave", "meshweave-eager"}
-    assert {chip for name, chip in seen if name == "maxtext"} == {"TPU v5e", "TPU v6e"}
+    assert {chip for name, chip in seen if name == "maxtext"} == {"TPU v5e", "TPU v5p", "TPU v6e"}
 
 
 def run_of(**columns: str) -> PublishedRun:
@@ -197,6 +198,10 @@ def test_recipes_name_products_that_are_kept() -> None:
     again = 2 * 4096 * 14336 + attention
     assert case.recomputed_share == pytest.approx(again / (again + 4096 * (6144 + 4096)))
     assert (case.choices[0].zero, case.choices[0].zero_group, case.stack.name) == (3, None, "maxtext")
+    case = case_of(run_of(**own, tp="", pp="", config="BF16 FULL_SHARD full recompute but attention"))
+    products = 4096 * (6144 + 4096 + 2 * 14336)
+    assert case.recomputed_share == pytest.approx(products / (products + attention))
+    assert sum(node.parameters[0].size for node in case.problem.model.layer.linears[:-1]) == products
 
 
 @pytest.mark.parametrize(
@@ -404,8 +409,11 @@ def test_rank_correlations_of_sweeps() -> None:
 def test_the_saved_page_is_what_is_computed() -> None:
     rows = score_runs(RUNS)
     page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
-    assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)))
-    assert scores_csv(rows) == SCORES.read_text("utf-8")
+    cells = sweep_cells(RUNS)
+    cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}"
+    assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)), cells_text)
+    others = [run for name in ALSO_SHIPPED for run in shipped_runs(name)]
+    assert scores_csv([*rows, *score_runs(others)]) == SCORES.read_text("utf-8")
     calculon = [row for row in rows if row.source.startswith("calculon")]
     assert len(calculon) == 8 and all(row.error is not None for row in calculon)
 
@@ -419,6 +427,11 @@ def test_the_scores_that_ship_are_those_that_are_computed() -> None:
             row.error is not None and not row.precision
         ):  # those below 16 bits recur in later tables, and count once
             assert row.counts and scores_csv([row]).splitlines()[1] in saved
+    judged = [run for run in shipped_runs("dense_runs.csv") if "tpu-recipes" in run.source]
+    assert {run.chips.split()[1] for run in judged} == {"v6e", "v5p"}
+    for run in judged:
+        row, _ = score_run(run)
+        assert scores_csv([row]).splitlines()[1] in saved
 
 
 def test_constants_of_stacks_are_few_and_named() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshweave.cost.libraries import SIZED_KINDS, sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import HostsNetwork
@@ -160,3 +161,37 @@ with all:
     machine = Machine.of(cluster, program)
     simulated = engine.simulate(program, machine).duration_s
     assert estimate(program, machine).total_s == pytest.approx(simulated, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_hosts", "fewest"), [(12, 3, 4), (10, 5, 2), (20, 5, 4), (14, 7, 2), (30, 15, 2)]
+)
+@pytest.mark.parametrize("kind", SIZED_KINDS)
+def test_uneven_groups_have_as_many_rings_as_the_smallest_host_has_nics(
+    size: int, num_hosts: int, fewest: int, kind: str
+) -> None:
+    """Of hosts with a NIC a chip; groups of so many neighbours begin anywhere in a host."""
+    cluster = hosts(H100, num_hosts, 8)
+    count = cluster.num_chips // size
+    machine = Machine(cluster, (Mesh.of("all", (count, size), ("outside", "row")),), logical=True)
+    assert machine.host_span("all.row") is None
+    whole = 2**34
+
+    def seconds(of: Machine, axis: str, members: int, num_bytes: int = whole) -> float:
+        part = num_bytes if kind == "all_reduce" else num_bytes // members
+        return price(Transfer(kind, axis, members, part), of).total_ps / 1e12
+
+    took = seconds(machine, "all.row", size)
+    moved = (2 if kind == "all_reduce" else 1) * whole * (size - 1) / size
+    nic = 0.96 * 50e9
+    if kind != "all_reduce":  # which has a tree besides
+        assert took == pytest.approx(moved / (fewest * nic), rel=0.05)
+    assert moved / (8 * nic) < took < 1.05 * moved / (fewest * nic)
+    assert seconds(machine, "all.row", size, 2 * whole) > 1.9 * took
+
+
+def test_a_group_with_one_member_in_a_host_keeps_the_constants_of_its_axis() -> None:
+    machine = Machine(hosts(H100, 9, 8), (Mesh.of("all", (8, 9), ("outside", "row")),), logical=True)
+    assert machine.host_span("all.row") is None and machine.lies("all.row") is not None
+    assert sized_price(machine, "all.row", "all_gather", 9, 2**30, shared=True) is None
+    assert sized_price(machine, "all.row", "all_gather", 9, 2**30) is None

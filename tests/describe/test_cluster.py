@@ -295,6 +295,30 @@ def test_slices_come_in_the_sizes_that_are_sold(name: str, near: str) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("name", "gbit_per_s", "bisection", "all_reduce"),
+    [("tpu-v5e", 1600, 1.6e12, 51.2e12), ("tpu-v6e", 3200, 3.2e12, 102.4e12)],
+)
+def test_links_of_a_pod_are_what_its_maker_adds_up(
+    name: str, gbit_per_s: float, bisection: float, all_reduce: float
+) -> None:
+    """Of 16 x 16 chips; a cut through a torus crosses two links of each row."""
+    network = load_cluster(name).network
+    assert isinstance(network, TorusNetwork) and network.chips == 256
+    assert {axis.num_directions for axis in network.axes} == {2}
+    rates = [axis.link_bytes_per_s for axis in network.axes]
+    assert rates[0] == rates[1] and 2 * sum(rates) == gbit_per_s * 1e9 / 8
+    assert 2 * 16 * rates[0] == bisection and 256 * 2 * sum(rates) == all_reduce
+
+
+def test_a_slice_of_v5p_has_no_more_chips_than_one_job() -> None:
+    assert isinstance(load_cluster("tpu-v5p:6144").network, TorusNetwork)
+    joined = load_cluster("tpu-v5p:8960").network
+    assert isinstance(joined, HostsNetwork) and (joined.num_hosts, joined.chips_per_host) == (2, 4480)
+    with pytest.raises(DescriptionError, match="6208 chips are neither one slice nor several equal ones"):
+        load_cluster("tpu-v5p:6208")
+
+
 def test_every_size_that_is_sold_loads_and_a_part_of_a_slice_is_one_for_programs() -> None:
     for name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7"):
         network = load_cluster(name).network

@@ -8,9 +8,10 @@ import pytest
 
 import meshweave as mw
 from meshweave.algorithms.step.precision import PRECISIONS
-from meshweave.algorithms.step.stacks import IDEAL, stack_names
+from meshweave.algorithms.step.stacks import IDEAL, fitted_as, stack_names
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.catalog import clusters, models
+from meshweave.describe.scores import run_scores
 from meshweave.tune.support import Support, support_of
 
 RNG = random.Random(20261123)
@@ -60,6 +61,34 @@ def test_every_stack_and_what_has_no_price_is_named() -> None:
     assert {line.subject for line in said.stacks} == {*stack_names(), IDEAL}
     assert any(line.verdict == "not priced" and "sparse attention" in line.why for line in said.prediction)
     assert "published runs on H100" in said.runs
+
+
+def test_runs_of_every_file_judge_and_those_of_a_stack_are_told_by_precision() -> None:
+    """Runs below 16 bits are evidence too, and no stack is judged by runs of others."""
+    told = known("llama-3-8b", "tpu-v6e:256")
+    (maxtext,) = (line for line in told.stacks if line.subject == "maxtext")
+    assert (
+        maxtext.verdict == "measured" and "published runs on TPU v6e with maxtext, predicted" in maxtext.why
+    )
+    assert "published runs on TPU v6e, predicted" in told.runs
+    told = known("llama-3-8b", "dgx-h200")
+    assert "published runs on H200-SXM-141GB below 16 bits, predicted" in told.runs
+    for cluster in ("dgx-h100", "dgx-a100", "gb200-nvl72", "tpu-v5e"):
+        told = known("llama-3-8b", cluster)
+        chip = mw.load_cluster(cluster).chip.name
+        for line in told.stacks:
+            of = [
+                score
+                for score in run_scores()
+                if (score.chip, score.stack) == (chip, fitted_as(line.subject))
+            ]
+            judged = [score for score in of if not score.fitted]
+            for is_low, words in ((False, " with {}, "), (True, " with {} below 16 bits, ")):
+                number = sum(bool(score.precision) == is_low for score in judged)
+                runs = "published runs" if number > 1 else "published run"
+                phrase = f"{runs} on {chip}{words.format(fitted_as(line.subject))}predicted"
+                assert (phrase in line.why) == bool(number), (line, number)
+            assert ("none is left to judge by" in line.why) == bool(of and not judged)
 
 
 def test_runs_that_constants_were_fitted_on_and_kernels_that_nobody_ran_are_no_evidence() -> None:

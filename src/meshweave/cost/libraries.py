@@ -19,6 +19,10 @@ Latencies of a chip with measured collectives are those of NCCL's own model (src
 reach 96 % of their rate (NVIDIA/nccl-tests, issue 119: 24 of 25 GB/s). Other chips have the latencies and rates
 of their links alone. NCCL corrects its trees for sizes up to 128 MiB, hence that limit.
 
+Where hosts have different numbers of a group's members, a library has as many rings as the host with the fewest
+can close: NCCL takes the least number of channels over all ranks (src/init.cc, initTransportsRank). Closed forms
+know that; simulators have one ring there.
+
 Simulators move messages step by step. A price is therefore given as launch, seconds a step and rate of a ring that
 takes as long. Its messages between hosts share a host's NICs evenly. A group with one NIC in each host, or hosts
 with one NIC, keep the constants of their axis.
@@ -85,9 +89,11 @@ def sized_price(
     network = machine.cluster.network
     if kind not in SIZED_KINDS or count < 2 or not part_bytes or not isinstance(network, HostsNetwork):
         return None
-    span, kernels = machine.host_span(axis), machine.cluster.chip.kernels
-    if span is None or span.num_hosts * span.per_host != count or network.intra.num_directions == 2:
+    span, kernels = machine.lies(axis) if shared else machine.host_span(axis), machine.cluster.chip.kernels
+    if span is None or network.intra.num_directions == 2:
         return None
+    if -(-count // span.num_hosts) != span.per_host or (not span.fewest and count % span.num_hosts):
+        return None  # a part of the axis
     steps = (count - 1) * (2 if kind == "all_reduce" else 1)
     step_bytes = -(-part_bytes // count) if kind == "all_reduce" else part_bytes
     total = part_bytes if kind == "all_reduce" else part_bytes * count
@@ -98,8 +104,9 @@ def sized_price(
         seconds = float(collective_seconds(constants, kind, count, total))
         rates = (constants.bytes_per_s * ((count - 1) / count) ** constants.group_power, math.inf)
         best = _AlgorithmTime("curve", constants.launch_s, seconds, rates[0], 0)
-    elif machine.uses_rails(axis):
-        best = min(_across_hosts(network, kernels, kind, span, total, shared), key=lambda x: x.total_s)
+    elif machine.uses_rails(axis) or span.fewest > 1:
+        times = _across_hosts(network, kernels, kind, span, count, total, shared)
+        best = min(times, key=lambda x: x.total_s)
     else:
         return None
     rate = max(int(min(best.rate, network.intra.link_bytes_per_s)), 1)
@@ -111,13 +118,16 @@ def sized_price(
 
 
 def _across_hosts(
-    network: HostsNetwork, kernels: ChipKernels | None, kind: str, span: HostSpan, total: int, shared: bool
-) -> Iterator[_AlgorithmTime]:
-    """Yield what each algorithm takes among `span.per_host` chips of each of several hosts."""
-    count, rounds = span.num_hosts * span.per_host, 2 if kind == "all_reduce" else 1
+    network: HostsNetwork, kernels: ChipKernels | None, kind: str, span: HostSpan, count: int, total: int,
+    shared: bool,
+) -> Iterator[_AlgorithmTime]:  # fmt: skip
+    """Yield what each algorithm takes among `count` chips of several hosts, about `span.per_host` of each."""
+    rounds = 2 if kind == "all_reduce" else 1
     ring_kind = "reduce_scatter" if kind == "all_reduce" else kind
     rails = network.nics_per_host / span.groups_per_host
     rails = rails if shared else max(rails, 1.0)
+    if span.fewest:
+        rails = min(rails, span.fewest * network.nics_per_host / network.chips_per_host)
     nics = rails * min(network.nic.comm(ring_kind).bytes_per_s, network.nic.link_bytes_per_s)
     inside = min(network.intra.comm(ring_kind).bytes_per_s, network.intra.link_bytes_per_s)
     measured = None if kernels is None else kernels.collective(ring_kind)

@@ -38,13 +38,15 @@ class HostSpan:
 
     Attributes:
         num_hosts: the hosts of each group.
-        per_host: the members of a group in each of its hosts.
+        per_host: the members of a group in each of its hosts; of uneven groups the mean, rounded up.
         groups_per_host: the groups that share a host.
+        fewest: the members of uneven groups in the host that has the fewest of one; 0 for even groups.
     """
 
     num_hosts: int
     per_host: int
     groups_per_host: int
+    fewest: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class PlacedMeshes:
 
         None where there are no hosts or no such axis, or a group has more members in one host than in another.
         """
+        span = self.lies(axis)
+        return None if span is None or span.fewest else span
+
+    def lies(self, axis: str) -> HostSpan | None:
+        """Return how the groups of a mesh axis lie on hosts, evenly or not; None where there are no hosts."""
         return self._host_spans.get(axis)
 
     @cached_property
@@ -92,9 +99,7 @@ class PlacedMeshes:
                 for i, axis in enumerate(mesh.axes)
             }
             for name, rows in (*groups.items(), (mesh.name, hosts.reshape(1, -1))):
-                span = _span(rows)
-                if span is not None:
-                    spans[name] = span
+                spans[name] = _span(rows)
         return spans
 
     def uses_rails(self, axis: str) -> bool:
@@ -218,7 +223,7 @@ class PlacedMeshes:
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 
 
-def _span(hosts: NDArray[np.int64]) -> HostSpan | None:
+def _span(hosts: NDArray[np.int64]) -> HostSpan:
     """Return how groups lie on hosts, given the host of each member, shape (groups, members)."""
     groups, size = hosts.shape
     most = int(hosts.max()) + 1
@@ -226,9 +231,11 @@ def _span(hosts: NDArray[np.int64]) -> HostSpan | None:
         np.repeat(np.arange(groups), size) * most + hosts.reshape(-1), return_counts=True
     )
     spanned = np.bincount(pairs // most)
-    if members.min() != members.max() or spanned.min() != spanned.max():
-        return None
-    return HostSpan(int(spanned[0]), int(members[0]), int(np.bincount(pairs % most).max()))
+    shared = int(np.bincount(pairs % most).max())
+    if members.min() == members.max() and spanned.min() == spanned.max():
+        return HostSpan(int(spanned[0]), int(members[0]), shared)
+    num_hosts = int(spanned.max())
+    return HostSpan(num_hosts, -(-size // num_hosts), shared, int(members.min()))
 
 
 def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:

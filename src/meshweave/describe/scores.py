@@ -53,10 +53,22 @@ def run_scores() -> tuple[RunScore, ...]:
     )
 
 
-def _fitted_on(chip: str) -> str:
-    """Return how many runs on a chip constants were fitted on, as the end of a sentence; "" for none."""
-    number = sum(score.fitted for score in run_scores() if score.chip == chip)
-    return f" that could judge: software was fitted on the {number} that are known" if number else ""
+def runs_on(
+    chip: str, stack: str = "", is_low: bool | None = None, *, fitted: bool = False
+) -> tuple[RunScore, ...]:
+    """Return the runs on a chip that judge predictions, or those on which software was fitted.
+
+    Args:
+        stack: the stack that they were predicted with; "" for all.
+        is_low: whether their products were below 16 bits; None for both.
+    """
+    return tuple(
+        score
+        for score in run_scores()
+        if (score.chip, score.fitted) == (chip, fitted)
+        and stack in ("", score.stack)
+        and is_low in (None, bool(score.precision))
+    )
 
 
 def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> str:
@@ -65,18 +77,35 @@ def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> s
     Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own; with
     products below 16 bits (`is_low`), or above.
     """
-    scores = [score for score in run_scores() if score.chip == chip and not score.fitted]
-    scores = [score for score in scores if bool(score.precision) == is_low]
-    own = [score for score in scores if score.stack == stack]
-    errors = [abs(score.error) for score in own or scores]
-    if not errors:
-        low = "below 16 bits " if is_low else ""
-        return f"no published run {low}on {chip} has a saved score{_fitted_on(chip)}"
+    own = runs_on(chip, stack, is_low)
+    scores = own or runs_on(chip, "", is_low)
+    low = " below 16 bits" if is_low else ""
+    if not scores:
+        low = low or (" in 16 bits" if runs_on(chip, "", True) else "")
+        fitted = len(runs_on(chip, "", is_low, fitted=True))
+        known = f" that could judge: software was fitted on the {fitted} that are known" if fitted else ""
+        return f"no published run{low} on {chip} has a saved score{known}"
+    errors = [abs(score.error) for score in scores]
     runs = f"{len(errors)} published runs" if len(errors) > 1 else "one published run"
-    of_stack = f" with {stack}" if own else ""
-    of_stack += " below 16 bits" if is_low else ""
+    of_stack = f" with {stack}" if own and stack else ""
     within = sum(error <= 0.2 for error in errors)
     return (
-        f"{runs} on {chip}{of_stack}, predicted: median off by {100 * median(errors):.1f} %, {within} within "
+        f"{runs} on {chip}{of_stack}{low}, predicted: median off by {100 * median(errors):.1f} %, {within} within "
         f"20 %, worst {100 * max(errors):.0f} %"
     )
+
+
+def evidence_on(chip: str, stack: str = "") -> tuple[bool, str]:
+    """Return whether runs on a chip judge predictions, and what is known of them, in words.
+
+    Runs in 16 bits and below are told apart. With a stack its runs alone count.
+    """
+    lows = [is_low for is_low in (False, True) if runs_on(chip, stack, is_low)]
+    if lows:
+        return True, "; ".join(error_of_runs_like(chip, stack, is_low=is_low) for is_low in lows)
+    if not stack:
+        return False, error_of_runs_like(chip)
+    if fitted := runs_on(chip, stack, fitted=True):
+        number = f"{len(fitted)} published runs" if len(fitted) > 1 else "one published run"
+        return False, f"its constants were fitted on {number} on {chip}, and none is left to judge by"
+    return False, f"no published run of {stack} on {chip} has a saved score"

@@ -67,11 +67,12 @@ def step_page(
     steps = plan.step
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
     data = step_data(steps, choice_text, timelines, curves)
+    readings = plan.unmeasured, steps.priced_as, steps.attention_as
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
             f'<p class="quiet">{plan.batch} sequences of {plan.sequence} tokens, {escape(plan.dtype)}. '
-            f"A plan of a training step by meshweave.{escape(_sentence(plan.unmeasured))}</p>",
+            f"A plan of a training step by meshweave.{escape(''.join(map(_sentence, readings)))}</p>",
             notes(plan.not_priced),
             _lead(steps, choice_text, difference, advice),
             _versus(steps, choice_text),

@@ -51,7 +51,7 @@ class MeshSearchSpace:
         """Return the prices on a mesh; those share them whose axes have the same links and lie alike on hosts."""
         machine = self.machine(shape)
         names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
-        key = tuple((machine.axis(name, shared=True), machine.host_span(name)) for name in names)
+        key = tuple((machine.axis(name, shared=True), machine.lies(name)) for name in names)
         return self._prices.setdefault(key, OpPrices(machine))
 
 

@@ -137,6 +137,7 @@ class StepsRecord(Record):
         stack: the software stack whose overheads are added, and that executes what was searched.
         precision: the recipe of the products of layers below 16 bits; "" where they run in the plan's dtype.
         priced_as: by what that is priced where it was not measured on the chip.
+        attention_as: at which rate attention is priced where nobody fitted it on the chip; "" where somebody did.
         ideal: the best configuration by kernels and communication alone; None with the stack "ideal", and in files
             of before.
     """
@@ -158,6 +159,7 @@ class StepsRecord(Record):
     stack: str = "ideal"
     precision: str = ""
     priced_as: str = ""
+    attention_as: str = ""
     ideal: StepRecord | None = None
 
     def reason_above(self, *utilizations: float) -> str:

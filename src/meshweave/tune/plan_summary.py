@@ -79,7 +79,7 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
         yield f"note: {steps.priced_as}"
     if plan.unmeasured:
         yield plan.unmeasured
-    for text in plan.not_priced:
+    for text in filter(None, (steps.attention_as, *plan.not_priced)):
         yield f"note: {text}"
     yield f"\nbest       {choice_text(steps.best.degrees)}"
     yield f"           {_speed(steps)}"

@@ -25,7 +25,7 @@ from meshweave.describe.machine.kernels import SystolicConstants
 from meshweave.describe.machine.left_out import costs_left_out, unmeasured_kernels
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.transformer import Transformer
-from meshweave.describe.scores import error_of_runs_like, run_scores
+from meshweave.describe.scores import evidence_on
 
 _MOST = 16
 """The highest tensor degree that is tried where no host bounds it."""
@@ -92,7 +92,7 @@ def support_of(
         stacks=tuple(_of_stack(problem, name) for name in (*stack_names(), IDEAL)),
         strategies=tuple(_of_strategy(problem, name) for name in tensor_strategies()),
         schedules=tuple(_of_schedules(problem)),
-        runs=error_of_runs_like(cluster.chip.name),
+        runs=evidence_on(cluster.chip.name)[1],
     )
 
 
@@ -139,23 +139,21 @@ def _predicted(problem: StepProblem) -> Iterator[SupportLine]:
 
 def _of_stack(problem: StepProblem, name: str) -> SupportLine:
     """Return whether a stack runs the model, and which published runs it was tried on."""
+    problem = replace(problem, stack=load_stack(name))
     try:
-        check_problem(replace(problem, stack=load_stack(name)))
+        check_problem(problem)
     except MeshweaveError as error:
         return SupportLine(subject=name, verdict="refused", why=str(error))
+    reading = problem.attention_reading
     if name == IDEAL:
-        return SupportLine(subject=name, verdict="modelled", why="kernels and links alone; no software adds")
+        why = "; ".join(filter(None, ("kernels and links alone; no software adds", reading)))
+        return SupportLine(subject=name, verdict="modelled", why=why)
     fitted, chip = fitted_as(name), problem.cluster.chip.name
-    why = "" if fitted == name else f"no run of it was published: the constants are those of {fitted}; "
-    tried = any(score.chip == chip and score.stack == fitted and not score.fitted for score in run_scores())
-    num_fitted = sum(score.fitted for score in run_scores() if (score.chip, score.stack) == (chip, fitted))
-    if tried:
-        why += error_of_runs_like(chip, fitted)
-    elif num_fitted:
-        why += f"its constants were fitted on {num_fitted} published runs on {chip}, and none is left to judge by"
-    else:
-        why += f"no published run of {fitted} on {chip} has a saved score"
-    return SupportLine(subject=name, verdict="measured" if tried and fitted == name else "modelled", why=why)
+    why = "" if fitted == name else f"no run of it was published: the constants are those of {fitted}"
+    tried, evidence = evidence_on(chip, fitted)
+    why = "; ".join(filter(None, (why, evidence, reading)))
+    is_measured = tried and fitted == name and not reading
+    return SupportLine(subject=name, verdict="measured" if is_measured else "modelled", why=why)
 
 
 def _of_strategy(problem: StepProblem, name: str) -> SupportLine:

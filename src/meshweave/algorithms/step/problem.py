@@ -11,7 +11,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.step.precision import Precision, ProductDtypes, precision_named
-from meshweave.algorithms.step.rates import with_rates, without_casts
+from meshweave.algorithms.step.rates import attention_reading, with_rates, without_casts
 from meshweave.algorithms.step.software_stack import AttentionKind, LossKind, SoftwareStack
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_field
@@ -317,7 +317,14 @@ class StepProblem:
         """Return the share of the rate of attention: what is said, else that of the stack's fused kernel."""
         if self.attention_share is not None:
             return self.attention_share
-        return self.stack.attention_share(self.cluster.chip.name) if self.attention_kind == "flash" else 1.0
+        known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
+        return 1.0 if known is None else known[1]
+
+    @property
+    def attention_reading(self) -> str:
+        """Return at which rate attention is priced that nobody fitted on this chip; "" where somebody did."""
+        is_given = self.attention_share is not None or self.attention_kind != "flash"
+        return "" if is_given else attention_reading(self.stack, self.cluster.chip, self.dtype)
 
     @property
     def loss_kind(self) -> LossKind:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshweave.algorithms.step.software_stack import SoftwareStack
+from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.kernels import ProductConstants, ProductModel, SystolicConstants
 
@@ -26,6 +28,29 @@ def without_casts(cluster: Cluster) -> Cluster:
         for name, of in kernels.products
     )
     return replace(cluster, chip=replace(cluster.chip, kernels=replace(kernels, products=products)))
+
+
+def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
+    """Return at which rate a stack's fused attention is priced on a chip, where nobody fitted it there; else "".
+
+    A stack without shares runs the kernel that was measured. Where none was, attention takes the rate of products.
+    """
+    is_measured = chip.kernels is not None and chip.kernels.attention_of(dtype) is not None
+    rate = (
+        "the kernels that were measured there"
+        if is_measured
+        else "products, since no kernel was measured there"
+    )
+    known = stack.attention_share(chip)
+    if known is None and stack.attention_shares:
+        return f"attention of {stack.name} was fitted on no chip like {chip.name}: it has the rate of {rate}"
+    if known is None:
+        return "" if is_measured else f"attention on {chip.name} has the rate of {rate}"
+    name, share = known
+    if chip.name.startswith(name) and chip.kernels is not None:
+        return ""
+    whose = "its" if chip.name.startswith(name) else f"{name}'s"
+    return f"attention of {stack.name} on {chip.name} takes {whose} share, {share:.3g}, of the rate of {rate}"
 
 
 def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:

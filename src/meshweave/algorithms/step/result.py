@@ -97,6 +97,7 @@ class Step(Shown):
             f"{of.sequence} tokens, {of.dtype}{f', products of layers in {of.precision}' if of.precision else ''}",
             unmeasured_kernels(chip, of.dtype),
             of.precision_reading,
+            of.attention_reading,
             f"{format_s(self.time_s)} a step, {100 * self.mfu:.1f} % MFU (causal pairs), "
             f"{self.tokens_per_second_per_chip:.0f} tokens/s per chip, {format_bytes(self.memory.total)} of "
             f"{format_bytes(chip.memory_bytes)}, {kept_free}{'' if self.fits() else ': does not fit'}",

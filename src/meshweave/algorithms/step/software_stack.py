@@ -7,6 +7,7 @@ from typing import Literal
 
 from meshweave.algorithms.step.stack_runs import StackRuns
 from meshweave.base.errors import DescriptionError
+from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.host import HostRates
 
 _SHARDINGS = ("zero", "fsdp", "fsdp2")
@@ -155,9 +156,16 @@ class SoftwareStack:
                 f"stack {self.name}: sharding is '{self.sharding}'; give one of {', '.join(_SHARDINGS)}"
             )
 
-    def attention_share(self, chip: str) -> float:
-        """Return the share of the rate of attention on a chip of this name."""
-        return next((share for name, share in self.attention_shares if chip.startswith(name)), 1.0)
+    def attention_share(self, chip: Chip) -> tuple[str, float] | None:
+        """Return on which chips the share of the rate of attention was fitted that holds on a chip, and the share.
+
+        Its own comes before that of the chip that it is fitted as; None where there is neither.
+        """
+        shares = self.attention_shares
+        return next(
+            (each for name in (chip.name, chip.fitted_as) for each in shares if name.startswith(each[0])),
+            None,
+        )
 
     @property
     def gap_s(self) -> float:

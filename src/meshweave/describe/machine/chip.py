@@ -48,6 +48,8 @@ class Chip:
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
         runtime: the software that drives it, a name of `describe.machine.runtime`.
+        fitted_as: how the names of chips with the same compute units begin, on which constants of software were
+            fitted; they stand in where none were fitted on this one. Empty where there is no such chip.
 
     Raises:
         DescriptionError: a value is out of range.
@@ -69,6 +71,7 @@ class Chip:
     pack_bytes_per_s: float = 0.0
     gpu: str = ""
     runtime: str = "cuda"
+    fitted_as: str = ""
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:

@@ -83,6 +83,11 @@ class ChipFile(FileModel):
         description="the software whose context and communication buffers take memory besides tensors: one of "
         '"cuda", "tpu" and "none" (a CPU)',
     )
+    fitted_as: str = Field(
+        "",
+        description="how the name of a chip with the same compute units begins, whose fitted constants of "
+        "software stand in where none were fitted on this one (left out: none stand in)",
+    )
 
     def chip(self, source: str, folder: Path | None = None) -> Chip:
         """Return the chip that this table describes; `source` stands in if the table names none.
@@ -109,6 +114,7 @@ class ChipFile(FileModel):
             self.pack_bytes_per_s,
             gpu_reference(self.gpu, folder) if self.gpu else "",
             self.runtime,
+            self.fitted_as,
         )
 
     def _kernels(self, folder: Path | None) -> ChipKernels | None:

@@ -66,6 +66,7 @@ def _chip_table(chip: Chip, whole: bool) -> dict[str, Any]:
         "kernels": kernels,
         "gpu": gpu,
         "runtime": None if chip.runtime == "cuda" else chip.runtime,
+        "fitted_as": chip.fitted_as,
     }
     return {
         "name": chip.name,

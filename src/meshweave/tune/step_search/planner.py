@@ -190,6 +190,7 @@ def _steps_record(
         stack=problem.stack.name,
         precision="" if problem.recipe is None else problem.recipe.name,
         priced_as=problem.precision_reading,
+        attention_as=problem.attention_reading,
         ideal=_ideal(ranking),
         searched={
             "nodes": count.nodes,

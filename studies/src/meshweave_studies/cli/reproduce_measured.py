@@ -95,7 +95,10 @@ def published(
     report: Annotated[Path | None, OutputOption(help="Write the tables as a Markdown page here.")] = None,
     scores: Annotated[
         Path | None,
-        OutputOption(help="Write the errors with their chips here (CSV), as the wheel ships them."),
+        OutputOption(
+            help="Write the errors with their chips here (CSV), as the wheel ships them: those of all files that "
+            "ship with the package, unless --cases names one."
+        ),
     ] = None,
     experts: Annotated[
         bool, typer.Option("--experts", help="Predict the runs of models with experts, and no others.")
@@ -111,7 +114,7 @@ def published(
     """
     from meshweave_studies.training_runs.best_of_sweeps import cells_line, cells_table, sweep_cells
     from meshweave_studies.training_runs.models import has_experts
-    from meshweave_studies.training_runs.rows import read_runs, shipped_runs
+    from meshweave_studies.training_runs.rows import ALSO_SHIPPED, read_runs, shipped_runs
     from meshweave_studies.training_runs.score import score_runs, source_scores, summary_of
     from meshweave_studies.training_runs.sweeps import sweep_table, sweeps_of
     from meshweave_studies.training_runs.tables import runs_page, runs_table, scores_csv
@@ -127,7 +130,8 @@ def published(
     if report is not None:
         write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
     if scores is not None:
-        write_file(scores, scores_csv(rows))
+        others = [run for name in ALSO_SHIPPED for run in shipped_runs(name)] if cases is None else []
+        write_file(scores, scores_csv([*rows, *score_runs(others, experts=experts)]))
     if json:
         sources = [score.to_json() for score in source_scores(rows)]
         print_json(

@@ -242,16 +242,19 @@ class _Words:
     def recomputed_of(self, model: Transformer, sequence: int) -> float:
         """Return the share of layers whose forward part is computed again, by multiplications.
 
-        "full recompute but qkv, out" names the products whose results are kept. The last one's is not needed.
+        "full recompute but qkv, out" names the products whose results are kept, and "attention" what attention
+        gives. The last product's result is not needed.
         """
         kept = re.search(r"full recompute but ((?:\w+(?:, )?)+)", self.text)
         if kept is None:
             return self.recomputed_share
         *products, _ = model.layer.linears
+        names = kept[1].split(", ")
         attention = model.layer.attention_flops(sequence) / (2 * sequence)
         sizes = {node.name: node.operand.size * node.result.size for node in products}
-        again = sum(size for name, size in sizes.items() if name not in kept[1].split(", "))
-        return (again + attention) / (sum(sizes.values()) + attention)
+        again = sum(size for name, size in sizes.items() if name not in names)
+        attended = 0.0 if "attention" in names else attention
+        return (again + attended) / (sum(sizes.values()) + attention)
 
     @property
     def kept_operators(self) -> ActivationRule | None:

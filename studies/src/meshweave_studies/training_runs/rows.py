@@ -24,7 +24,8 @@ from meshweave.base.limits import RUNS
 from meshweave.describe.files import Problem, fail, fail_with_all, read_text
 
 SHIPPED = "training_runs.csv"
-"""The file of `meshweave_studies/published` that ships with the package."""
+ALSO_SHIPPED = ("dense_runs.csv", "vtrain_runs.csv")
+"""Files of `meshweave_studies/published` that ship with the package: the first, and those that came later."""
 COUNTS = ("tp", "pp", "cp", "dp", "vp", "ep", "mbs", "gbs", "seq")
 COLUMNS = ("source", "model", "chips", *COUNTS, "config", "metric", "value", "second")
 OTHERS = ("etp", "dispatcher", "balance")
