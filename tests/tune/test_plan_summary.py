@@ -55,7 +55,7 @@ def test_a_plan_is_a_table_of_pandas() -> None:
 
 def test_without_pandas_a_table_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.setattr("meshweave.base.lazy.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError) as told:
         products().to_dataframe()
     assert str(told.value) == "Plan.to_dataframe needs pandas, which is not installed: pip install pandas"
