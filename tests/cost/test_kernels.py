@@ -30,6 +30,7 @@ from meshweave.describe.machine.kernels import (
     SystolicConstants,
 )
 from meshweave.describe.machine.kernels_file import load_kernels
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.work import Compute, matmul_work
 from sampling import examples
 
@@ -338,3 +339,12 @@ def test_rates_without_shapes_are_those_of_the_constants() -> None:
     known = RankRates.of(cluster, "bfloat16")
     assert (known.flops_per_s, known.launch_s) == (constants.flops_per_s, constants.launch_s)
     assert RankRates.of(cluster, "float32").flops_per_s == cluster.chip.flops_per_s("float32")
+
+
+@pytest.mark.parametrize("call", sorted(CALL_DIMS))
+def test_a_call_that_does_not_say_its_sizes_is_priced_by_no_shape(call: str) -> None:
+    chip = load_cluster("dgx-h100").chip
+    for shape in ((), (4,), (4, 4, 4, 4, 4, 4)):
+        work = Compute("call", 100, 8, dtype="bfloat16", call=call, shape=shape)
+        by_bytes = shape_s(replace(work, shape=()), chip)
+        assert shape_s(work, chip) == by_bytes, shape

@@ -25,7 +25,7 @@ from meshweave.cost.product_table import item_bytes, table_s
 from meshweave.cost.products import product_s
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.kernels import AttentionConstants, ChipKernels
-from meshweave.ir.program.call_dims import ATTENTION_CALLS
+from meshweave.ir.program.call_dims import ATTENTION_CALLS, CALL_DIMS
 from meshweave.ir.work import Compute
 
 _GRADIENT_FACTOR = 2.5
@@ -78,8 +78,9 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
     kernels = chip.kernels
     if kernels is None or not work.flops:
         return None
-    if work.kind == "matmul" or work.call in ("matmul", "matmul_batch"):
-        m, n, k = work.dims if work.kind == "matmul" else (*work.shape, 0, 0, 0)[:3]
+    has_sizes = len(work.shape) == len(CALL_DIMS.get(work.call, ()))
+    if work.kind == "matmul" or (work.call in ("matmul", "matmul_batch") and has_sizes):
+        m, n, k = work.dims if work.kind == "matmul" else work.shape[:3]
         count = work.shape[3] if work.call == "matmul_batch" else work.num_products
         seconds = _product_s(kernels, work.dtype, (m, n, k), count) if m * n * k else None
         of = kernels.product(work.dtype)
@@ -89,9 +90,9 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
             else seconds
         )
     constants = kernels.attention_of(work.dtype)
-    if work.call in ATTENTION_CALLS and constants is not None and len(work.shape) == 5:
+    if work.call in ATTENTION_CALLS and constants is not None and has_sizes:
         return _attention_s(constants, work)
-    if work.call == "experts" and work.shape[3]:
+    if work.call == "experts" and has_sizes and work.shape[3]:
         return _experts_s(kernels, work)
     if work.call in _STREAMING and kernels.elementwise is not None:
         launch_s, bytes_per_s = kernels.elementwise
