@@ -40,14 +40,13 @@ def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
 def _exchange(work: Transfer, lane: str, outs: Views, ins: Views) -> Exchange:
     own = {each.name for each in fields(CopyExchange)} - {each.name for each in fields(Transfer)}
     terms = {name: getattr(work, name) for name in own} if isinstance(work, CopyExchange) else {}
-    sizes = work.num_ranks, work.part_bytes
     return Exchange(
         outs=outs,
         ins=ins,
         carries=work.kind,
         over=work.axis,
-        num_ranks=sizes[0],
-        part_bytes=sizes[1],
+        num_ranks=work.num_ranks,
+        part_bytes=work.part_bytes,
         **terms,
         lane=lane,
         name=f"{work.kind} copies" if terms else "",

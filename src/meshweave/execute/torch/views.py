@@ -223,7 +223,8 @@ class Staging:
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return bool(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
+    """Return whether two tensors of one shape are the same elements; without memory they are not."""
+    return bool(0 != a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
 
 
 class ActionSequence:

@@ -79,9 +79,8 @@ class _OwnParts(torch.autograd.Function):  # type: ignore[misc]
         """Return this rank's part of each parameter, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.specs = sums, [compat.spec_of(parameter) for parameter in parameters]
-        own = [
-            compat.local_tensor(parameter).view_as(compat.local_tensor(parameter)) for parameter in parameters
-        ]
+        parts = [compat.local_tensor(parameter) for parameter in parameters]
+        own = [part.view_as(part) for part in parts]
         frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(own)
