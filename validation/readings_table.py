@@ -2,7 +2,7 @@
 
 Run `meshweave reproduce meshslice --reading NAME --out validation/results` for each reading first.
 
-    python validation/readings_table.py             # results/meshslice-readings.md, tables of README.md and papers.md
+    python validation/readings_table.py             # results/meshslice-readings.md, README.md, papers.md
     python validation/readings_table.py --check     # exit with 1 if a committed page is not what would be written
 """
 
