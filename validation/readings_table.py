@@ -35,6 +35,7 @@ PAPERS = {
     "ATP, rates": "atp",
     "ATP, framework": "atp-framework",
     "ATP, framework-overlap": "atp-framework-overlap",
+    "ATP, framework-host": "atp-framework-host",
     "ATP, framework-four-bytes": "atp-framework-four-bytes",
     "Zero Bubble": "zero-bubble-dgx-a100",
     "T3, table-1": "t3",

@@ -95,7 +95,7 @@ def test_the_choices_that_the_equations_give(study: AtpStudy) -> None:
 
 def test_the_page_has_the_saved_numbers_of_25d() -> None:
     """2.5D on 2 x 2 x 2 is the paper's rival on 8 GPUs: better than ATP for the smallest model on IC1 alone."""
-    page = (COMMITTED.parents[1] / "README.md").read_text(encoding="utf-8")
+    page = (COMMITTED.parents[1] / "papers.md").read_text(encoding="utf-8")
     saved = committed(("2d_over_atp_small_25d", "atp_over_2d_25d", "megatron_over_2d_25d"))
     ours = {key: float(str(row["ours"])) for key, row in saved.items()}
     of_ic1 = [ours["atp_over_2d_25d", f"ic1-{model}"] for model in ("m2", "m3", "m4")]
