@@ -1,7 +1,8 @@
 """Readings of T3: what table 1 and section 5 leave open of the GPU, its links and the order of tiles.
 
-A reading changes the description of the GPU, the rate of a link, the order in which tiles are computed, sets of the
-cache or what the arbitration does, and nothing else. Occupancy and link were known to move rows when they were named, so that these are no predictions.
+A reading changes the description of the GPU, the rate of a link, the order in which tiles are computed, the sets
+of the cache or what the arbitration does, and nothing else. Occupancy and link were known to move rows when they
+were named, so that these are no predictions.
 `READINGS` are scored side by side; `VARIATIONS` change one constant without a source each.
 """
 
