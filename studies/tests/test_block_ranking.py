@@ -140,3 +140,8 @@ def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["meshes"][0]["mesh"] == [8, 1] and data["layers"][0]["size"] == 8
     assert run_app(["tune", "block", "gpt3", *options, "--mesh", "2x2x2"]) == 2
+
+
+def test_layers_with_experts_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"qwen3-30b-a3b has experts.*meshweave plan"):
+        rank_blocks(load_model("qwen3-30b-a3b"), LOAD, load_cluster("dgx-h100:8"))
