@@ -202,9 +202,7 @@ def _counts(found: Counter[str]) -> str:
 
 def said(row: dict[str, Any]) -> str:
     """Return what was said of a row that is not exact."""
-    of_strategies = (
-        strategy[1] for strategy in row.get("strategies", {}).values() if strategy[0] != "exact"
-    )
+    of_strategies = (strategy[1] for strategy in row.get("strategies", {}).values() if strategy[0] != "exact")
     return str(row.get("error") or next(of_strategies, ""))
 
 

@@ -14,6 +14,7 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.describe.model import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranking import rank

@@ -55,7 +55,7 @@ def test_words_mean_hosts(text: str, expected: tuple[int, int, int, float]) -> N
         ("64 x H1000", "did you mean 'H100'"),
         ("64 x H100, 7 a host", "64 chips are not hosts of 7"),
         ("4 hosts of 8 H1000", "did you mean 'H100'"),
-        ("0 hosts of 8 H100", "give at least 1"),
+        ("0 hosts of 8 H100", "give the number of hosts"),
         ("2 hosts of 0 x H100", "0 chips are not hosts of 0"),
         ("4 hosts of 8 H100, 4 a host", "chips a host are stated twice"),
         ("64 x H100, 8 x 400Gb, 4 x 400Gb", "NICs of a host are stated twice"),

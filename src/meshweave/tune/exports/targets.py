@@ -22,7 +22,7 @@ from meshweave.tune.plan_description import planned_model
 from meshweave.tune.step_cases import planned_step
 
 
-class Target(NamedTuple):
+class ExportTarget(NamedTuple):
     """Other software that a plan is exported to.
 
     Attributes:
@@ -34,15 +34,15 @@ class Target(NamedTuple):
     stack: str = ""
 
 
-TARGETS: dict[str, Target] = {
-    "megatron-lm": Target(to_megatron_lm, "megatron-core"),
-    "megatron-bridge": Target(to_megatron_bridge, "megatron-core"),
-    "torchtitan": Target(to_torchtitan, "torchtitan"),
-    "maxtext": Target(to_maxtext, "maxtext"),
-    "deepspeed": Target(to_deepspeed),
-    "accelerate": Target(to_accelerate),
-    "axolotl": Target(to_axolotl),
-    "hf": Target(to_hugging_face),
+TARGETS: dict[str, ExportTarget] = {
+    "megatron-lm": ExportTarget(to_megatron_lm, "megatron-core"),
+    "megatron-bridge": ExportTarget(to_megatron_bridge, "megatron-core"),
+    "torchtitan": ExportTarget(to_torchtitan, "torchtitan"),
+    "maxtext": ExportTarget(to_maxtext, "maxtext"),
+    "deepspeed": ExportTarget(to_deepspeed),
+    "accelerate": ExportTarget(to_accelerate),
+    "axolotl": ExportTarget(to_axolotl),
+    "hf": ExportTarget(to_hugging_face),
 }
 
 
