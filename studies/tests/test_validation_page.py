@@ -1,4 +1,4 @@
-"""Numbers of validation/README.md about pipelines are those of the saved results."""
+"""Numbers of validation/papers.md are those of the saved results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshweave_studies.alpacomm.readings import RIVAL_ROWS
 from meshweave_studies.t3.readings import TABLE_1, VARIATIONS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "validation" / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "validation" / "papers.md").read_text(encoding="utf-8")
 GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
 U_TRANSFORMERS = tuple(f"U-Transformer {size}" for size in ("1B", "2.1B", "2.1B, fp32", "2.1B, fitted"))
 SUB_LAYER_READINGS = ("occupancy", "link-75", "occupancy-75", "rows")
