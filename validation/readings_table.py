@@ -2,7 +2,7 @@
 
 Run `meshweave reproduce meshslice --reading NAME --out validation/results` for each reading first.
 
-    python validation/readings_table.py             # results/meshslice-readings.md, tables of README.md and papers.md
+    python validation/readings_table.py             # results/meshslice-readings.md, README.md, papers.md
     python validation/readings_table.py --check     # exit with 1 if a committed page is not what would be written
 """
 
@@ -35,6 +35,7 @@ PAPERS = {
     "ATP, rates": "atp",
     "ATP, framework": "atp-framework",
     "ATP, framework-overlap": "atp-framework-overlap",
+    "ATP, framework-host": "atp-framework-host",
     "ATP, framework-four-bytes": "atp-framework-four-bytes",
     "Zero Bubble": "zero-bubble-dgx-a100",
     "T3, table-1": "t3",
