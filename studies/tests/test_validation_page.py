@@ -17,10 +17,12 @@ from meshweave_studies.alpacomm.readings import RIVAL_ROWS
 from meshweave_studies.atp.framework import HOST_OF
 from meshweave_studies.atp.readings import RATES
 from meshweave_studies.atp.readings import READINGS as READINGS_OF_ATP
+from meshweave_studies.published import published_rows
 from meshweave_studies.t3.readings import TABLE_1, VARIATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "validation" / "papers.md").read_text(encoding="utf-8")
+REPORT = " ".join((ROOT / "validation" / "README.md").read_text(encoding="utf-8").split())
 GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
 U_TRANSFORMERS = tuple(f"U-Transformer {size}" for size in ("1B", "2.1B", "2.1B, fp32", "2.1B, fitted"))
 SUB_LAYER_READINGS = ("occupancy", "link-75", "link-90", "occupancy-75", "rows", "occupancy-plain-sets")
@@ -240,12 +242,21 @@ def test_prose_of_t3s_thresholds() -> None:
     assert max(mended) > 5
     worst = max(1 - row["5"] / row["own"] for name, row in rows.items() if name.endswith("OP"))
     assert f"cost OPs up to {100 * worst:.0f} % of their gain" in " ".join(section("Readings of T3").split())
+    assert f"In OPs, thresholds that are set cost up to {100 * worst:.0f} % of its gain" in REPORT
 
 
 def test_the_page_of_what_t3_proposes_is_that_of_the_saved_numbers() -> None:
     script = runpy.run_path(str(ROOT / "validation" / "t3_consumer.py"))
     saved_rows = json.loads(script["OUT"].read_text(encoding="utf-8"))
     assert script["OUT"].with_suffix(".md").read_text(encoding="utf-8") == script["page"](saved_rows)
+
+
+def test_the_report_of_t3() -> None:
+    tables = {name: {(row["id"], row["model"]): row for row in saved(name)} for name in T3_TABLES}
+    least = min(
+        rows["t3", "geomean"]["ours"] - rows["t3", "geomean"]["published"] for rows in tables.values()
+    )
+    assert f"in every reading ({least:.1f} points at least)" in REPORT
 
 
 def test_prose_of_t3s_readings() -> None:
@@ -282,3 +293,40 @@ def test_prose_of_t3s_readings() -> None:
     for rows in of.values():
         assert rows["t3", "geomean"]["ours"] > rows["t3", "geomean"]["published"]
         assert rows["mca_over_t3", "geomean"]["verdict"] == "differs"
+
+
+VARIED = runpy.run_path(str(ROOT / "validation" / "varied.py"))
+TABLES = runpy.run_path(str(ROOT / "validation" / "readings_table.py"))
+
+
+def test_the_page_of_varied_machines_is_that_of_the_saved_numbers() -> None:
+    committed = VARIED["OUT"].with_suffix(".md").read_text(encoding="utf-8")
+    assert committed == VARIED["page"](VARIED["saved"]())
+    assert set(VARIED["saved"]()) == set(VARIED["PAPERS"])
+    for paper, rows in VARIED["saved"]().items():
+        assert all(set(row) == {"counts", *VARIED["PAPERS"][paper]} for row in rows.values())
+
+
+@pytest.mark.parametrize("paper", VARIED["PAPERS"])
+def test_a_number_that_counts_and_holds_is_moved_by_a_machine_or_a_reading(paper: str) -> None:
+    """What nothing moves are statements of order and bytes of programs, which no machine has a part in."""
+    short = paper.split(",")[0]
+    stems = [stem for name, stem in TABLES["PAPERS"].items() if name.startswith(f"{short},")]
+    if short == "MeshSlice":
+        stems = [f"meshslice-{name}" for name in TABLES["READINGS"]]
+    values: dict[str, set[str]] = {}
+    for row in itertools.chain.from_iterable(map(saved, stems)):
+        values.setdefault(f"{row['id']}, {row['model']}", set()).add(str(row["ours"]))
+    entries = {entry.id: entry for entry in published_rows(short.lower())}
+    for name in VARIED["unmoved"](VARIED["saved"]()[paper]):
+        of, subject = name.split(", ", 1)
+        entry = entries[of]
+        in_words = entry.values[subject] in (0, 1)  # none, equal, ahead
+        is_statement = in_words or entry.tolerance.kind in ("exact", "least", "more")
+        assert is_statement or entry.unit in ("GB", "MB") or len(values[name]) > 1, name
+
+
+def test_how_many_rows_nothing_moves() -> None:
+    for paper, rows in VARIED["saved"]().items():
+        held = [row for row in rows.values() if row["counts"] and row[""][1] == "holds"]
+        assert f"{len(VARIED['unmoved'](rows))} of {len(held)} ({paper})" in REPORT
