@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.base.errors import BindError, ProgramError, did_you_mean
+from meshweave.base.errors import BindError, ProgramError, did_you_mean, require_known
 from meshweave.describe.layout import Layout, Partial
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
@@ -127,8 +127,7 @@ class _Numbers:
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         """Return the reduction of terms, the first one first. Raises ProgramError for an unknown `op`."""
-        if op not in _REDUCTIONS:
-            raise ProgramError(f"there is no reduction '{op}'{did_you_mean(op, _REDUCTIONS)}")
+        require_known(op, _REDUCTIONS, "there is no reduction", ProgramError)
         return np.asarray(fold(_REDUCTIONS[op], terms))
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:

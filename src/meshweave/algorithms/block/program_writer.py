@@ -20,6 +20,7 @@ from meshweave.algorithms.block.writer import (
     Stored,
     Tensors,
     TimedWork,
+    WeightTensors,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
@@ -210,14 +211,7 @@ class ProgramWriter(BlockWriter):
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
     def timed(
-        self,
-        lane: str,
-        work_of: TimedWork,
-        outs: Tensors,
-        ins: Tensors,
-        *,
-        parameters: Tensors = (),
-        gradients: Tensors = (),
+        self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
         """Add a call of the work, or an exchange that takes its price: that of the rank with the most copies.
 
@@ -231,10 +225,8 @@ class ProgramWriter(BlockWriter):
             raise UnsupportedError("ranks of a layer with experts or latent attention have different tokens")
         ranks = self.problem.experts
         works = [work_of(tokens, load=load) for load in ranks.loads] if ranks is not None else []
-        written, read = (
-            tuple(map(self._view, (*outs, *gradients))),
-            tuple(map(self._view, (*ins, *parameters))),
-        )
+        parameters, gradients = beside
+        written, read = (tuple(map(self._view, each)) for each in (outs + gradients, ins + parameters))
         self._do(timed_op(works or [work_of(tokens)], TIMED_LANES.get(lane, lane), written, read))
 
     def _matmul(

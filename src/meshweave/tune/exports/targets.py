@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.tune.exports.deepspeed import to_deepspeed
 from meshweave.tune.exports.fsdp2 import to_accelerate, to_axolotl
 from meshweave.tune.exports.hugging_face import to_hugging_face
@@ -41,10 +41,7 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
         LayoutError: the plan has no such row.
         DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
     """
-    if target not in TARGETS:
-        raise UnsupportedError(
-            f"there is no export to '{target}'{did_you_mean(target, TARGETS)}; there are {', '.join(TARGETS)}"
-        )
+    require_known(target, TARGETS, "there is no export to", UnsupportedError, "there are")
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
