@@ -20,6 +20,7 @@ from meshweave.describe.layout import Layout, Partial
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
 from meshweave.ir.analysis.interpret import Array, Interpreter
+from meshweave.ir.analysis.terms import partial_term_ranks
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
 from meshweave.trace import Span, Trace
@@ -213,7 +214,7 @@ def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> 
         if whole is None:
             whole = outputs[buffer.tensor] = poisoned(shape, buffer.dtype)
         for rank in layout.mesh.ranks:
-            terms = _partial_group(layout, rank)
+            terms = partial_term_ranks(layout, rank)
             if terms[0] != rank:
                 continue
             shard = _reduce_partials(layout, {r: memory[r, buffer.name, 0] for r in terms})
@@ -227,14 +228,6 @@ def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> 
                 )
             whole[index], filled[index] = shard, True
     return outputs
-
-
-def _partial_group(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose terms belong to those of `rank`, itself included, axis by axis."""
-    group = [rank]
-    for axis in layout.partial_axes:
-        group = [member for other in group for member in layout.mesh.group(other, axis)]
-    return group
 
 
 def _reduce_partials(layout: Layout, terms: Mapping[int, Array]) -> Array:

@@ -258,15 +258,7 @@ def work_of(program: Program, op: ops.Op) -> Work:
             return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(program, op.over))
         case ops.Permute() if not ring_hops(op):
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype)
-        case (
-            ops.AllGather()
-            | ops.ReduceScatter()
-            | ops.AllReduce()
-            | ops.Broadcast()
-            | ops.Reduce()
-            | ops.AllToAll()
-            | ops.Permute()
-        ):
+        case ops.DataCollective():
             return _collective(program, op)
     raise AssertionError(op)
 

@@ -90,15 +90,7 @@ class OpWriter:
                 self._store("out", f"jnp.zeros(({shape},), {quoted(held.dtype)})", held.dtype)
             case ops.Call():
                 self._call(op)
-            case (
-                ops.AllGather()
-                | ops.ReduceScatter()
-                | ops.AllReduce()
-                | ops.Broadcast()
-                | ops.Reduce()
-                | ops.AllToAll()
-                | ops.Permute()
-            ):
+            case ops.DataCollective():
                 self._collective(op)
             case _:
                 raise UnsupportedError(f"jax has no form for {op.kind}")

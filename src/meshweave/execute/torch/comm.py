@@ -21,6 +21,7 @@ from meshweave.execute.torch.views import Action, Order, StridedView, chain_acti
 from meshweave.execute.torch.wire import Wire
 from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import BoundOp, ops
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.views import View
 
 RING_TAG = 0  # of ring steps and exchanges; messages have 1 + their own tag
@@ -182,7 +183,7 @@ def _reduce_scatter(wire: Wire, op: ops.ReduceScatter, what: str) -> Action:
 def _reduce(wire: Wire, op: ops.AllReduce | ops.Reduce, what: str) -> Action:
     over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
     how, dtype = _reduction(op.op, what)[1], wire.native_dtype(op.src)
-    root = None if isinstance(op, ops.AllReduce) else over[_int(op.root)]
+    root = None if isinstance(op, ops.AllReduce) else over[number_of(op.root)]
     if root not in (None, wire.rank):  # its memory is scribbled on
         box, before = wire.outgoing(op, op.src, order, dtype=dtype, own=True)
         after: list[Action] = []
@@ -203,7 +204,7 @@ def _reduce(wire: Wire, op: ops.AllReduce | ops.Reduce, what: str) -> Action:
 
 def _broadcast(wire: Wire, op: ops.Broadcast, what: str) -> Action:
     over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
-    root, dtype = over[_int(op.root)], wire.native_dtype(op.src)
+    root, dtype = over[number_of(op.root)], wire.native_dtype(op.src)
     if root == wire.rank:
         box, before = wire.outgoing(op, op.src, order, dtype=dtype)
         after = wire.binder.move(op.lane, op.out, op.src)
@@ -260,11 +261,6 @@ def _copy_for_one_rank(wire: Wire, op: ops.Collective) -> list[Action]:
 
 def _copy(into: Tensor, value: Tensor) -> Action:
     return lambda: into.copy_(value)
-
-
-def _int(value: Any) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 def _members(op: ops.Collective) -> tuple[int, ...]:

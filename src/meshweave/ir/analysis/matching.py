@@ -14,6 +14,7 @@ from typing import Any
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.shapes import check_joint
 from meshweave.ir.program import BoundOp, Include, Program
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import (
     AllGather,
     AllReduce,
@@ -94,9 +95,13 @@ def match(program: Program) -> MatchedProgram:
                     raise ProgramError(f"runs over ranks {op.over}, which repeat", op=bound.label, rank=rank)
                 collectives[op.lane, op.over][rank].append(index)
             elif isinstance(op, Send):
-                sends[op.lane, rank, _peer(program, op.peer, bound, rank), _int(op.tag)].append((rank, index))
+                sends[op.lane, rank, _peer(program, op.peer, bound, rank), number_of(op.tag)].append(
+                    (rank, index)
+                )
             elif isinstance(op, Recv):
-                recvs[op.lane, _peer(program, op.peer, bound, rank), rank, _int(op.tag)].append((rank, index))
+                recvs[op.lane, _peer(program, op.peer, bound, rank), rank, number_of(op.tag)].append(
+                    (rank, index)
+                )
     agreed: set[tuple[int, ...]] = set()
     joints = [
         joint
@@ -108,15 +113,10 @@ def match(program: Program) -> MatchedProgram:
     return MatchedProgram(program, ops, tuple(joints), joint_of)
 
 
-def _int(value: Any) -> int:
-    assert isinstance(value, int)
-    return value
-
-
 def _peer(program: Program, peer: Any, bound: BoundOp, rank: int) -> int:
     if peer not in program.ops_by_rank or peer == rank:
         raise ProgramError(f"peer {peer} is no other rank of the program", op=bound.label, rank=rank)
-    return _int(peer)
+    return number_of(peer)
 
 
 def _match_collectives(
