@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.algorithms.matmul2d.summa import Summa
 from meshweave.algorithms.matmul2d.wang import Wang
@@ -60,4 +60,4 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
         slices = (1,) * counts[sizes_of(problem)]
         yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
 
-    return Restricted(base, name, candidates)
+    return restricted(base, name, candidates)
