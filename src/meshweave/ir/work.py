@@ -275,16 +275,7 @@ def ring_hops(op: ops.Permute) -> int:
     return min(ahead, len(op.over) - ahead)
 
 
-def _collective(
-    program: Program,
-    op: ops.AllGather
-    | ops.ReduceScatter
-    | ops.AllReduce
-    | ops.Broadcast
-    | ops.Reduce
-    | ops.AllToAll
-    | ops.Permute,
-) -> Transfer:
+def _collective(program: Program, op: ops.DataCollective) -> Transfer:
     assert isinstance(op.over, tuple)
     count = len(op.over)
     size = program.view_bytes(op.src)
@@ -306,8 +297,6 @@ def _collective(
                 size = program.view_bytes(op.out)
         case ops.Permute():
             step, hops = op.step, ring_hops(op)
-        case ops.AllReduce():
-            pass
     return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step, hops)
 
 

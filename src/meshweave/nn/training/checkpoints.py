@@ -293,7 +293,7 @@ class Checkpoints:
         manifest = None
         try:
             step = checked_step(step)
-            manifest, _ = self._there.found(step)
+            manifest, _ = self._there.manifest_of(step)
             words = {"digest": manifest.digest, **(fits(manifest) if fits is not None else {})}
         except CheckpointError as error:
             words = {"damaged": str(error)}

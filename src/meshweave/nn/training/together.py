@@ -32,7 +32,7 @@ class FolderTogether:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def found(self, step: int) -> tuple[Manifest, Path]:
+    def manifest_of(self, step: int) -> tuple[Manifest, Path]:
         """Return the manifest of a checkpoint as this rank sees it, and its folder. Raises CheckpointError."""
         checkpoint = found_checkpoint(self.folder, step)
         if checkpoint is None:
@@ -47,7 +47,7 @@ class FolderTogether:
 
     def same(self, step: int, manifest: Manifest | None) -> Path:
         """Return the folder of a checkpoint. Raises CheckpointError where it has another manifest by now."""
-        checkpoint, path = self.found(step)
+        checkpoint, path = self.manifest_of(step)
         if manifest is not None and checkpoint.digest != manifest.digest:
             raise CheckpointError("was saved again meanwhile")
         return path
