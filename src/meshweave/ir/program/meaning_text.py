@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from functools import partial
 
 from meshweave.ir.program.literals import fault_at, read_flag, read_int, read_items, read_name, read_string
@@ -11,7 +10,7 @@ from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum,
 from meshweave.ir.program.written import Tensor
 
 
-def read_meaning(out: ast.expr, call: ast.Call, tensors: Mapping[str, Tensor]) -> Meaning:
+def read_meaning(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Meaning:
     """Return what `computes(out, call)` declares of tensors by name. Raises ProgramError."""
     if isinstance(call.func, ast.Name) and call.func.id == "call":
         return _function(out, call, tensors)
@@ -33,7 +32,7 @@ def read_meaning(out: ast.expr, call: ast.Call, tensors: Mapping[str, Tensor]) -
     )
 
 
-def _function(out: ast.expr, call: ast.Call, tensors: Mapping[str, Tensor]) -> Function:
+def _function(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Function:
     values = {item.arg: item.value for item in call.keywords}
     if not call.args or not set(values) <= {"stash", "reduce", "output"}:
         raise fault_at(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
@@ -49,7 +48,7 @@ def _function(out: ast.expr, call: ast.Call, tensors: Mapping[str, Tensor]) -> F
     )
 
 
-def _tensor_part(tensors: Mapping[str, Tensor], node: ast.expr) -> TensorPart:
+def _tensor_part(tensors: dict[str, Tensor], node: ast.expr) -> TensorPart:
     chosen: list[ast.expr] | None = None
     match node:
         case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
