@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.base.errors import BindError, ProgramError, did_you_mean, require_known
+from meshweave.base.errors import BindError, ProgramError, require_known
 from meshweave.describe.layout import Layout, Partial
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
@@ -153,8 +153,8 @@ class _Numbers:
 
 
 def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
-    wanted = {b.tensor for b in program.buffers if b.kind == "input" and b.tensor is not None}
-    for name in sorted(wanted):
+    wanted = sorted({b.tensor for b in program.buffers if b.kind == "input" and b.tensor is not None})
+    for name in wanted:
         if name not in inputs:
             raise BindError(f"tensor {name} is an input of program {program.name} and was not given")
         tensor, value = program.tensor_of[name], np.asarray(inputs[name])
@@ -163,10 +163,7 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
         if not np.can_cast(value.dtype, numpy_dtype(tensor.dtype), "same_kind"):
             raise BindError(f"tensor {name} is {tensor.dtype}, which {value.dtype} does not become")
     for name in inputs:
-        if name not in wanted:
-            raise BindError(
-                f"program {program.name} has no input tensor '{name}'{did_you_mean(name, sorted(wanted))}"
-            )
+        require_known(name, wanted, f"program {program.name} has no input tensor", BindError)
 
 
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.algorithms.matmul2d.summa import Summa
 from meshweave.algorithms.matmul2d.wang import Wang
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 
 REFERENCE_ALGORITHM = MeshSlice.name
 UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in (Wang.name, Summa.name)}
@@ -37,9 +37,7 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
         UnsupportedError: a name is unknown, or there is none.
     """
     for name in requested:
-        if name not in PRODUCTS_2D and name not in UNROLLED:
-            known = (*PRODUCTS_2D, *UNROLLED)
-            raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
+        require_known(name, (*PRODUCTS_2D, *UNROLLED), "there is no algorithm", UnsupportedError)
     if not requested:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(PRODUCTS_2D)}")
     implied = [
