@@ -196,10 +196,11 @@ class Follower {
 
   void run(const Part& part) {
     const auto num_tasks = static_cast<size_t>(part.num_tasks);
-    std::vector<Times> ends(num_tasks * static_cast<size_t>(part.depth + 1));  // empty where a task did not run
+    const i64 kept = part.depth + (num_ranks_ == 1 ? 1 : 0);  // turns: of one rank one more, to see what a turn shifts by
+    std::vector<Times> ends(num_tasks * static_cast<size_t>(kept));  // empty where a task did not run
     i64 turn = 0;
     const auto slot = [&](i64 task, i64 back) -> Times& {
-      return ends[static_cast<size_t>(floor_mod(turn - back, part.depth + 1)) * num_tasks + static_cast<size_t>(task)];
+      return ends[static_cast<size_t>(floor_mod(turn - back, kept)) * num_tasks + static_cast<size_t>(task)];
     };
     const auto wait = [&](Times& start, const std::vector<Wait>& waits) {
       for (const Wait& one : waits) {
@@ -209,7 +210,8 @@ class Follower {
     };
     for (const Phase& phase : part.phases) {
       for (i64 of_phase = 0; of_phase < phase.turns; ++of_phase, ++turn) {
-        for (size_t task = 0; task < num_tasks; ++task) slot(static_cast<i64>(task), 0).clear();
+        if (kept > 1)  // tasks of another phase that this turn does not have
+          for (size_t task = 0; task < num_tasks; ++task) slot(static_cast<i64>(task), 0).clear();
         for (const Item& item : phase.items) {
           if (item.how == How::PART) {
             const Part& inner = parts_[static_cast<size_t>(item.part)];
