@@ -36,7 +36,7 @@ STAGE = ROOT / "build" / "docs-pages"
 CONFIG = ROOT / "docs" / "mkdocs.yml"
 PAGES = (
     "*.md", "docs/guide/*.md", "docs/decisions/*.md", "docs/reference/*.md", "docs/glossary.md",
-    "benchmarks/results/*.md", "validation/README.md", "validation/results/*.md",
+    "benchmarks/results/*.md", "validation/README.md", "validation/papers.md", "validation/results/*.md",
 )  # fmt: skip
 GROUPS = {
     "describe": "The catalog, clusters, models, meshes, layouts and machines.",

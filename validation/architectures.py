@@ -202,13 +202,13 @@ def _counts(found: Counter[str]) -> str:
 
 def said(row: dict[str, Any]) -> str:
     """Return what was said of a row that is not exact."""
-    of_strategies = (strategy[1] for strategy in row["strategies"].values() if strategy[0] != "exact")
+    of_strategies = (strategy[1] for strategy in row.get("strategies", {}).values() if strategy[0] != "exact")
     return str(row.get("error") or next(of_strategies, ""))
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with what was said once."""
-    found = {name: strategy[0] for name, strategy in row["strategies"].items()}
+    found = {name: strategy[0] for name, strategy in row.get("strategies", {}).items()}
     kept = {name: row[name] for name in ("kind", "class", "changes") if row.get(name)}
     return {**kept, "strategies": found, "said": said(row)}
 

@@ -2,7 +2,7 @@
 
 Run `meshweave reproduce meshslice --reading NAME --out validation/results` for each reading first.
 
-    python validation/readings_table.py             # results/meshslice-readings.md and the tables of README.md
+    python validation/readings_table.py             # results/meshslice-readings.md, README.md, papers.md
     python validation/readings_table.py --check     # exit with 1 if a committed page is not what would be written
 """
 
@@ -22,6 +22,8 @@ from meshweave_studies.t3.readings import SUB_LAYER_ROWS
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "meshslice-readings.md"
 README = Path(__file__).parent / "README.md"
+ROW_BY_ROW = Path(__file__).parent / "papers.md"
+BEFORE = RESULTS / "counts-before.json"
 PAPERS = {
     "Slicing, all-factors": "slicing-pvc-node-h100-node",
     "Slicing, cut": "slicing-cut",
@@ -33,6 +35,7 @@ PAPERS = {
     "ATP, rates": "atp",
     "ATP, framework": "atp-framework",
     "ATP, framework-overlap": "atp-framework-overlap",
+    "ATP, framework-host": "atp-framework-host",
     "ATP, framework-four-bytes": "atp-framework-four-bytes",
     "Zero Bubble": "zero-bubble-dgx-a100",
     "T3, table-1": "t3",
@@ -116,13 +119,19 @@ def page() -> str:
 
 
 def counts_table() -> str:
-    """Return how many rows of each paper and reading count, hold, are near, differ and are listed."""
-    lines = ["| | rows | count | hold | near | differ | listed |", "|---|---:|---:|---:|---:|---:|---:|"]
+    """Return how many rows of each paper and reading count, hold, are near, differ and are listed.
+
+    What counted and held before one rule judged every paper stands beside it.
+    """
+    before = json.loads(BEFORE.read_text(encoding="utf-8"))["counts"]
+    columns = ["rows", "count", "hold", "near", "differ", "listed", "counted before", "held before"]
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     tables = {f"MeshSlice, {name}": saved_rows(name) for name in READINGS}
     tables |= {paper: load(stem) for paper, stem in PAPERS.items()}
     for name, rows in tables.items():
         numbers = len(rows), sum(verdicts(rows)), *verdicts(rows), sum(bool(row["listed"]) for row in rows)
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
+        was = before.get(name, {"count": "-", "hold": "-"})
+        lines.append(f"| {name} | {' | '.join(map(str, (*numbers, was['count'], was['hold'])))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -301,10 +310,12 @@ def t3_orderings() -> str:
 
 def readme() -> str:
     """Return README.md of this folder with its tables as they should be."""
-    text = README.read_text(encoding="utf-8")
+    return _with_tables(README, {"claims": claims_table(), "counts": counts_table()})
+
+
+def row_by_row() -> str:
+    """Return papers.md with its tables as they should be."""
     tables = {
-        "claims": claims_table(),
-        "counts": counts_table(),
         "readings": readings_table(),
         "slicing": beside(_of("Slicing")),
         "alpacomm": beside(_of("AlpaComm"), RIVAL_ROWS),
@@ -314,6 +325,12 @@ def readme() -> str:
         "t3-readings": beside(_of("T3"), SUB_LAYER_ROWS),
         "t3-orderings": t3_orderings(),
     }
+    return _with_tables(ROW_BY_ROW, tables)
+
+
+def _with_tables(page: Path, tables: dict[str, str]) -> str:
+    """Return the text of a page with tables between their marks."""
+    text = page.read_text(encoding="utf-8")
     for name, table_text in tables.items():
         begin, end = (
             f"<!-- {name}: begin (python validation/readings_table.py) -->\n",
@@ -325,8 +342,8 @@ def readme() -> str:
 
 
 def main() -> int:
-    """Write both pages, or with --check return 1 where one is not up to date."""
-    pages = {PAGE: page(), README: readme()}
+    """Write the pages, or with --check return 1 where one is not up to date."""
+    pages = {PAGE: page(), README: readme(), ROW_BY_ROW: row_by_row()}
     if sys.argv[1:] == ["--check"]:
         return int(any(path.read_text(encoding="utf-8") != text for path, text in pages.items()))
     for path, text in pages.items():

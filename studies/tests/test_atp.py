@@ -12,6 +12,7 @@ from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
+from meshweave.describe.machine.host import HostRates
 from meshweave.ir.analysis.validate import validate
 from meshweave_studies import papers
 from meshweave_studies.atp.figures import FIGURES, figures
@@ -94,7 +95,7 @@ def test_the_choices_that_the_equations_give(study: AtpStudy) -> None:
 
 def test_the_page_has_the_saved_numbers_of_25d() -> None:
     """2.5D on 2 x 2 x 2 is the paper's rival on 8 GPUs: better than ATP for the smallest model on IC1 alone."""
-    page = (COMMITTED.parents[1] / "README.md").read_text(encoding="utf-8")
+    page = (COMMITTED.parents[1] / "papers.md").read_text(encoding="utf-8")
     saved = committed(("2d_over_atp_small_25d", "atp_over_2d_25d", "megatron_over_2d_25d"))
     ours = {key: float(str(row["ours"])) for key, row in saved.items()}
     of_ic1 = [ours["atp_over_2d_25d", f"ic1-{model}"] for model in ("m2", "m3", "m4")]
@@ -170,6 +171,32 @@ def test_a_framework_costs_time_and_hides_less() -> None:
     assert framework_s(bare, "atp", (8, 1), 1, False) < serial
     assert AtpStudy(reading=NAMED["framework"]).seconds(case, (8, 1)) == serial
     assert AtpStudy(reading=NAMED["framework-overlap"]).seconds(case, (8, 1)) == beside
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("atp", (8, 1)), ("summa_block", (2, 4)), ("25d_block", (2, 2, 2))]
+)
+def test_a_host_that_takes_no_time_costs_no_time(strategy: str, mesh: tuple[int, ...]) -> None:
+    """Broadcasts of SUMMA end after ops that follow them; together ops take as long as the program."""
+    step = step_problem(cluster_of("ic2", 8), MODELS["m2"], LOAD, has_host=True)
+    assert step.host is not None and step.host.waits and step.stack.gap_s == 0
+    bare, slow = (
+        replace(step, stack=replace(step.stack, host=host)) for host in (None, HostRates(1e-3, waits=True))
+    )
+    free = replace(step, stack=replace(step.stack, host=HostRates(waits=True)))
+    without, with_free, with_host, with_slow = (
+        framework_s(one, strategy, mesh, 1, False) for one in (bare, free, step, slow)
+    )
+    assert with_free == pytest.approx(without, rel=1e-9)
+    assert without < with_host < with_slow
+
+
+def test_twice_the_collectives_wait_for_a_host_twice() -> None:
+    """Section 5.3: more groups degrade small models by what they add, and hardly the largest one."""
+    with_host, without = (AtpStudy(reading=NAMED[name]) for name in ("framework-host", "framework"))
+    for model, best in (("m1", (8, 1)), ("m4", (4, 2))):
+        case = Case.of(f"ic3-{model}")
+        assert with_host.best_mesh(case) == best and without.best_mesh(case) == (4, 2)
 
 
 def test_readings_of_a_framework_cover_rows_that_are_there() -> None:

@@ -14,6 +14,7 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.describe.model import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranking import rank
@@ -140,3 +141,8 @@ def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["meshes"][0]["mesh"] == [8, 1] and data["layers"][0]["size"] == 8
     assert run_app(["tune", "block", "gpt3", *options, "--mesh", "2x2x2"]) == 2
+
+
+def test_layers_with_experts_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"qwen3-30b-a3b has experts.*meshweave plan"):
+        rank_blocks(load_model("qwen3-30b-a3b"), LOAD, load_cluster("dgx-h100:8"))

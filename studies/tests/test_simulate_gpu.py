@@ -44,6 +44,20 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_a_program_without_work_takes_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = tmp_path / "idle.txt", tmp_path / "report.html"
+    path.write_text(
+        "".join(
+            line
+            for line in PROGRAM.replace("512", "0").splitlines(True)
+            if "_scatter" not in line and "_gather" not in line
+        )
+    )
+    assert run_app(["simulate-gpu", str(path), "--cluster", "t3-8", "--report", str(report)]) == 0
+    assert "0 ns; memory moved 0 B, 0.0 % of what it could" in " ".join(capsys.readouterr().out.split())
+    assert run_app(["simulate-gpu", str(path), "--cluster", "t3-8", "--json"]) == 0
+
+
 def test_kernels_traffic_and_waits_are_shown_and_written(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of validation/README.md about pipelines are those of the saved results."""
+"""Numbers of validation/papers.md are those of the saved results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 
+from meshweave.algorithms.step.stacks import load_stack
 from meshweave_studies.alpacomm.readings import RIVAL_ROWS
+from meshweave_studies.atp.framework import HOST_OF
+from meshweave_studies.atp.readings import RATES
+from meshweave_studies.atp.readings import READINGS as READINGS_OF_ATP
 from meshweave_studies.t3.readings import TABLE_1, VARIATIONS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "validation" / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "validation" / "papers.md").read_text(encoding="utf-8")
 GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
 U_TRANSFORMERS = tuple(f"U-Transformer {size}" for size in ("1B", "2.1B", "2.1B, fp32", "2.1B, fitted"))
 SUB_LAYER_READINGS = ("occupancy", "link-75", "occupancy-75", "rows")
+ATP_READINGS = ("atp", *(f"atp-{name}" for name in READINGS_OF_ATP if name != RATES))
 GAINS = ("zb_1p", "zb_2p", "interleaved")
 
 
@@ -168,9 +173,25 @@ def test_prose_of_atps_readings() -> None:
     assert "all rows of IC2 and IC3 hold or are near, but for M2 on IC3" in " ".join(
         section("Readings of ATP").split()
     )
-    for name in ("atp-framework", "atp-framework-overlap", "atp-framework-four-bytes"):
+    holds = {}
+    for name in ATP_READINGS:
         of = counts([row for row in saved(name) if row["counts"]])
         assert of["holds"] + of["near"] < 2 / 3 * of.total()
+        holds[name] = of["holds"]
+    assert max(holds, key=lambda name: holds[name]) == "atp-framework-host"
+    host = load_stack(HOST_OF).host
+    assert host is not None and host.waits
+    kernel, layer = f"{1e6 * host.kernel_s:.0f} us", f"{1e3 * host.layer_s:.1f} ms"
+    assert f"kernels ({kernel} each) and the Python code of a layer ({layer})" in " ".join(
+        section("Readings of ATP").split()
+    )
+    chosen = {
+        row["model"]: row["ours"]
+        for row in saved("atp-framework-host")
+        if row["id"] == "simulated_choice" and row["model"][:3] in ("ic2", "ic3")
+    }
+    assert {model for model, columns in chosen.items() if columns == 1} == {"ic3-m1", "ic3-m2"}
+    assert set(chosen.values()) == {1, 2}
     choices = [
         row["ours"] for row in rows if row["id"] == "simulated_choice" and row["model"][:3] in ("ic2", "ic3")
     ]

@@ -62,12 +62,14 @@ PROGRAMS: list[tuple[list[str], str, str]] = [
         for args in (
             *(["show", "FILE", "--rank", "0"], ["show", "FILE", "--expand"], ["show", "FILE", "--json"]),
             ["show", "FILE", "--check"],
+            ["show", "FILE", "--as", "jax"],
         )
     ),
     (SIMULATE, LOOPS, "has more than 200000 ops"),
     ([*SIMULATE, "--lower", "rings"], LOOPS, "has more than 200000 ops"),
     (SIMULATE, nested([10] * 18, "if 0:\n" + " " * 40 + "copy(b, a, lane=compute)"), "no op"),
     (SIMULATE, nested([300_000]), "has more than 200000 ops"),
+    (["show", "FILE", "--as", "jax"], nested([300_000]), "has more than 50,000 ops, blocks and turns"),
     (SIMULATE, nested([30_000]), "ops on one rank, over the limit of 20,000"),
     ([*SIMULATE, "--against", "estimate"], nested([10_000]), "more than 15,000 ops, blocks and turns"),
     (

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,15 @@ def test_mistakes(
     status, out, err = called(capsys, *named)
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err.lower() + err
+
+
+def test_sizes_below_nothing_are_refused_and_take_no_time_in_silence(
+    capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "negative.txt"
+    path.write_text(re.sub(r"C = tensor\(\((\d+), \d+\)", r"C = tensor((\1, -1)", Path(text).read_text()))
+    status, out, err = called(capsys, str(path), "--cluster", "tpu-v4-pod")
+    assert (status, out) == (2, "") and re.search(r"tensor C has shape \(\d+, -1\)", err)
 
 
 def test_a_plan_for_a_cluster_that_is_a_file(

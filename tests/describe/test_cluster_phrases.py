@@ -37,6 +37,12 @@ def hosts_of(text: str) -> tuple[int, int, int, float]:
         ("128 x GB200, 32 a host", (4, 32, 32, 50e9)),
         ("4 x RTX 4090", (1, 4, 1, 12.5e9)),
         ("8 x h20, 1.6Tbps", (1, 8, 8, 200e9)),
+        ("4 hosts of 8 H100", (4, 8, 8, 50e9)),
+        ("4 nodes of 8 x H100, 2 x 200Gb InfiniBand", (4, 8, 2, 25e9)),
+        ("4x8 H100", (4, 8, 8, 50e9)),
+        ("4 x 4 x H100, 400Gb/s NDR", (4, 4, 4, 50e9)),
+        ("2 servers with 4 A100 PCIe, 1 x 100Gb RoCE NIC", (2, 4, 1, 12.5e9)),
+        ("16 x H100, 8/node, 8 x 400Gb Ethernet", (2, 8, 8, 50e9)),
     ],
 )
 def test_words_mean_hosts(text: str, expected: tuple[int, int, int, float]) -> None:
@@ -48,6 +54,12 @@ def test_words_mean_hosts(text: str, expected: tuple[int, int, int, float]) -> N
     [
         ("64 x H1000", "did you mean 'H100'"),
         ("64 x H100, 7 a host", "64 chips are not hosts of 7"),
+        ("4 hosts of 8 H1000", "did you mean 'H100'"),
+        ("0 hosts of 8 H100", "give the number of hosts"),
+        ("2 hosts of 0 x H100", "0 chips are not hosts of 0"),
+        ("4 hosts of 8 H100, 4 a host", "chips a host are stated twice"),
+        ("64 x H100, 8 x 400Gb, 4 x 400Gb", "NICs of a host are stated twice"),
+        ("64 x H100, 8 x 400Gb NVLink", "is neither chips a host nor NICs"),
         ("64 x H100, 3 bananas", "'3 bananas' is neither chips a host nor NICs"),
         ("8 x TPU v6e, 2 x 400Gb", "tpu-v6e has no hosts"),
         ("0 x H100", "give at least 1"),

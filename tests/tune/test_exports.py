@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import meshweave as mw
 from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
+from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.app import app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
@@ -52,7 +54,10 @@ def plan_of(
     cluster = load_cluster("dgx-h100").with_chips(chips if chips % 8 == 0 else 8)
     description = describe(own, cluster).model_copy(update={"settings": settings or {}})
     sizes = {"batch": 64, "sequence": 8192, "dtype": "bfloat16", "overlap": "layers"} | of_plan
-    steps = StepsRecord(memory_limit_bytes=1, ranked=tuple(records), overlap=sizes.pop("overlap"))
+    stack = (settings or {}).get("stack", "ideal")
+    steps = StepsRecord(
+        memory_limit_bytes=1, ranked=tuple(records), overlap=sizes.pop("overlap"), stack=stack
+    )
     return Plan(
         kind="step", model=own.name, cluster=cluster.name, num_chips=chips, steps=steps,
         description=description, **sizes,
@@ -218,11 +223,35 @@ def test_each_field_is_told_or_said_to_be_left_out(target: str) -> None:
             after = export(plan, target)
         except UnsupportedError:
             continue
+        if name != "stack":  # what it comes to on the target's own changes with everything
+            after = replace(after, priced=before.priced)
         if after == before:
             silent.append(name)
     of_one_rank = {"schedule", "virtual_stages"} if degrees.get("pipeline") == 1 else set()
     of_one_rank |= {"strategy"} if degrees.get("tensor") == 1 else set()
     assert set(silent) <= of_one_rank
+
+
+def test_a_plan_for_another_stack_says_so_first_and_what_it_comes_to_there(tmp_path: Path) -> None:
+    where, file = "dgx-h100:64", tmp_path / "plan.json"
+    plan = mw.plan("llama-3-8b", where, batch=256, sequence=8192, dp=32, tp=2, micro_batch=2, zero=2)
+    priced = export(plan, "torchtitan").priced
+    there = mw.step(
+        "llama-3-8b", where, 256, 8192, tp=2, micro_batch=2, stack="torchtitan",
+        zero=plan.step.best.degrees.zero, strategy=plan.step.best.degrees.strategy,
+        recompute=plan.step.best.degrees.recompute,
+    )  # fmt: skip
+    assert not there.fits() and plan.step.best.memory_bytes <= plan.step.memory_limit_bytes
+    assert f"{format_s(there.time_s)} and {format_bytes(there.memory.total)}" in priced
+    assert "does not fit" in priced and "--stack torchtitan" in priced
+    assert "which no stack here is" in export(plan, "hf").priced
+    other = mw.plan("llama-3-8b", where, batch=256, sequence=8192, zero=1)
+    assert "does not run ZeRO level 1" in export(other, "torchtitan").priced
+    plan.save(file)
+    shown = CliRunner().invoke(app, ["export", str(file), "--to", "torchtitan"])
+    assert shown.stderr.splitlines()[0] == f"warning: {priced}"
+    own = mw.plan("llama-3-8b", where, batch=256, sequence=8192, stack="torchtitan", tp=2)
+    assert export(own, "torchtitan").priced == ""
 
 
 def parsed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         """Return the entry called `name`. Raises UnsupportedError that names the nearest one, or its package."""
         if name not in self.entries:
             offered(ENTRY_POINTS, name)
-            raise UnsupportedError(f"there is no {self.what} '{name}'{did_you_mean(name, self)}")
+            known = did_you_mean(name, self) or f"; there are {', '.join(sorted(self))}"
+            raise UnsupportedError(f"there is no {self.what} '{name}'{known}")
         return self.entries[name]
 
     def __getitem__(self, name: str) -> AlgorithmT:

@@ -72,7 +72,7 @@ CHECKED_STEPS = Limit(
 LISTED_STEPS = Limit(
     50_000,
     "ops, blocks and turns of loops on the ranks shown",
-    "a program that `show` checks or writes out by rank",
+    "a program that `show` checks, writes out by rank or writes for jax",
 )
 PROOF_ELEMENTS = Limit(
     16_000_000, "elements in its buffers", "a program whose results are proved on index labels"

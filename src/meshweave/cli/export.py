@@ -26,8 +26,9 @@ def export(
     """Print a planned configuration as settings of other software, and what they cannot say.
 
     What is printed are arguments, overrides or a file, as the other software takes them. What they leave out, and
-    variables that they need, go to stderr. A strategy that the other software does not have is an error, which
-    names a row that it has.
+    variables that they need, go to stderr; so does a warning before them where the plan was priced for another
+    software stack than it is exported to, with what it comes to there. A strategy that the other software does not
+    have is an error, which names a row that it has.
 
     Example: meshweave export plan.json --to megatron-lm
     """
@@ -39,6 +40,8 @@ def export(
     if json:
         print_json(asdict(made) | ({} if launch is None else {"launch": text}))
         return
+    if made.priced:
+        typer.echo(f"warning: {made.priced}", err=True)
     typer.echo(text)
     if launch is None:
         for name, value in made.environment.items():

@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
+    typer.Argument(
+        help="A catalog model (gpt3), a TOML file, a Hugging Face config.json or its folder, or an id whose "
+        "config is in Hugging Face's cache."
+    ),
 ]
 ClusterOption = Annotated[
     str,
     typer.Option(
         help="A catalog cluster or a TOML file; ':N' sets the number of chips (dgx-h100:512). Or words, such as "
-        "'16 x H100, 8 a host'."
+        "'16 x H100, 8 a host' or '2 hosts of 8 H100'."
     ),
 ]
 BatchOption = Annotated[

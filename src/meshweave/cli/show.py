@@ -104,7 +104,7 @@ def show(
     if options.expand:
         _require_listable(what, program)
         program = write_out_per_rank(program)
-    if options.rank is not None or options.json:
+    if options.rank is not None or options.json or options.form == "jax":
         _require_listable(what, program, None if options.rank is None else (options.rank,))
     if options.json:
         print_json(_to_json(program, verdict, program.ranks if options.rank is None else (options.rank,)))

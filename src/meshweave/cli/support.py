@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 
 def support(
     model: ModelArgument,
+    place: Annotated[
+        str | None,
+        typer.Argument(metavar="[CLUSTER]", help="The cluster, as --cluster has it.", show_default=False),
+    ] = None,
     cluster: Annotated[
-        str, typer.Argument(help="A catalog cluster, words or a TOML file; ':N' sets the chips.")
-    ],
+        str | None,
+        typer.Option(
+            help="A catalog cluster, words or a TOML file; ':N' sets the chips.", show_default=False
+        ),
+    ] = None,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
@@ -30,11 +37,14 @@ def support(
     Kernels and links are measured, or modelled from a datasheet. Stacks were tried on published runs of this
     chip, or have the constants of another. Strategies and schedules are those of this library's runtime.
 
-    Example: meshweave support llama-3-8b dgx-h100:64
+    Example: meshweave support llama-3-8b --cluster dgx-h100:64
     """
     from meshweave.tune.support import support_of
 
-    known = support_of(load_model(model), load_cluster(cluster), sequence=sequence, dtype=dtype)
+    if (place is None) == (cluster is None):
+        raise typer.BadParameter("give the cluster once, as in --cluster dgx-h100:64")
+    machine = load_cluster(cluster or place or "")
+    known = support_of(load_model(model), machine, sequence=sequence, dtype=dtype)
     if json:
         print_json(known.model_dump(mode="json"))
         return

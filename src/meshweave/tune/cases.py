@@ -19,6 +19,7 @@ from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
+from meshweave.ir.program.declarations import check_header, check_statements
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.simulate import LinkUse, Simulation, simulate
 from meshweave.simulate.critical import CriticalPath, critical_path
@@ -198,10 +199,13 @@ def program_case(
         logical: lay meshes on a torus that does not carry them, over links of several hops.
 
     Raises:
-        MeshweaveError: the cluster is unknown or cannot carry the program's meshes.
+        MeshweaveError: the program declares what makes no sense; the cluster is unknown or cannot carry its
+            meshes.
     """
     if not program.meshes:
         raise ProgramError("a program without a mesh runs on no ranks")
+    check_header(program)  # the core takes any numbers; a tensor of negative size would take no time
+    check_statements(program)
     sized = _sized(load_cluster(cluster), cluster, len(program.ranks))
     machine = Machine.of(sized, program, logical)
     shapes = " and ".join("x".join(map(str, mesh.shape)) for mesh in program.meshes[:3])

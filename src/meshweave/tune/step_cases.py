@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from meshweave.algorithms.step import Parallelism, Step, step_of
 from meshweave.algorithms.step.block_program import lay_step
 from meshweave.algorithms.step.program import outside_s
+from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
+from meshweave.algorithms.step.stacks import load_stack
 from meshweave.base.errors import DescriptionError
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.tune.cases import SimulationCase
@@ -14,22 +17,29 @@ from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_problem
 
 
-def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step:
+def planned_step(plan: Plan, cluster: str | None = None, place: int = 1, stack: str | None = None) -> Step:
     """Return a configuration of the plan of a step, priced anew with the plan's own settings.
 
     Args:
         cluster: name or file of a cluster; None for the plan's own, with as many chips as it had.
         place: the place of the configuration in the ranking, from 1.
+        stack: name of the software stack that executes it; None for the plan's own.
 
     Raises:
-        DescriptionError: there is no such cluster, or the ranking has no such place.
+        DescriptionError: there is no such cluster or stack, or the ranking has no such place.
         LayoutError: the configuration does not fit the cluster.
+        UnsupportedError: the stack does not execute it.
     """
     ranked = plan.step.ranked
     if not 1 <= place <= len(ranked):
         raise DescriptionError(f"the plan has no place {place}; give one from 1 to {len(ranked)}")
     problem = planned_problem(plan, None if cluster is None else load_cluster(cluster))
-    return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
+    parallelism = Parallelism(**ranked[place - 1].degrees.model_dump())
+    if stack is not None:
+        problem = replace(problem, stack=load_stack(stack))
+        check_problem(problem)
+        check_parallelism(problem.stack, parallelism)
+    return step_of(problem, parallelism)
 
 
 def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:

@@ -28,7 +28,7 @@ from meshweave.base.deprecated import renamed_keyword
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import to_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model import ModelSource, Transformer, load_model
 from meshweave.ir.work import Compute
 
 
@@ -77,7 +77,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 @renamed_keyword("seq", "sequence", "mw.step", product_dtype="precision")
 def step(
-    model: str | Transformer,
+    model: ModelSource | Transformer,
     cluster: str | Cluster,
     batch: int,
     sequence: int,
@@ -86,7 +86,7 @@ def step(
     """Return the time and memory of a step of one configuration.
 
     Args:
-        model: a model, or a name of the catalog, or a file.
+        model: a model, also one of transformers, a name of the catalog, or a file (`load_model`).
         cluster: a cluster, or a name of the catalog such as "dgx-a100:512", or a file.
         batch: sequences of a step.
         sequence: tokens of a sequence.
@@ -112,7 +112,7 @@ def step(
             of_problem[name] = value
         else:
             degrees[SHORT_NAMES.get(name, name)] = value
-    model = load_model(model) if isinstance(model, str) else model
+    model = model if isinstance(model, Transformer) else load_model(model)
     stack = of_problem.setdefault("stack", default_stack(model))
     of_problem["stack"] = load_stack(stack) if isinstance(stack, str) else stack
     problem = StepProblem(

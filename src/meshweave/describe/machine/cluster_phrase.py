@@ -1,7 +1,9 @@
 """Clusters in words: `64 x H100, 8 a host, 8 x 400Gb`.
 
-A phrase counts chips, names their kind, and may say how many share a host and which NICs a host has. What it
-leaves out is that of the catalog's usual host of the chip: the entry whose `usual_for` has the chip's name.
+A phrase counts chips, names their kind, and may say how many share a host and which NICs a host has. `8 hosts of
+8 x H100` counts the chips by hosts. What a phrase leaves out is that of the catalog's usual host of the chip: the
+entry whose `usual_for` has the chip's name. Words of a kind of network (`2 x 200Gb InfiniBand`) change nothing:
+NICs are priced by their rate.
 """
 
 from __future__ import annotations
@@ -18,9 +20,16 @@ from meshweave.describe.like import table_like
 
 FORM = "64 x H100, 8 a host, 8 x 400Gb"
 _CHIPS = re.compile(r"(\d{1,9})\s*(?:[x×*]\s*)?(\S.*)", re.IGNORECASE)
-_PER_HOST = re.compile(r"(\d{1,9})\s*(?:chips?|gpus?)?\s*(?:a|per)\s*(?:host|node)", re.IGNORECASE)
+_HOST = r"(?:hosts?|nodes?|servers?|machines?)"
+_OF_HOSTS = re.compile(
+    rf"(\d{{1,9}})\s*(?:[x×*]\s*)?(?:{_HOST}\s*(?:of|with|[x×*])\s*|[x×*]\s*)(\d{{1,9}})(?!\d)\s*(?:[x×*]\s*)?(\S.*)",
+    re.IGNORECASE,
+)
+_PER_HOST = re.compile(rf"(\d{{1,9}})\s*(?:chips?|gpus?)?\s*(?:a|per|/|each)\s*{_HOST}", re.IGNORECASE)
 _NICS = re.compile(
-    r"(?:(\d{1,9})\s*[x×*]\s*)?(\d{1,9}(?:\.\d{1,6})?)\s*([gt])(b|bit|byte)(?:/s|ps)?", re.IGNORECASE
+    r"(?:(\d{1,9})\s*[x×*]\s*)?(\d{1,9}(?:\.\d{1,6})?)\s*([gt])(b|bit|byte)(?:/s|ps)?"
+    r"(?:\s*(?:infiniband|ib|ethernet|roce|efa|[hn]dr|nics?|ports?))*",
+    re.IGNORECASE,
 )
 _UNITS = {"g": 1e9, "t": 1e12}
 
@@ -37,26 +46,38 @@ def phrase_table(phrase: str) -> tuple[dict[str, Any], int]:
         DescriptionError: the phrase has no such form, or no entry of the catalog is usual for the chip.
     """
     first, *others = (part.strip() for part in phrase.split(","))
-    stated = _CHIPS.fullmatch(first)
+    stated, of_hosts = _CHIPS.fullmatch(first), _OF_HOSTS.fullmatch(first)
     if stated is None:
         _refuse(phrase, f"'{printable(first)}' is no number of chips and their kind")
-    chips = int(stated[1])
-    name, host = usual_host(stated[2])
+    chips, kind = int(stated[1]), stated[2]
+    if of_hosts and _plain(kind) not in _usual_hosts():
+        chips, kind = int(of_hosts[1]) * int(of_hosts[2]), of_hosts[3]
+        others.insert(0, f"{of_hosts[2]} a host")
+    name, host = usual_host(kind)
     if others and host["network"].get("kind") != "hosts":
         _refuse(phrase, f"{name} has no hosts with NICs; give the number of chips alone")
     network: dict[str, Any] = {}
+    of_host = _only(phrase, "chips a host", filter(None, map(_PER_HOST.fullmatch, others)))
+    of_nics = _only(phrase, "NICs of a host", filter(None, map(_NICS.fullmatch, others)))
     for part in others:
-        if of_host := _PER_HOST.fullmatch(part):
-            network |= _hosts(phrase, chips, int(of_host[1]), host["network"])
-        elif not (of_nics := _NICS.fullmatch(part)):
+        if not (_PER_HOST.fullmatch(part) or _NICS.fullmatch(part)):
             _refuse(phrase, f"'{printable(part)}' is neither chips a host nor NICs of a host")
-    for part in others:
-        if of_nics := _NICS.fullmatch(part):
-            network["nic"] = {"link_bytes_per_s": _bytes_per_s(of_nics), "source": "as stated"}
-            if of_nics[1]:
-                network["nics_per_host"] = int(of_nics[1])
-    title = ", ".join([f"{chips} x {stated[2]}", *others])
+    if of_host:
+        network |= _hosts(phrase, chips, int(of_host[1]), host["network"])
+    if of_nics:
+        network["nic"] = {"link_bytes_per_s": _bytes_per_s(of_nics), "source": "as stated"}
+        if of_nics[1]:
+            network["nics_per_host"] = int(of_nics[1])
+    title = ", ".join([f"{chips} x {kind}", *others])
     return {"name": title, "like": name, "network": network}, chips
+
+
+def _only(phrase: str, what: str, stated: Iterator[re.Match[str]]) -> re.Match[str] | None:
+    """Return the one statement of a thing, or None. Raises DescriptionError where there are two."""
+    first, second = next(stated, None), next(stated, None)
+    if second is not None:
+        _refuse(phrase, f"{what} are stated twice")
+    return first
 
 
 def _hosts(phrase: str, chips: int, per_host: int, usual: dict[str, Any]) -> dict[str, Any]:

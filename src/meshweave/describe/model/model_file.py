@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -230,21 +231,81 @@ def model_table(model: Transformer) -> dict[str, Any]:
     }
 
 
-def load_model(name_or_path: str | Path) -> Transformer:
-    """Return the model of a catalog name, a TOML file, or a Hugging Face `config.json` (or its directory).
+class ToDict(Protocol):
+    """A config of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what its `config.json` has."""
+
+
+class HasConfig(Protocol):
+    """A model of transformers."""
+
+    @property
+    def config(self) -> Any:
+        """Return its config."""
+
+
+ModelSource = str | Path | ToDict | HasConfig
+
+
+def load_model(source: ModelSource) -> Transformer:
+    """Return the model of a catalog name, a TOML file, a Hugging Face `config.json`, or a model of transformers.
+
+    Args:
+        source: a name; a file, or the directory of a `config.json`; an id such as `Qwen/Qwen3-8B`, whose config
+            Hugging Face's cache on this machine has; or a model of transformers or its config.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong; the error lists every
             problem of a file.
-        UnsupportedError: the model is not a dense decoder-only transformer.
+        UnsupportedError: the model is not a decoder-only transformer.
     """
-    file_name = str(name_or_path)
-    if not isinstance(name_or_path, Path) and (file_name in models() or not is_path(file_name)):
+    if not isinstance(source, str | Path):
+        return _of_config(source)
+    file_name = str(source)
+    if not isinstance(source, Path) and (file_name in models() or not is_path(file_name)):
         file = f"{file_name}.toml"
         return transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
     if os.path.isdir(file_name):  # noqa: PTH112  (unlike Path.is_dir, never raises)
         file_name = str(Path(file_name) / "config.json")
+    elif isinstance(source, str) and _HUB_ID.fullmatch(file_name) and not os.path.exists(file_name):  # noqa: PTH110
+        file_name = _cached_config(file_name)
     data = load_table(file_name)
     if file_name.lower().endswith(".json"):
         return transformer_from_config(data, file_name)
     return transformer_from(data, file_name)
+
+
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)(?<!\.toml)")
+
+
+def _of_config(source: ToDict | HasConfig) -> Transformer:
+    """Return the model of a model or config of transformers. Raises DescriptionError where it is none."""
+    to_dict = getattr(getattr(source, "config", source), "to_dict", None)
+    if not callable(to_dict):
+        raise DescriptionError(
+            f"a {type(source).__name__} is no description of a model; give a name of the catalog, a file, or a "
+            "model of transformers"
+        )
+    return transformer_from_config(to_dict(), type(source).__name__)
+
+
+def _cached_config(hub_id: str) -> str:
+    """Return the file of a config in Hugging Face's cache on this machine. Raises DescriptionError."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        cached: object = None
+    else:
+        try:
+            cached = try_to_load_from_cache(hub_id, "config.json")
+        except HFValidationError:
+            cached = None
+    if isinstance(cached, str):
+        return cached
+    raise DescriptionError(
+        f"{printable(hub_id)}: no such file, and Hugging Face's cache on this machine has no config.json of that "
+        f"id; `hf download {printable(hub_id)} config.json` fetches it"
+    )

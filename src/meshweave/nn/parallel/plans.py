@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,10 @@ def resolve(
     name = str(plan)
     if device_mesh is None:
         name, _, sizes = name.partition(":")
-        if not sizes:
-            raise LayoutError(f"plan '{name}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
-        shape = tuple(int(size) for size in sizes.split("x"))
-        device_mesh = device_mesh_for(STRATEGIES.named(name), shape, device)
+        strategy = STRATEGIES.named(name)
+        if not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6})*", sizes):
+            raise LayoutError(f"plan '{plan}': give a device mesh, or sizes as in '{name}:4' or 'atp:2x2'")
+        device_mesh = device_mesh_for(strategy, tuple(map(int, sizes.split("x"))), device)
     return ResolvedPlan(LayerStrategy.of(name, device_mesh, config, context=context))
 
 

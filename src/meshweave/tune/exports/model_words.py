@@ -58,11 +58,11 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
 
 
 def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[str]:
-    """Return sentences of what the step was priced with and an export does not tell."""
+    """Return sentences of what the step was priced with, its stack apart, and an export does not tell."""
     sentences = [
         f"The step is priced with {name} = {printable(value)}, which {target} is not told here."
         for name, value in row.settings.items()
-        if name not in told
+        if name not in (*told, "stack")
     ]
     if row.tensor * row.degrees.context > 1:
         beside = {"layers": "all that its program allows", "sites": "the product that it belongs to"}

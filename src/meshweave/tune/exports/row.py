@@ -24,6 +24,7 @@ class Export:
         text: as one writes them: arguments of a command line, or Python.
         left_out: what of the plan they do not say, a sentence each.
         environment: variables that each process is to have; launch files set them.
+        priced: for whom the configuration was priced where that is not the target, and what it comes to there.
     """
 
     target: str
@@ -31,6 +32,7 @@ class Export:
     text: str
     left_out: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    priced: str = ""
 
 
 @dataclass(frozen=True)

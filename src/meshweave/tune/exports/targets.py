@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.algorithms.step.stacks import IDEAL
+from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, did_you_mean
+from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.exports.deepspeed import to_deepspeed
 from meshweave.tune.exports.fsdp2 import to_accelerate, to_axolotl
 from meshweave.tune.exports.hugging_face import to_hugging_face
@@ -15,16 +19,30 @@ from meshweave.tune.exports.row import Export, PlannedRow
 from meshweave.tune.exports.torchtitan import to_torchtitan
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_model
+from meshweave.tune.step_cases import planned_step
 
-TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
-    "megatron-lm": to_megatron_lm,
-    "megatron-bridge": to_megatron_bridge,
-    "torchtitan": to_torchtitan,
-    "maxtext": to_maxtext,
-    "deepspeed": to_deepspeed,
-    "accelerate": to_accelerate,
-    "axolotl": to_axolotl,
-    "hf": to_hugging_face,
+
+class ExportTarget(NamedTuple):
+    """Other software that a plan is exported to.
+
+    Attributes:
+        convert: makes the export of a row, or raises UnsupportedError.
+        stack: the software stack that it is, whose times and memory a plan for it has; "" for none.
+    """
+
+    convert: Callable[[PlannedRow], Export]
+    stack: str = ""
+
+
+TARGETS: dict[str, ExportTarget] = {
+    "megatron-lm": ExportTarget(to_megatron_lm, "megatron-core"),
+    "megatron-bridge": ExportTarget(to_megatron_bridge, "megatron-core"),
+    "torchtitan": ExportTarget(to_torchtitan, "torchtitan"),
+    "maxtext": ExportTarget(to_maxtext, "maxtext"),
+    "deepspeed": ExportTarget(to_deepspeed),
+    "accelerate": ExportTarget(to_accelerate),
+    "axolotl": ExportTarget(to_axolotl),
+    "hf": ExportTarget(to_hugging_face),
 }
 
 
@@ -48,10 +66,10 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
-    model, convert = planned_model(plan), TARGETS[target]
+    model, convert = planned_model(plan), TARGETS[target].convert
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
-        return convert(rows[row - 1])
+        return replace(convert(rows[row - 1]), priced=_priced(plan, target, row))
     except UnsupportedError as error:
         other = next((n for n, each in enumerate(rows, 1) if _is_expressible(convert, each)), None)
         hint = "no row of the plan can be" if other is None else f"row {other} of the plan can be"
@@ -64,3 +82,29 @@ def _is_expressible(convert: Callable[[PlannedRow], Export], row: PlannedRow) ->
     except UnsupportedError:
         return False
     return True
+
+
+def _priced(plan: Plan, target: str, row: int) -> str:
+    """Return for whom a row was priced, and what it comes to on the target; "" where it was priced for that."""
+    own, theirs = plan.step.stack, TARGETS[target].stack
+    if own == theirs:
+        return ""
+    said = f"Row {row} is priced for {_words(own)}, and not for {target}"
+    if not theirs:
+        return f"{said}, which no stack here is."
+    again = f"plan for it with --stack {theirs}"
+    try:
+        step = planned_step(plan, place=row, stack=theirs)
+    except MeshweaveError as error:
+        return f"{said}; {error}; {again}."
+    limit, before = plan.step.memory_limit_bytes, plan.step.ranked[row - 1]
+    fits = "" if step.memory.total <= limit else f"; it does not fit the {format_bytes(limit)} there are"
+    return (
+        f"{said}. There it is predicted to take {format_s(step.time_s)} and "
+        f"{format_bytes(step.memory.total)}, for {format_s(before.step_s)} and "
+        f"{format_bytes(before.memory_bytes)} here{fits}; {again}."
+    )
+
+
+def _words(stack: str) -> str:
+    return "kernels and links alone" if stack == IDEAL else f"the stack {stack}"

@@ -29,7 +29,7 @@ from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.machine.levels import link_levels
-from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.model import ModelSource, Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
@@ -52,7 +52,7 @@ _FIELDS_OF_OPTIONS = {plural: name for name, plural in _FIELDS_OF_SPACE.items()}
 
 @renamed_keyword("seq", "sequence", "mw.plan", product_dtype="precision")
 def plan(
-    model: str | Path | Transformer,
+    model: ModelSource | Transformer,
     cluster: str | Path | Cluster,
     *,
     batch: int,
@@ -68,7 +68,7 @@ def plan(
     `mw.tune.plan_model` plans the products of one block instead.
 
     Args:
-        model: a model, a name of the catalog, or a file.
+        model: a model, also one of transformers, a name of the catalog, or a file (`load_model`).
         cluster: a cluster, a name of the catalog with ":N" chips, or a file.
         batch: sequences of a step.
         sequence: tokens of a sequence.

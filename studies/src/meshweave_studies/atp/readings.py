@@ -23,6 +23,7 @@ class AtpReading:
         framework: whether kernels and software are those of a framework of 2021 (`framework`), or products run at
             one rate and nothing else takes time.
         sum_bytes: bytes an element of what is summed; 2 are those of activations.
+        host: whether a host issues kernels and waits for collectives, instead of seconds between two kernels.
         overlaps: whether all-reduces of gradients of inputs run beside gradients of weights (section 4.2) where
             there are no chunks, too.
         rows: the rows that it is of; () for all. A reading of some rows has no figures.
@@ -31,6 +32,7 @@ class AtpReading:
     name: str
     title: str
     framework: bool = False
+    host: bool = False
     overlaps: bool = True
     sum_bytes: int = 2
     rows: tuple[str, ...] = ()
@@ -56,6 +58,15 @@ READINGS: dict[str, AtpReading] = {
             "framework-overlap",
             "as framework, with all-reduces of gradients of inputs beside gradients of weights (section 4.2)",
             framework=True,
+            rows=SIMULATED_ROWS,
+        ),
+        AtpReading(
+            "framework-host",
+            "as framework, with a host that issues kernels and Python code and waits for collectives, as that of "
+            "other published runs of this software on A100s, and no time between kernels",
+            framework=True,
+            host=True,
+            overlaps=False,
             rows=SIMULATED_ROWS,
         ),
         AtpReading(

@@ -167,7 +167,7 @@ class AtpStudy:
         key = (case, strategy, mesh, chunks)
         if key not in self._seconds and self.reading.framework:
             links = with_links(self.cluster(case), 2 / self.reading.sum_bytes)
-            step = step_problem(links, MODELS[case.model], LOAD)
+            step = step_problem(links, MODELS[case.model], LOAD, self.reading.host)
             self._seconds[key] = framework_s(step, strategy, mesh, chunks, self.reading.overlaps)
         elif key not in self._seconds:
             problem, config = self.problem(case, mesh), config_of(strategy, mesh, chunks)

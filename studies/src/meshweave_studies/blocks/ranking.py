@@ -112,9 +112,15 @@ def rank_blocks(
         progress: called with the numbers of meshes priced and configs simulated so far, and of all of them.
 
     Raises:
-        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes.
+        UnsupportedError: the model has experts, a strategy is unknown, or none can run the block on any of the
+            meshes.
         LayoutError: a mesh does not have the chips of the cluster.
     """
+    if model.is_routed:
+        raise UnsupportedError(
+            f"{model.name} has experts, which have ranks of their own beside those of a block; "
+            "`meshweave plan` lays such models"
+        )
     search = _Search(cluster, overlap)
     meshes = block_meshes(cluster) if mesh_shapes is None else mesh_shapes
     total = len(meshes) + max_simulated

@@ -137,10 +137,9 @@ def _traffic(simulated: GpuCase) -> dict[str, int]:
 
 
 def _lead(simulated: GpuCase) -> str:
-    share = simulated.moved_bytes / (simulated.duration_s * simulated.memory_bytes_per_s)
     return (
         f"{format_s(simulated.duration_s)}; memory moved {format_bytes(simulated.moved_bytes)}, "
-        f"{100 * share:.1f} % of what it could"
+        f"{100 * simulated.moved_share:.1f} % of what it could"
     )
 
 

@@ -67,7 +67,13 @@ class GpuCase:
     def waited_share(self, name: str) -> float:
         """Return the share of all cycles of all channels that a counter of cycles has."""
         cycles = self.duration_s * self.gpu.memory.clock_hz * self.gpu.memory.channels
-        return self.run.counters[name] / cycles
+        return self.run.counters[name] / cycles if cycles else 0.0
+
+    @property
+    def moved_share(self) -> float:
+        """Return the bytes that memory moved over what it could have moved; 0 where nothing took time."""
+        could = self.duration_s * self.memory_bytes_per_s
+        return self.moved_bytes / could if could else 0.0
 
     @cached_property
     def counters(self) -> tuple[Counter, ...]:
