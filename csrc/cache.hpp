@@ -19,8 +19,9 @@ class Cache {
   static constexpr u64 EMPTY = UINT64_MAX;
   static constexpr u32 NONE = UINT32_MAX;
 
-  Cache(i64 lines, i64 ways)
-      : ways_(static_cast<size_t>(ways)),
+  Cache(i64 lines, i64 ways, bool plain_sets)
+      : plain_sets_(plain_sets),
+        ways_(static_cast<size_t>(ways)),
         sets_(static_cast<size_t>(lines / ways)),
         words_((ways_ + 7) / 8),
         digests_(sets_ * words_, 0),
@@ -29,12 +30,12 @@ class Cache {
         lines_(sets_ * ways_) {}
 
   // Has the processor fetch what find() will read first.
-  void prefetch(u64 number) const { __builtin_prefetch(&digests_[set_of(mix(number)) * words_]); }
+  void prefetch(u64 number) const { __builtin_prefetch(&digests_[set_of(number, mix(number)) * words_]); }
 
   // Returns the place of a line; NONE if it is not there.
   u32 find(u64 number) {
     const u64 mixed = mix(number), wanted = digest(mixed) * BYTES;
-    const size_t set = set_of(mixed);
+    const size_t set = set_of(number, mixed);
     for (size_t word = 0; word < words_; ++word) {
       const u64 difference = digests_[set * words_ + word] ^ wanted;
       // The high bit of each byte that is zero, and perhaps of some above one that is.
@@ -50,7 +51,7 @@ class Cache {
 
   // Returns the place for a new line: what was used longest ago in its set, as it is; NONE if all wait for data.
   u32 victim(u64 number) const {
-    const size_t first = set_of(mix(number)) * ways_;
+    const size_t first = set_of(number, mix(number)) * ways_;
     size_t out = first;
     for (size_t at = first + 1; at < first + ways_; ++at) out = used_[at] < used_[out] ? at : out;
     return used_[out] & PENDING ? NONE : static_cast<u32>(out);
@@ -58,7 +59,7 @@ class Cache {
 
   void put(u32 at, u64 number, bool pending) {
     const u64 mixed = mix(number);
-    const size_t set = set_of(mixed), way = at - set * ways_;
+    const size_t set = set_of(number, mixed), way = at - set * ways_;
     u64& digests = digests_[set * words_ + way / 8];
     digests = (digests & ~(u64{0xFF} << 8 * (way % 8))) | digest(mixed) << 8 * (way % 8);
     numbers_[at] = number;
@@ -78,12 +79,15 @@ class Cache {
   static constexpr u64 PENDING = u64{1} << 63;  // of a line's time of use: its data are still to come
   static constexpr u64 BYTES = 0x0101010101010101u;
 
-  // The set of a line is by the high bits of this, its digest some of the middle.
+  // The set of a line is by the high bits of this, or by the line's number alone; its digest some of the middle.
   static u64 mix(u64 number) { return number * 0x9E3779B97F4A7C15u; }
   static u64 digest(u64 mixed) { return (mixed >> 24) & 0xFF; }
-  size_t set_of(u64 mixed) const { return static_cast<size_t>((static_cast<u128>(mixed) * sets_) >> 64); }
+  size_t set_of(u64 number, u64 mixed) const {
+    return plain_sets_ ? static_cast<size_t>(number % sets_) : static_cast<size_t>((static_cast<u128>(mixed) * sets_) >> 64);
+  }
 
   // Apart, so that a look-up reads one line of the processor's own cache for all ways, and then only what it wants.
+  bool plain_sets_;
   size_t ways_, sets_, words_;   // words_: of a set's digests
   std::vector<u64> digests_;     // a byte of each way, by set
   std::vector<u64> numbers_, used_;

@@ -24,7 +24,7 @@ Device::Device(const GpuInput& input, Budget& budget)
       by_slices_(static_cast<u64>(std::max<i64>(input.spec.cache_banks / input.spec.channels, 1))),
       by_row_(static_cast<u64>(std::max<i64>(input.timing.columns / whole_line() / 2, 1))),
       by_bank_pairs_(static_cast<u64>(std::max<i64>(input.timing.banks / 2, 1))),
-      cache_(input.spec.cache_lines, input.spec.cache_ways),
+      cache_(input.spec.cache_lines, input.spec.cache_ways, input.options.plain_sets != 0),
       channels_(static_cast<size_t>(input.spec.channels), Channel(input.timing, input.controller)),
       last_arrival_(static_cast<size_t>(2 * input.spec.channels), 0),
       slices_(static_cast<size_t>(input.spec.cache_banks)),
@@ -92,6 +92,7 @@ void Device::handle(const Event& event) {
     case What::TAKE:
       --units_left_;
       if (++units_done_ == in_.kernels[static_cast<size_t>(kernel_)].observed) observe(now);
+      if (units_left_ == 0 && in_.options.drains) set_threshold(in_.controller.queue + 1);  // until the next kernel (T3, section 4.5)
       take(event.a, now);
       return end_kernel_if_done(now);
     case What::BEGIN: return begin(event.a, now);
@@ -122,6 +123,7 @@ void Device::start_kernel(i64 now) {
   units_left_ = kernel.last - kernel.first;
   units_done_ = 0;
   begin_occupancy_ = totals().occupancy;
+  if (in_.options.drains) set_threshold(threshold);
   slots_.assign(static_cast<size_t>(kernel.compute_units * kernel.slots), Slot{});
   for (i64 slot = 0; slot < static_cast<i64>(slots_.size()); ++slot) take(slot, now);
   for (size_t at = 0; at < in_.regions.size(); ++at)  // what is there already, and is sent without a trigger
@@ -150,7 +152,11 @@ void Device::observe(i64 now) {
       threshold = known.threshold;
       break;
     }
-  for (Channel& channel : channels_) channel.set_threshold(threshold);
+  set_threshold(threshold);
+}
+
+void Device::set_threshold(i64 entries) {
+  for (Channel& channel : channels_) channel.set_threshold(entries);
 }
 
 void Device::take(i64 slot, i64 now) {

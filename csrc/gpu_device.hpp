@@ -135,6 +135,7 @@ class Device {
   void start_kernel(i64 now);
   void end_kernel_if_done(i64 now);
   void observe(i64 now);
+  void set_threshold(i64 entries);
   void take(i64 slot, i64 now);
   void begin(i64 slot, i64 now);
   void load_slice(i64 slot, i64 now);

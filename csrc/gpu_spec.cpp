@@ -107,6 +107,11 @@ GpuInput::GpuInput(const Columns& columns) : MemoryInput(columns) {
   spec.turn_ps = std::min({spec.to_memory_ps, spec.from_memory_ps, spec.dma_ps, spec.link_ps});
   check_spec(spec);
 
+  const Rows option_rows(columns, "options", 2, 0);
+  const i64* o = only(option_rows);
+  at_most(1, {o[0], o[1]}, "an option");
+  options = {o[0], o[1]};
+
   const Rows region_rows(columns, "regions", 12, -1), operand_rows(columns, "operands", 8, 0);
   const Rows unit_rows(columns, "units", 15, -1), kernel_rows(columns, "kernels", 8, 0);
   for (size_t at = 0; at < region_rows.count(); ++at) {

@@ -67,8 +67,15 @@ struct MemoryInput {
   explicit MemoryInput(const Columns& columns);
 };
 
+// What two readings of one text differ in, from the column "options".
+struct GpuOptions {
+  i64 drains;      // whether MCA's threshold is lifted from the end of a kernel's last work group to the next kernel
+  i64 plain_sets;  // whether the set of a line is its number modulo the sets, and not a hash of it
+};
+
 struct GpuInput : MemoryInput {
   GpuSpec spec;
+  GpuOptions options;
   std::vector<Kernel> kernels;
   std::vector<Unit> units;
   std::vector<Region> regions;

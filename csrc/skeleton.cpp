@@ -1,16 +1,18 @@
 #include "skeleton.hpp"
 
 #include <algorithm>
+#include <compare>
 
 namespace meshweave {
 namespace {
 
-constexpr i64 MOST = i64{1} << 40;      // of turns, times and packets
+constexpr i64 MOST = i64{1} << 40;      // of times and packets
 constexpr i64 MOST_RANKS = i64{1} << 24;
-constexpr i64 MOST_PS = i64{1} << 62;
+constexpr i64 MOST_PS = i64{1} << 62;  // and of turns
 constexpr i64 MOST_TIMES = i64{1} << 27;  // that are kept at once
 constexpr i64 MOST_STEPS = i64{1} << 33;  // of tasks on ranks, some seconds
 constexpr i64 MOST_LEVELS = 16;           // of parts in parts
+constexpr auto TOO_MANY_STEPS = "a program of so many steps takes too long to estimate";
 
 using Times = std::vector<i64>;  // by rank of the grid
 
@@ -33,6 +35,14 @@ struct Item {
 struct Phase {
   i64 turns;
   std::vector<Item> items;
+  i64 reach = 0;           // turns that waits reach back
+  bool is_jumped = false;  // whether turns are left out once they are steady
+};
+
+// An end, and what it grows by from turn to turn.
+struct Linear {
+  i64 end = 0, rate = 0;
+  auto operator<=>(const Linear&) const = default;
 };
 
 struct Part {
@@ -108,7 +118,9 @@ class Follower {
     require(checked_mul(checked_mul(out.num_tasks, out.depth), num_ranks_) <= MOST_TIMES, "skeleton: too many tasks");
     for (i64 left = reader.count(); left > 0; --left) out.lanes.push_back(lane(reader));
     for (i64 left = reader.count(); left > 0; --left) {
-      Phase phase{reader.next(0, MOST), {}};
+      Phase phase{reader.next(0, MOST_PS), {}};
+      i64 phase_steps = 0;
+      phase.is_jumped = num_ranks_ == 1;
       for (i64 items = reader.count(); items > 0; --items) {
         phase.items.push_back(read_item(reader, out, phase.turns));
         const Item& item = phase.items.back();
@@ -119,14 +131,17 @@ class Follower {
           steps = inner.num_steps;
           out.num_levels = std::max(out.num_levels, inner.num_levels + 1);
         }
-        out.num_steps = checked_add(out.num_steps, checked_mul(phase.turns, steps));
+        phase.is_jumped = phase.is_jumped && (item.how == How::LOCAL || item.how == How::MEET);
+        for (const Wait& one : item.waits) phase.reach = std::max(phase.reach, one.back);
+        phase_steps = checked_add(phase_steps, steps);
         out.most_ps = checked_add(out.most_ps, checked_mul(phase.turns, most_ps(item)));
       }
-      out.num_steps = checked_add(out.num_steps, checked_mul(phase.turns, out.num_tasks + 1));
+      if (!phase.is_jumped)
+        out.num_steps = checked_add(out.num_steps, checked_mul(phase.turns, checked_add(phase_steps, out.num_tasks + 1)));
       out.phases.push_back(std::move(phase));
     }
     require(out.num_levels <= MOST_LEVELS, "skeleton: parts in parts in parts");
-    if (out.num_steps > MOST_STEPS) throw ProgramFault("a program of so many steps takes too long to estimate");
+    if (out.num_steps > MOST_STEPS) throw ProgramFault(TOO_MANY_STEPS);
     return out;
   }
 
@@ -181,10 +196,11 @@ class Follower {
 
   void run(const Part& part) {
     const auto num_tasks = static_cast<size_t>(part.num_tasks);
-    std::vector<Times> ends(num_tasks * static_cast<size_t>(part.depth));  // empty where a task did not run
+    const i64 kept = part.depth + (num_ranks_ == 1 ? 1 : 0);  // turns: of one rank one more, to see what a turn shifts by
+    std::vector<Times> ends(num_tasks * static_cast<size_t>(kept));  // empty where a task did not run
     i64 turn = 0;
     const auto slot = [&](i64 task, i64 back) -> Times& {
-      return ends[static_cast<size_t>(floor_mod(turn - back, part.depth)) * num_tasks + static_cast<size_t>(task)];
+      return ends[static_cast<size_t>(floor_mod(turn - back, kept)) * num_tasks + static_cast<size_t>(task)];
     };
     const auto wait = [&](Times& start, const std::vector<Wait>& waits) {
       for (const Wait& one : waits) {
@@ -194,7 +210,7 @@ class Follower {
     };
     for (const Phase& phase : part.phases) {
       for (i64 of_phase = 0; of_phase < phase.turns; ++of_phase, ++turn) {
-        if (part.depth > 1)  // tasks of another phase that this turn does not have
+        if (kept > 1)  // tasks of another phase that this turn does not have
           for (size_t task = 0; task < num_tasks; ++task) slot(static_cast<i64>(task), 0).clear();
         for (const Item& item : phase.items) {
           if (item.how == How::PART) {
@@ -213,8 +229,66 @@ class Follower {
           advance(item, times, of_phase);
           slot(item.number, 0) = times;
         }
+        if (!phase.is_jumped) continue;
+        num_followed_ += static_cast<i64>(num_tasks + phase.items.size());
+        if (num_followed_ > MOST_STEPS) throw ProgramFault(TOO_MANY_STEPS);
+        const i64 done = of_phase + 1, left = phase.turns - done;
+        if (left == 0 || done <= phase.reach || done < 2 || (done & (done - 1)) != 0 || !is_steady(phase, num_tasks, slot)) continue;
+        turn += left;  // the last turn, and those before it that others may wait for
+        for (i64 back = std::min(left, part.depth) - 1; back >= 0; --back) {
+          for (size_t task = 0; task < num_tasks; ++task) slot(static_cast<i64>(task), back).clear();
+          for (const Item& item : phase.items) {
+            const Linear& at = rates_[static_cast<size_t>(item.number)];
+            slot(item.number, back) = {at.end + (left - back) * at.rate};
+          }
+        }
+        for (const Item& item : phase.items) lanes_[static_cast<size_t>(item.lane)] = slot(item.number, 0);
+        ++turn;
+        break;
       }
     }
+  }
+
+  // Whether all later turns of a phase are linear: the end of each task shifts by one amount a turn, set in `rates_`.
+  // Lanes that do not block each other, such as a ring that is faster than the products, shift by different amounts.
+  // Two conditions are enough. The ends that the next turn depends on were linear so far. And in the next turn the
+  // input that each task waits for last is also the one that shifts most, so that it is the last one in all turns.
+  template <class Slot>
+  bool is_steady(const Phase& phase, size_t num_tasks, const Slot& slot) {
+    const auto grown = [&](i64 task, i64 ago) {  // what the end of a task grew by, so many turns ago
+      const Times &newer = slot(task, ago - 1), &older = slot(task, ago);
+      return newer.empty() || older.empty() ? i64{-1} : newer[0] - older[0];
+    };
+    rates_.assign(num_tasks, {});
+    next_.assign(num_tasks, {});
+    lane_ends_.assign(lanes_.size(), {});
+    for (const Item& item : phase.items) {
+      Linear& own = rates_[static_cast<size_t>(item.number)];
+      own = {slot(item.number, 0)[0], grown(item.number, 1)};
+      if (own.rate < 0) return false;
+      lane_ends_[static_cast<size_t>(item.lane)] = own;
+    }
+    for (const Item& item : phase.items) {
+      const Linear own = rates_[static_cast<size_t>(item.number)];
+      Linear begin = lane_ends_[static_cast<size_t>(item.lane)];
+      i64 most = begin.rate;
+      for (const Wait& one : item.waits) {
+        const auto task = static_cast<size_t>(one.task);
+        Linear input = next_[task];
+        if (one.back > 0) {
+          if (slot(one.task, 0).empty()) continue;
+          for (i64 ago = 1; ago <= one.back; ++ago)
+            if (grown(one.task, ago) != rates_[task].rate) return false;
+          input = {slot(one.task, one.back - 1)[0], rates_[task].rate};
+        }
+        most = std::max(most, input.rate);
+        begin = std::max(begin, input);
+      }
+      const Linear end{begin.end + item.ps * item.times, begin.rate};
+      if (begin.rate < most || begin.rate != own.rate || end.end != own.end + own.rate) return false;
+      next_[static_cast<size_t>(item.number)] = lane_ends_[static_cast<size_t>(item.lane)] = end;
+    }
+    return true;
   }
 
   // Turns the begin of an item on each rank into its end.
@@ -345,6 +419,8 @@ class Follower {
   std::vector<Part> parts_;
   std::vector<Times> links_;  // by axis: when the link from each rank to the next one is free; empty without such chains
   Times line_, other_;
+  i64 num_followed_ = 0;  // steps of phases that may be jumped over
+  std::vector<Linear> rates_, next_, lane_ends_;
 };
 
 }  // namespace

@@ -42,7 +42,9 @@ PAPERS = {
     "T3, occupancy": "t3-occupancy",
     "T3, link-75": "t3-link-75",
     "T3, occupancy-75": "t3-occupancy-75",
+    "T3, link-90": "t3-link-90",
     "T3, rows": "t3-rows",
+    "T3, occupancy-plain-sets": "t3-occupancy-plain-sets",
 }
 MARKS = {"holds": "", "near": " ~", "differs": " x"}
 

@@ -53,6 +53,43 @@ def test_units_share_the_rate_of_memory() -> None:
     assert 0.6e12 < bytes_per_s < 1.024e12
 
 
+@pytest.mark.parametrize(("plain_sets", "misses"), [(False, 32), (True, 64)])
+def test_lines_of_one_number_modulo_the_sets_share_one_set_unless_hashed(
+    plain_sets: bool, misses: int
+) -> None:
+    """32 lines, a whole number of sets apart, are read twice in turn: 16 of one set do not hold them."""
+    gpu = small_gpu()
+    line, ways = gpu.cache.line_bytes, gpu.cache.lines_per_set
+    sets = gpu.cache.num_bytes // line // ways
+    kernels = Kernels()
+    kernel = kernels.add_kernel("copy", Source.OTHER_READ, Source.OTHER_WRITE)
+    kernels.kernels[kernel].compute_units = kernels.kernels[kernel].slots = 1
+    for number in range(4 * ways):
+        source, target = (
+            kernels.add_region(Region(Rectangle(base, 1, line, 0)))
+            for base in (number % (2 * ways) * sets * line, (1 << 30) + number * line)
+        )
+        kernels.add_move(kernel, target, StoreTarget.LOCAL, (source,))
+    assert run(kernels, gpu, plain_sets=plain_sets, **LINK).counters["cache_misses"] == misses
+
+
+def test_communication_is_not_held_back_once_the_producer_is_through() -> None:
+    gpu = small_gpu()
+    program = lower(fused(2048, 256, 64, 4), gpu)
+    held, drained = (
+        run(program, gpu, arbiter=Arbiter("communication-aware", 2, drains=drains), **LINK)
+        for drains in (False, True)
+    )
+    assert drained.counters["held_cycles"] < held.counters["held_cycles"]
+    assert drained.kernel_ps("product") < held.kernel_ps("product")
+    assert drained.traffic_bytes == held.traffic_bytes
+    never = [
+        run(program, gpu, arbiter=Arbiter("communication-aware", 65, drains=drains), **LINK).spans
+        for drains in (False, True)
+    ]
+    assert never[0] == never[1]
+
+
 def durations(policy: str, queue: int) -> tuple[int, int]:
     """Return how long a product takes alone and fused, its stores past the cache, with a queue of this length."""
     gpu = small_gpu()

@@ -10,7 +10,7 @@ no quoted word is longer than `MAX_QUOTED` and no line longer than `MAX_LINE` ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 # `re` and `difflib` are imported where a message needs them: they would be most of `import meshweave`.
@@ -149,3 +149,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or the empty string."""
     nearest = nearest_word(word, known)
     return f" (did you mean '{nearest}'?)" if nearest else ""
+
+
+def require_known(
+    name: str, known: Collection[str], what: str, kind: type[MeshweaveError], there_are: str = ""
+) -> None:
+    """Raise an error of a kind where a name is none of the known ones; it lists these after `there_are`, if given.
+
+    For "there is no level" and "there are" it is `there is no level 'inf' (did you mean 'info'?); there are info`.
+    """
+    if name not in known:
+        listed_names = f"; {there_are} {', '.join(known)}" if there_are else ""
+        raise kind(f"{what} '{printable(name)}'{did_you_mean(name, known)}{listed_names}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, require_known
 
 LEVELS = ("debug", "info", "warning", "error", "off")
 
@@ -24,10 +24,7 @@ def set_log_level(level: str) -> None:
     Raises:
         DescriptionError: there is no such level.
     """
-    if level not in LEVELS:
-        raise DescriptionError(
-            f"there is no level '{level}'{did_you_mean(level, LEVELS)}; there are {', '.join(LEVELS)}"
-        )
+    require_known(level, LEVELS, "there is no level", DescriptionError, "there are")
     logger = logging.getLogger("meshweave")
     logger.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper())
     if not logger.hasHandlers():

@@ -6,10 +6,10 @@ Tasks come in an order in which each stands after those that it waits for. Ends 
 place may be a task, the time at which a lane is free, the end of a task of an earlier turn, or a transfer:
 whatever has a time that others wait for.
 
-Callers are skeletons (`estimate.skeletons`), layers of a step (`algorithms.step.block_time`) and the actions of
-schedules (`algorithms.pipeline.progress`). Where chains of packets make the ranks of a grid differ, a time is an
-array over ranks and a task more than a duration: `csrc/skeleton.cpp` follows that, and `estimate.timeline` is its
-definition.
+Callers are layers of a step (`algorithms.step.block_time`) and the actions of schedules
+(`algorithms.pipeline.progress`). Skeletons repeat turns, and where chains of packets make the ranks of a grid
+differ, a time is an array over ranks and a task more than a duration: `csrc/skeleton.cpp` follows these, and
+`estimate.timeline` is its definition.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from meshweave.base.errors import (
     LayoutError,
     ProgramError,
     UnsupportedError,
-    did_you_mean,
     printable,
+    require_known,
 )
 from meshweave.base.limits import PROGRAM_BYTES
 from meshweave.base.outputs import claim_output, note
@@ -137,10 +137,7 @@ def read_bytes(option: str, text: str) -> int:
 
 def read_dtype(text: str) -> str:
     """Return the name of an element type. Raises UnsupportedError that names the nearest one."""
-    if text not in DTYPES:
-        raise UnsupportedError(
-            f"there is no dtype '{printable(text)}'{did_you_mean(text, DTYPES)}; there are {', '.join(DTYPES)}"
-        )
+    require_known(text, DTYPES, "there is no dtype", UnsupportedError, "there are")
     return text
 
 

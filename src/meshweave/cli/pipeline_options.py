@@ -14,7 +14,7 @@ import typer
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cli.options import JSON_HELP, OutputOption, read_bytes
 from meshweave.cli.reshard_problem import fitting_cluster
@@ -122,10 +122,7 @@ class ScheduleTextOptions:
 def read_runtime(text: str) -> TransferRuntime:
     """Return the runtime of a name. Raises UnsupportedError."""
     names = [runtime.value for runtime in TransferRuntime]
-    if text not in names:
-        raise UnsupportedError(
-            f"there is no runtime '{printable(text)}'{did_you_mean(text, names)}; there are {', '.join(names)}"
-        )
+    require_known(text, names, "there is no runtime", UnsupportedError, "there are")
     return TransferRuntime(text)
 
 

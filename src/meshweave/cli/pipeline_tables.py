@@ -151,6 +151,6 @@ def schedules_page(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> 
     body = [f"<h1>{escape(title)}</h1>", f'<div class="wide">{schedules_picture(shown, runtime)}</div>']
     for item in shown:
         body.append(f'<p class="lead">{escape(headline(item, runtime))}</p>')
-        body.append(table(_HEAD, [("", row) for row in _rows(item.timed)], ("rank", "stages")))
+        body.append(table(_HEAD, _rows(item.timed), ("rank", "stages")))
         body.append(f'<p class="quiet">{escape(_exposed_line(item.timed))}</p>')
     return page(title, "\n".join(body))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from meshweave.algorithms.reshard import ReshardProblem, TensorMove
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
+from meshweave.base.errors import DescriptionError, LayoutError, printable, require_known
 from meshweave.base.units import DTYPES
 from meshweave.cli.options import MAX_RANKS
 from meshweave.describe.layout.mesh import Mesh
@@ -153,10 +153,7 @@ def model_problem(
 
 
 def _check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise DescriptionError(
-            f"unknown dtype '{printable(dtype)}'{did_you_mean(dtype, DTYPES)}; known: {', '.join(DTYPES)}"
-        )
+    require_known(dtype, DTYPES, "unknown dtype", DescriptionError, "known:")
 
 
 def _read_shape(text: str) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.cost.machine import Machine
 from meshweave.describe.files import parse_table
 from meshweave.describe.machine.network import HostsNetwork
@@ -89,10 +89,7 @@ def _constants(entry: dict[str, Any]) -> tuple[ExchangeConstants, ExchangeConsta
 
 def library_of(name: str) -> DispatchLibrary:
     """Return a library by its name. Raises UnsupportedError."""
-    if name not in libraries():
-        raise UnsupportedError(
-            f"there is no dispatcher '{name}'{did_you_mean(name, libraries())}; there are {', '.join(libraries())}"
-        )
+    require_known(name, libraries(), "there is no dispatcher", UnsupportedError, "there are")
     return libraries()[name]
 
 

@@ -1,4 +1,4 @@
-"""The time of a skeleton in which chains follow each other, on every rank of a grid; the core follows it.
+"""The time of a skeleton, which the core follows: on every rank of a grid where there are chains, else on one.
 
 A broadcast of D packets is a chain: D messages pass P - 1 hops, from the root to the member before it, and a hop
 carries one packet at a time. Hop h begins when both its members have come to the op. Where a packet takes t, its
@@ -82,7 +82,7 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
     }
 
 
-def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
+def core_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
     """Return the picoseconds until the last rank ends; send buffers and bursts are those of `machine`.
 
     Raises:
@@ -137,7 +137,9 @@ class _CodeWriter:
         phases = []
         for phase in skeleton.phases:
             items: list[int] = []
+            seen: set[str] = set()
             for task in phase.tasks:
+                seen.add(task.name)
                 number = names.setdefault(task.name, len(names))
                 if isinstance(task, Part):
                     items += self._part(task, number, names)
@@ -148,6 +150,7 @@ class _CodeWriter:
                 waits = task.after
                 items.append(len(waits))
                 for name, back in waits:
+                    assert back or name in seen, f"{task.name} waits for what comes later in its turn"
                     items += (names.setdefault(name, len(names)), back)
                     depth = max(depth, back + 1)
             phases.append([phase.turns, len(phase.tasks), *items])

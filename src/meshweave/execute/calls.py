@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from meshweave.base.errors import BindError, did_you_mean
+from meshweave.base.errors import BindError, require_known
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
 from meshweave.ir.work import Compute, call_work
@@ -70,8 +70,7 @@ class CallTable:
 
         What it returns raises BindError where shapes are not as the op declares.
         """
-        if op.fn not in self._functions:
-            raise BindError(f"no function is bound to call '{op.fn}'{did_you_mean(op.fn, self._functions)}")
+        require_known(op.fn, self._functions, "no function is bound to call", BindError)
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]
         if getattr(function, _TAKES_RANK, False):
             function = partial(function, self._rank)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.base.errors import BindError, ProgramError, did_you_mean
+from meshweave.base.errors import BindError, ProgramError, require_known
 from meshweave.describe.layout import Layout, Partial
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
 from meshweave.ir.analysis.interpret import Array, Interpreter
+from meshweave.ir.analysis.terms import partial_term_ranks
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
 from meshweave.trace import Span, Trace
@@ -127,8 +128,7 @@ class _Numbers:
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         """Return the reduction of terms, the first one first. Raises ProgramError for an unknown `op`."""
-        if op not in _REDUCTIONS:
-            raise ProgramError(f"there is no reduction '{op}'{did_you_mean(op, _REDUCTIONS)}")
+        require_known(op, _REDUCTIONS, "there is no reduction", ProgramError)
         return np.asarray(fold(_REDUCTIONS[op], terms))
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -153,8 +153,8 @@ class _Numbers:
 
 
 def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
-    wanted = {b.tensor for b in program.buffers if b.kind == "input" and b.tensor is not None}
-    for name in sorted(wanted):
+    wanted = sorted({b.tensor for b in program.buffers if b.kind == "input" and b.tensor is not None})
+    for name in wanted:
         if name not in inputs:
             raise BindError(f"tensor {name} is an input of program {program.name} and was not given")
         tensor, value = program.tensor_of[name], np.asarray(inputs[name])
@@ -163,10 +163,7 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
         if not np.can_cast(value.dtype, numpy_dtype(tensor.dtype), "same_kind"):
             raise BindError(f"tensor {name} is {tensor.dtype}, which {value.dtype} does not become")
     for name in inputs:
-        if name not in wanted:
-            raise BindError(
-                f"program {program.name} has no input tensor '{name}'{did_you_mean(name, sorted(wanted))}"
-            )
+        require_known(name, wanted, f"program {program.name} has no input tensor", BindError)
 
 
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
@@ -214,7 +211,7 @@ def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> 
         if whole is None:
             whole = outputs[buffer.tensor] = poisoned(shape, buffer.dtype)
         for rank in layout.mesh.ranks:
-            terms = _partial_group(layout, rank)
+            terms = partial_term_ranks(layout, rank)
             if terms[0] != rank:
                 continue
             shard = _reduce_partials(layout, {r: memory[r, buffer.name, 0] for r in terms})
@@ -228,14 +225,6 @@ def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> 
                 )
             whole[index], filled[index] = shard, True
     return outputs
-
-
-def _partial_group(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose terms belong to those of `rank`, itself included, axis by axis."""
-    group = [rank]
-    for axis in layout.partial_axes:
-        group = [member for other in group for member in layout.mesh.group(other, axis)]
-    return group
 
 
 def _reduce_partials(layout: Layout, terms: Mapping[int, Array]) -> Array:

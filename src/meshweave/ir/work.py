@@ -12,30 +12,8 @@ from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.analysis.edges import reads_in_place
 from meshweave.ir.analysis.shapes import part_sizes
-from meshweave.ir.program import Program
+from meshweave.ir.program import Program, ops
 from meshweave.ir.program.call_dims import ATTENTION_CALLS
-from meshweave.ir.program.ops import (
-    Accumulate,
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Call,
-    Copy,
-    Exchange,
-    Fence,
-    Get,
-    Matmul,
-    Op,
-    Permute,
-    Put,
-    Recv,
-    Reduce,
-    ReduceScatter,
-    Send,
-    Zero,
-)
 from meshweave.ir.program.product_shapes import ProductShape, product_shape
 from meshweave.ir.program.release import CollectiveStep
 
@@ -158,7 +136,7 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
     return Compute(kind, bytes=passes * num_elements * dtype_bytes(dtype))
 
 
-def call_dtype(program: Program, op: Call) -> str:
+def call_dtype(program: Program, op: ops.Call) -> str:
     """Return the dtype in which a call computes: its own, or that of its first output, or input.
 
     Attention multiplies its inputs, and so computes in their dtype: in a ring its sums so far are in another.
@@ -169,12 +147,12 @@ def call_dtype(program: Program, op: Call) -> str:
     return program.buffer_of[views[0].buffer].dtype if views else ""
 
 
-def counts_view_bytes(op: Call) -> bool:
+def counts_view_bytes(op: ops.Call) -> bool:
     """Return whether a call moves the bytes of its views, because it names its work and declares none."""
     return bool(op.work) and op.bytes == 0
 
 
-def call_work(program: Program, op: Call) -> Compute:
+def call_work(program: Program, op: ops.Call) -> Compute:
     """Return the work of a resolved call."""
     assert isinstance(op.flops, int) and isinstance(op.bytes, int)
     num_bytes = op.bytes
@@ -192,7 +170,7 @@ def call_work(program: Program, op: Call) -> Compute:
     )
 
 
-def exchange_work(op: Exchange, axis: str) -> Transfer:
+def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
     """Return the transfer by whose price an exchange over a mesh axis is timed.
 
     Raises:
@@ -206,7 +184,7 @@ def exchange_work(op: Exchange, axis: str) -> Transfer:
     return CopyExchange(op.carries, axis, op.num_ranks, op.part_bytes, 1, None, 1, *sizes)
 
 
-def _exchange_reason(op: Exchange) -> str:
+def _exchange_reason(op: ops.Exchange) -> str:
     """Return what is wrong with the terms of an exchange; "" where nothing is."""
     if op.num_ranks < 1 or op.part_bytes < 0:
         return f"has {op.num_ranks} ranks and parts of {op.part_bytes} bytes"
@@ -235,7 +213,7 @@ def axis_of(program: Program, group: tuple[int, ...]) -> str:
     return ""
 
 
-def require_local_operands(op: Op) -> None:
+def require_local_operands(op: ops.Op) -> None:
     """Raise UnsupportedError for a product, sum or copy that reads another rank's memory in place.
 
     The cost model has no price for such a read.
@@ -247,7 +225,7 @@ def require_local_operands(op: Op) -> None:
         )
 
 
-def work_of(program: Program, op: Op) -> Work:
+def work_of(program: Program, op: ops.Op) -> Work:
     """Return the work of a resolved op.
 
     Raises:
@@ -256,73 +234,69 @@ def work_of(program: Program, op: Op) -> Work:
     """
     require_local_operands(op)
     match op:
-        case Matmul():
+        case ops.Matmul():
             dims = len(op.out.selectors)
             shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
             if isinstance(shape, str):
                 raise ProgramError(shape, op=op.title)
             work = product_work(shape, program.buffer_of[op.a.buffer].dtype)
             return replace(work, joins=True) if joins_product(op) else work
-        case Copy() | Add() | Zero():
+        case ops.Copy() | ops.Add() | ops.Zero():
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
-        case Call():
+        case ops.Call():
             return call_work(program, op)
-        case Send() | Put() | Get() | Accumulate():
-            step = op.step if isinstance(op, Send) else None
+        case ops.Send() | ops.Put() | ops.Get() | ops.Accumulate():
+            step = op.step if isinstance(op, ops.Send) else None
             axis = step.axis if step else ""
             return Transfer(op.kind, axis, 2, program.view_bytes(op.src), step=step)
-        case Recv():
+        case ops.Recv():
             return Transfer(op.kind, "", 2, program.view_bytes(op.out))
-        case Fence():
+        case ops.Fence():
             assert isinstance(op.over, tuple)
             return Transfer("fence", axis_of(program, op.over), len(op.over), 0)
-        case Exchange():
+        case ops.Exchange():
             return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(program, op.over))
-        case Permute() if not ring_hops(op):
+        case ops.Permute() if not ring_hops(op):
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype)
-        case AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute():
+        case ops.DataCollective():
             return _collective(program, op)
     raise AssertionError(op)
 
 
-def joins_product(op: Matmul) -> bool:
+def joins_product(op: ops.Matmul) -> bool:
     """Return whether a product is one kernel with the one before it in its lane."""
     return op.release is not None and op.release.joins
 
 
-def ring_hops(op: Permute) -> int:
+def ring_hops(op: ops.Permute) -> int:
     """Return the ring distance of a resolved permute in the shorter direction; 0 is a local copy."""
     assert isinstance(op.over, tuple) and isinstance(op.shift, int)
     ahead = op.shift % len(op.over)
     return min(ahead, len(op.over) - ahead)
 
 
-def _collective(
-    program: Program, op: AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
-) -> Transfer:
+def _collective(program: Program, op: ops.DataCollective) -> Transfer:
     assert isinstance(op.over, tuple)
     count = len(op.over)
     size = program.view_bytes(op.src)
     packets, step, hops = 1, None, 1
     match op:
-        case AllGather():
+        case ops.AllGather():
             view, sizes = op.out, part_sizes(op.sizes, op.out.shape[op.dim], count)
             size = box_bytes(program, view.shape, op.dim, max(sizes), op.out.buffer)
-        case ReduceScatter():
+        case ops.ReduceScatter():
             sizes = part_sizes(op.sizes, op.src.shape[op.dim], count)
             size = box_bytes(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
-        case AllToAll():
+        case ops.AllToAll():
             sizes = part_sizes(op.send_sizes, op.src.shape[op.split_dim], count)
             size = box_bytes(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
-        case Broadcast() | Reduce():
+        case ops.Broadcast() | ops.Reduce():
             assert isinstance(op.packets, int)
             packets = op.packets
-            if isinstance(op, Broadcast):  # only the root's src is read; every member's out is written
+            if isinstance(op, ops.Broadcast):  # only the root's src is read; every member's out is written
                 size = program.view_bytes(op.out)
-        case Permute():
+        case ops.Permute():
             step, hops = op.step, ring_hops(op)
-        case AllReduce():
-            pass
     return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step, hops)
 
 
@@ -332,7 +306,7 @@ def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buf
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 
 
-def bytes_moved(program: Program, op: Op, rank: int) -> int:
+def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
     """Return the logical bytes that `rank` moves in an op.
 
     all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter,
@@ -340,29 +314,29 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
     halves, 2 (P - 1) / P of its size. A send counts nothing, because its recv does.
     """
     match op:
-        case AllGather():
+        case ops.AllGather():
             return program.view_bytes(op.out) - program.view_bytes(op.src)
-        case ReduceScatter():
+        case ops.ReduceScatter():
             return program.view_bytes(op.src) - program.view_bytes(op.out)
-        case AllReduce():
+        case ops.AllReduce():
             assert isinstance(op.over, tuple)
             count = len(op.over)
             return 2 * (count - 1) * program.view_bytes(op.src) // count
-        case AllToAll():
+        case ops.AllToAll():
             assert isinstance(op.over, tuple)
             me = op.over.index(rank)
             sizes = part_sizes(op.send_sizes, op.src.shape[op.split_dim], len(op.over))
             total = program.view_bytes(op.src)
             return total - total * sizes[me] // max(sum(sizes), 1)
-        case Broadcast() | Reduce():
+        case ops.Broadcast() | ops.Reduce():
             assert isinstance(op.over, tuple)
-            moved = op.out if isinstance(op, Broadcast) else op.src
+            moved = op.out if isinstance(op, ops.Broadcast) else op.src
             return 0 if op.over[int(op.root)] == rank else program.view_bytes(moved)  # type: ignore[arg-type]
-        case Permute() if not ring_hops(op):
+        case ops.Permute() if not ring_hops(op):
             return 0
-        case Permute() | Recv() | Get():
+        case ops.Permute() | ops.Recv() | ops.Get():
             return program.view_bytes(op.out)
-        case Put() | Accumulate():
+        case ops.Put() | ops.Accumulate():
             return program.view_bytes(op.src)
     return 0
 

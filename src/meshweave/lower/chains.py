@@ -17,7 +17,7 @@ The pass works on the template: position in the chain and neighbours are express
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import ProgramError
@@ -26,6 +26,7 @@ from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
 from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send
 from meshweave.ir.program.release import CollectiveStep
+from meshweave.ir.program.renaming import fresh_name
 from meshweave.ir.program.statements import rewrite, statements_of
 from meshweave.ir.program.views import Range, View
 
@@ -120,7 +121,7 @@ class _ChainLowering:
         self.lanes = dict(program.lane_of)
         self.sums: dict[str, Buffer] = {}
         taken = {statement.var for statement in statements_of(program.body) if isinstance(statement, Repeat)}
-        self.packet = Var(_fresh("packet", taken))
+        self.packet = Var(fresh_name("packet", taken))
 
     def run(self) -> Program:
         """Return the lowered program."""
@@ -247,7 +248,7 @@ class _ChainLowering:
             buffer = self.program.buffer_of[of]
             taken = {*self.program.buffer_of, *(known.name for known in self.sums.values())}
             self.sums[of] = Buffer(
-                _fresh(of + SUMS, taken),
+                fresh_name(of + SUMS, taken),
                 "scratch",
                 buffer.mesh,
                 buffer.dtype,
@@ -285,9 +286,3 @@ def _rank(mesh: Mesh, axis: str, coordinate: Index) -> Index:
     if mesh.ranks == tuple(range(first, first + mesh.num_ranks)):
         return position + first
     return select(mesh.ranks, position)
-
-
-def _fresh(name: str, taken: Collection[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshweave.ir.program import Buffer, Lane, On, Program, Statement
-from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Copy, Matmul, Op, Put
 from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Range, View
@@ -46,7 +46,7 @@ def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Pro
 
 def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHINE_TILES) -> list[Box]:
     """Return the tiles of a region in the order in which they are released."""
-    height, width = (_int(size) for size in (*release.tile, columns, columns)[:2])
+    height, width = (number_of(size) for size in (*release.tile, columns, columns)[:2])
     if not release.tile:
         height, width = max(-(-rows // machine_tiles), 1), columns
     down = [(start, min(start + height, rows)) for start in range(0, rows, max(height, 1))]
@@ -55,13 +55,8 @@ def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHIN
         listed = [(row, column) for column in across for row in down]
     else:
         listed = list(itertools.product(down, across))
-    first = _int(release.first) % max(len(listed), 1)
+    first = number_of(release.first) % max(len(listed), 1)
     return listed[first:] + listed[:first]
-
-
-def _int(value: Index) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 class _Places:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from meshweave.base.lazy import lazy_names
 
 _HOME = {
-    "nn.experts": "DispatchHandle ExpertExchange grouped_product",
+    "nn.experts": "DispatchHandle ExpertExchange",
+    "nn.grouped_product": "grouped_product",
     "nn.fused": "all_gather_linear linear_reduce_scatter",
     "nn.hosted.trainer": "accelerate_config",
     "nn.linear": "universal_linear",
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
     from meshweave.execute.torch.world import join_ranks as join_ranks
     from meshweave.nn.experts import DispatchHandle as DispatchHandle
     from meshweave.nn.experts import ExpertExchange as ExpertExchange
-    from meshweave.nn.experts import grouped_product as grouped_product
     from meshweave.nn.fused import all_gather_linear as all_gather_linear
     from meshweave.nn.fused import linear_reduce_scatter as linear_reduce_scatter
+    from meshweave.nn.grouped_product import grouped_product as grouped_product
     from meshweave.nn.hosted.trainer import accelerate_config as accelerate_config
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul2d import matmul2d as matmul2d

@@ -278,3 +278,11 @@ def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
         for rank in a.mesh.ranks
         for indices_a, indices_b in zip(a.indices(shape, rank), b.indices(shape, rank), strict=True)
     )
+
+
+def kind_text(value: Any) -> str:
+    """Return in words what something is that was given for a tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    name = "DTensor" if hasattr(value, "device_mesh") else "tensor"
+    return f"a {name} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"

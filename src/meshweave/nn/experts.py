@@ -30,6 +30,7 @@ from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import CountedProgram, gathered
 from meshweave.lower import lower_one_sided
+from meshweave.nn.dtensor import kind_text
 from meshweave.nn.parallel.agreed import agree, difference
 from meshweave.nn.products import DTYPES
 
@@ -137,7 +138,7 @@ class ExpertExchange:
         """
         with share_refusal(self.context, self.mesh.ranks, "combine of experts"):
             if not isinstance(handle, DispatchHandle):
-                raise LayoutError(f"combine takes the handle that dispatch returned, not {_kind(handle)}")
+                raise LayoutError(f"combine takes the handle that dispatch returned, not {kind_text(handle)}")
             wanted = sum(handle.rows_per_expert), handle.hidden
             _check_tensor("rows of experts", x, wanted, handle.dtype)
             if gates is None:
@@ -285,32 +286,6 @@ class _CombineRows(torch.autograd.Function):  # type: ignore[misc]
         return bound.outputs["q0"][0, : sum(handle.rows_per_expert)], dgates, None, None
 
 
-def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> Tensor:
-    """Return the product of each group of rows with a matrix of its own, (rows, n), one group after another.
-
-    It is one kernel where torch has one (`torch.nn.functional.grouped_mm`: floats of at most 32 bits, matrices
-    whose rows are multiples of 16 bytes), else a product for each group.
-
-    Args:
-        rows: (rows, k).
-        weights: (groups, k, n).
-        rows_per_group: integers whose sum is that of the rows.
-
-    Raises LayoutError where these do not fit each other.
-    """
-    _check_groups(rows, weights, rows_per_group)
-    _, k, n = weights.shape
-    is_aligned = k * rows.element_size() % 16 == 0 and n * rows.element_size() % 16 == 0
-    if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        ends = torch.tensor(rows_per_group, device=rows.device).cumsum(0).to(torch.int32)
-        product = torch.nn.functional.grouped_mm(rows.contiguous(), weights.contiguous(), offs=ends)
-        if product.requires_grad:  # its gradient reads no expanded tensor
-            product.register_hook(Tensor.contiguous)
-        return product
-    parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
-    return torch.cat([part @ matrix for part, matrix in parts])
-
-
 # --- what is given -------------------------------------------------------------------------------------------
 
 
@@ -333,20 +308,12 @@ def _check_exchange(ranks: Sequence[int], num_experts: int, capacity: int | None
         )
 
 
-def _kind(value: Any) -> str:
-    """Return in words what something is that was given for a tensor."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    name = "DTensor" if hasattr(value, "device_mesh") else "tensor"
-    return f"a {name} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-
-
 def _check_tensor(what: str, value: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Raise LayoutError where `value` is no plain tensor of this shape and dtype."""
     is_plain = isinstance(value, Tensor) and not hasattr(value, "device_mesh")
     if not is_plain or value.shape != shape or value.dtype != dtype:
         words = f"{shape} of {DTYPES[dtype]}"
-        raise LayoutError(f"{what} are {_kind(value)}; those of this dispatch are a tensor {words}")
+        raise LayoutError(f"{what} are {kind_text(value)}; those of this dispatch are a tensor {words}")
 
 
 def _checked_choices(x: Any, choices: Any, num_experts: int) -> NDArray[np.int64]:
@@ -354,7 +321,7 @@ def _checked_choices(x: Any, choices: Any, num_experts: int) -> NDArray[np.int64
     is_plain = isinstance(x, Tensor) and not hasattr(x, "device_mesh")
     if not is_plain or x.ndim != 2 or x.shape[1] < 1 or x.dtype not in DTYPES:
         raise LayoutError(
-            f"tokens are {_kind(x)}; they are a tensor (tokens, hidden) of this rank, of floats or integers"
+            f"tokens are {kind_text(x)}; they are a tensor (tokens, hidden) of this rank, of floats or integers"
         )
     if (
         not isinstance(choices, Tensor)
@@ -364,12 +331,14 @@ def _checked_choices(x: Any, choices: Any, num_experts: int) -> NDArray[np.int64
         or choices.dtype == torch.bool
     ):
         raise LayoutError(
-            f"choices are {_kind(choices)}; they are integers, the experts of each of {x.shape[0]} tokens, "
+            f"choices are {kind_text(choices)}; they are integers, the experts of each of {x.shape[0]} tokens, "
             "(tokens, top_k), -1 for none"
         )
     table: NDArray[np.int64] = choices.detach().to("cpu", torch.int64).numpy()
     if not 1 <= table.shape[1] <= num_experts:
-        raise LayoutError(f"choices are {_kind(choices)}: a token takes 1 to all of {num_experts} experts")
+        raise LayoutError(
+            f"choices are {kind_text(choices)}: a token takes 1 to all of {num_experts} experts"
+        )
     if table.size and (table.min() < -1 or table.max() >= num_experts):
         token, place = np.argwhere((table < -1) | (table >= num_experts))[0]
         raise LayoutError(
@@ -384,22 +353,3 @@ def _checked_choices(x: Any, choices: Any, num_experts: int) -> NDArray[np.int64
             f"token {token} takes expert {ordered[token, place]} twice; add up its gates instead"
         )
     return table
-
-
-def _check_groups(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> None:
-    """Raise LayoutError where groups of rows do not fit their matrices: some rows would have no product."""
-    if (
-        rows.ndim != 2
-        or weights.ndim != 3
-        or rows.shape[1] != weights.shape[1]
-        or rows.dtype != weights.dtype
-    ):
-        raise LayoutError(
-            f"rows are {_kind(rows)} and matrices {_kind(weights)}; rows are (rows, k) and matrices "
-            "(groups, k, n) of one dtype"
-        )
-    sizes = list(rows_per_group)
-    if len(sizes) != weights.shape[0] or any(size < 0 for size in sizes) or sum(sizes) != rows.shape[0]:
-        raise LayoutError(
-            f"groups of {printable(sizes)} rows are not {rows.shape[0]} rows for {weights.shape[0]} matrices"
-        )

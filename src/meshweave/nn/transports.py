@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError, UnsupportedError, require_known
 from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.memory import RemoteMemory, open_memory
@@ -56,11 +56,7 @@ def shared_memory_rates() -> RankRates:
 
 def check_transport(transport: str) -> None:
     """Raise UnsupportedError, which names the known ones, for a transport that is none."""
-    if transport not in TRANSPORTS:
-        raise UnsupportedError(
-            f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}; "
-            f"there are {', '.join(TRANSPORTS)}"
-        )
+    require_known(transport, TRANSPORTS, "there is no transport", UnsupportedError, "there are")
 
 
 class _Memories(dict[tuple[Resolved, tuple[int, ...]], RemoteMemory]):

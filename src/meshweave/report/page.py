@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
@@ -31,14 +31,39 @@ def notes(texts: Sequence[str]) -> str:
     return f"<p>Not in these numbers:</p><ul>{items}</ul>" if items else ""
 
 
-def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], left: Sequence[str]) -> str:
-    """Return an HTML table of `rows` of (class, cells as HTML). `head` is text; columns in `left` align left."""
+def bar(parts: Iterable[tuple[float, str]], whole: float, width: int = 150, height: int = 13) -> str:
+    """Return a bar of stacked (amount, colour), `whole` being all of the width in pixels."""
+    x, boxes = 0.0, []
+    for amount, colour in parts:
+        wide = width * amount / whole if whole else 0.0
+        boxes.append(f'<rect x="{x:.1f}" width="{wide:.1f}" height="{height}" fill="{colour}"/>')
+        x += wide
+    return f'<svg class="bar" width="{width}" height="{height}">{"".join(boxes)}</svg>'
+
+
+def key(colour: str, text: str) -> str:
+    """Return a box of a colour, and what it stands for behind it."""
+    return f'<span class="key" style="background:{colour}"></span>{text}'
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str],
+    kinds: Mapping[int, str] | None = None,
+) -> str:
+    """Return an HTML table of rows of cells as HTML; `head` is text, and columns in `left` align left.
+
+    Args:
+        kinds: the classes of rows, by their numbers.
+    """
+    kinds = kinds or {}
     classes = [' class="l"' if name in left else "" for name in head]
     top = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, head, strict=True))
     lines = "".join(
-        f'<tr class="{kind}">'
+        f'<tr class="{kinds.get(number, "")}">'
         + "".join(f"<td{c}>{cell}</td>" for c, cell in zip(classes, cells, strict=True))
         + "</tr>\n"
-        for kind, cells in rows
+        for number, cells in enumerate(rows)
     )
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{lines}</tbody></table></div>'

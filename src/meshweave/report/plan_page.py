@@ -10,7 +10,7 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.memory import ChipMemory
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.page import notes, page, table
+from meshweave.report.page import bar, key, notes, page, table
 from meshweave.report.timeline import timeline_svg
 
 if TYPE_CHECKING:
@@ -75,20 +75,6 @@ def _lead(explanation: PlanExplanation) -> str:
     return f'<p class="lead">{text}</p>'
 
 
-def _bar(parts: Sequence[tuple[float, str]], whole: float, width: int = 150) -> str:
-    """Stacked bar of (amount, colour), `whole` being all of the width."""
-    x, boxes = 0.0, []
-    for amount, colour in parts:
-        wide = width * amount / whole if whole else 0.0
-        boxes.append(f'<rect x="{x:.1f}" width="{wide:.1f}" height="13" fill="{colour}"/>')
-        x += wide
-    return f'<svg class="bar" width="{width}" height="13">{"".join(boxes)}</svg>'
-
-
-def _key(colour: str, text: str) -> str:
-    return f'<span class="key" style="background:{colour}"></span>{text}'
-
-
 def _algorithms(explanation: PlanExplanation) -> str:
     plan = explanation.plan
     axes = sorted(
@@ -99,13 +85,13 @@ def _algorithms(explanation: PlanExplanation) -> str:
     head = ["algorithm", "mesh", "time", "", "of peak", "exposed", "launch", "transfer", "sync"]
     head += [words[axis.split(".")[-1]] for axis in axes] + ["peak memory", "next best mesh"]
     rows = []
-    for number, c in enumerate(plan.candidates):
+    for c in plan.candidates:
         exposed = _sum(c, "exposed_s")
         cells = [
             escape(explanation.titles[c.algorithm]),
             _shape(c.mesh_shape),
             format_s(c.block_s),
-            _bar([(c.block_s - exposed, _PRODUCT), (exposed, _EXPOSED)], c.block_s, 80),
+            bar([(c.block_s - exposed, _PRODUCT), (exposed, _EXPOSED)], c.block_s, 80),
             f"{100 * c.utilisation:.1f} %",
             format_s(exposed),
             *(format_s(_sum(c, name)) for name in ("launch_s", "transfer_s", "sync_s")),
@@ -113,11 +99,11 @@ def _algorithms(explanation: PlanExplanation) -> str:
             format_bytes(peak_memory_bytes(c)),
             escape(c.runner_up).replace(" is ", ": +").replace(" slower", "") or "-",
         ]
-        rows.append(("best" if number == 0 else "", cells))
+        rows.append(cells)
     return (
         "<h2>Algorithms, each at its best</h2>"
-        + table(head, rows, ("algorithm", "", "next best mesh"))
-        + f'<p class="quiet">{_key(_PRODUCT, "products run")}{_key(_EXPOSED, "exposed: no product runs")}. '
+        + table(head, rows, ("algorithm", "", "next best mesh"), {0: "best"})
+        + f'<p class="quiet">{key(_PRODUCT, "products run")}{key(_EXPOSED, "exposed: no product runs")}. '
         "Of peak: FLOPs over those at the chips' peak. Launch, transfer and sync add up over all communication, "
         "hidden or not, so they may exceed what is exposed. Bytes are those that one chip moves along each mesh "
         "axis; peak memory is that of the product that needs most.</p>"
@@ -126,22 +112,12 @@ def _algorithms(explanation: PlanExplanation) -> str:
 
 def _layers(explanation: PlanExplanation) -> str:
     best = explanation.plan.best
-    head = [
-        "layer",
-        "pass",
-        "dataflow",
-        "M x N x K",
-        "slices",
-        "time",
-        "",
-        "exposed",
-        "peak memory",
-        "next best",
-    ]
+    head = ["layer", "pass", "dataflow", "M x N x K", "slices", "time", "", "exposed"]
+    head += ["peak memory", "next best"]
     longest = max((item.total_s for layer in best.layers for item in layer.passes), default=0.0)
 
     def cells(name: str, item: PassPlan) -> list[str]:
-        bar = _bar([(item.total_s - item.exposed_s, _PRODUCT), (item.exposed_s, _EXPOSED)], longest)
+        times = bar([(item.total_s - item.exposed_s, _PRODUCT), (item.exposed_s, _EXPOSED)], longest)
         return [
             escape(name),
             item.name.replace("_", " "),
@@ -149,24 +125,24 @@ def _layers(explanation: PlanExplanation) -> str:
             f"{item.m} x {item.n} x {item.k}",
             escape(str(item.config).removeprefix("S=")),
             format_s(item.total_s),
-            bar,
+            times,
             format_s(item.exposed_s),
             format_bytes(item.peak_bytes),
             escape(item.runner_up) or "-",
         ]
 
-    rows = [
-        ("group" if number == 0 else "", cells(layer.name if number == 0 else "", item))
-        for layer in best.layers
-        for number, item in enumerate(layer.passes)
-    ]
+    rows: list[list[str]] = []
+    kinds = {}
+    for layer in best.layers:
+        kinds[len(rows)] = "group"
+        rows += [cells("" if number else layer.name, item) for number, item in enumerate(layer.passes)]
     why = "".join(
         f"<li><b>{escape(layer.name)}</b>: {layer.stationary.upper()} stays put, {escape(layer.reason)}.</li>"
         for layer in best.layers
     )
     return (
         f"<h2>Layers with {escape(explanation.titles[best.algorithm])}</h2>"
-        + table(head, rows, ("layer", "pass", "dataflow", "", "next best"))
+        + table(head, rows, ("layer", "pass", "dataflow", "", "next best"), kinds)
         + f"<p>The largest matrix of a layer stays put in all three of its products:</p><ul>{why}</ul>"
     )
 
@@ -184,13 +160,13 @@ def _memory(memory: ChipMemory, cluster: Cluster, best: Candidate) -> str:
         parts = [*zip(amounts, colours, strict=True), (max(0.0, float(have - used)), _FREE)]
         verdict = "fits" if used <= have else f"{format_bytes(used - have)} too much"
         cells = [kinds[kind], *(format_bytes(a) for a in amounts), format_bytes(used), verdict]
-        rows.append(("", [*cells, _bar(parts, widest, 260)]))
+        rows.append([*cells, bar(parts, widest, 260)])
     names = ["weights", "gradients", "Adam", "activations"]
-    keys = "".join(_key(colour, name) for colour, name in zip(colours, names, strict=True))
+    keys = "".join(key(colour, name) for colour, name in zip(colours, names, strict=True))
     return (
         f"<h2>Memory of one chip ({format_bytes(have)})</h2>"
         + table(["activations with", *names, "all", "", " "], rows, ("activations with", "", " "))
-        + f'<p class="quiet">{keys}{_key(_FREE, "free")}. The whole model under 2D tensor parallelism over all '
+        + f'<p class="quiet">{keys}{key(_FREE, "free")}. The whole model under 2D tensor parallelism over all '
         "chips, everything sharded. Weights, gradients and Adam after Rajbhandari et al., ZeRO (2020), section "
         "3.1; activations after Korthikanti et al. (2023), equation 1. The buffers of the products, at most "
         f"{format_bytes(peak_memory_bytes(best))} at a time, shards of their operands included, come on top.</p>"

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from meshweave.base.units import format_bytes, format_s, to_s
-from meshweave.report.page import page, table
+from meshweave.report.page import bar, key, page, table
 from meshweave.report.simulation_picture import draw_rank_timelines
 
 if TYPE_CHECKING:
@@ -65,20 +65,13 @@ def _parts(simulated: SimulatedCase) -> str:
     run, mean = simulated.run, simulated.mean_parts()
     head = ["rank", *(name.removesuffix("_s") for name in mean), "exposed"]
     rows = [
-        (
-            "",
-            [
-                str(rank),
-                *(format_s(value) for value in run.parts(rank).values()),
-                format_s(run.exposed_s(rank)),
-            ],
-        )
+        [str(rank), *map(format_s, run.parts(rank).values()), format_s(run.exposed_s(rank))]
         for rank in simulated.ranks
     ]
-    rows.append(("best", ["mean of all", *(format_s(value) for value in mean.values()), ""]))
+    rows.append(["mean of all", *map(format_s, mean.values()), ""])
     return (
         "<h3>Parts of a rank's time</h3>"
-        + table(head, rows, ("rank",))
+        + table(head, rows, ("rank",), {len(rows) - 1: "best"})
         + '<p class="quiet">Summed over its ops, overlapped or not, so they may exceed the duration. Wait: for '
         "partners that came later. Exposed: no product runs.</p>"
     )
@@ -88,28 +81,22 @@ def _links(simulated: SimulatedCase, count: int) -> str:
     if not simulated.run.links:
         return ""
     classes = [
-        (
-            "",
-            [
-                escape(links.name),
-                str(links.count),
-                _share(links.mean_utilisation),
-                _share(links.max_utilisation),
-                format_bytes(links.carried_bytes),
-            ],
-        )
+        [
+            escape(links.name),
+            str(links.count),
+            _share(links.mean_utilisation),
+            _share(links.max_utilisation),
+            format_bytes(links.carried_bytes),
+        ]
         for links in simulated.link_classes()
     ]
     busiest = [
-        (
-            "",
-            [
-                escape(use.name),
-                _share(use.utilisation),
-                format_bytes(use.carried_bytes),
-                f"{format_bytes(use.rate_bytes_per_s)}/s",
-            ],
-        )
+        [
+            escape(use.name),
+            _share(use.utilisation),
+            format_bytes(use.carried_bytes),
+            f"{format_bytes(use.rate_bytes_per_s)}/s",
+        ]
         for use in simulated.busiest_links(count)
     ]
     return (
@@ -123,42 +110,37 @@ def _links(simulated: SimulatedCase, count: int) -> str:
 
 def _critical(path: CriticalPath) -> str:
     whole = max(path.duration_ps, 1)
-    width, x, boxes = 700, 0.0, []
-    rows = []
-    for name, ps in path.ps_by_category.items():
-        if not ps:
-            continue
-        wide = width * ps / whole
-        boxes.append(f'<rect x="{x:.1f}" width="{wide:.1f}" height="16" fill="{_COLOURS[name]}"/>')
-        x += wide
-        key = f'<span class="key" style="background:{_COLOURS[name]}"></span>{name}'
-        by_axis = "; ".join(f"{axis} {format_s(to_s(t))}" for axis, t in path.transfer_ps_by_axis.items())
-        rows.append(
-            ("", [key, format_s(to_s(ps)), _share(ps / whole), by_axis if name == "transfer" else ""])
-        )
+    parts = {name: ps for name, ps in path.ps_by_category.items() if ps}
+    by_axis = "; ".join(f"{axis} {format_s(to_s(t))}" for axis, t in path.transfer_ps_by_axis.items())
+    rows = [
+        [
+            key(_COLOURS[name], name),
+            format_s(to_s(ps)),
+            _share(ps / whole),
+            by_axis if name == "transfer" else "",
+        ]
+        for name, ps in parts.items()
+    ]
     bounds = [
-        (
-            "",
-            [
-                bound.name,
-                format_s(to_s(bound.time_ps)),
-                f"{path.duration_ps / bound.time_ps:.2f} x",
-                escape(bound.detail),
-            ],
-        )
+        [
+            bound.name,
+            format_s(to_s(bound.time_ps)),
+            f"{path.duration_ps / bound.time_ps:.2f} x",
+            escape(bound.detail),
+        ]
         for bound in path.bounds
         if bound.time_ps
     ]
     shown = path.segments[:MAX_SEGMENTS]
     more = f"<p>And {len(path.segments) - len(shown)} more.</p>" if len(path.segments) > len(shown) else ""
     return (
-        f'<h3>Critical path</h3><svg class="bar" width="{width}" height="16">{"".join(boxes)}</svg>'
+        f"<h3>Critical path</h3>{bar([(ps, _COLOURS[name]) for name, ps in parts.items()], whole, 700, 16)}"
         + table(["part", "time", "share", " "], rows, ("part", " "))
         + f'<p class="quiet">Its steps took {format_s(to_s(path.slowed_ps))} longer than alone on an idle '
         "machine. Below, times that no order of the same products and messages can go below.</p>"
         + table(["bound", "time", "duration over it", "of"], bounds, ("bound", "of"))
         + f"<details><summary>The path's {len(path.segments)} steps</summary>"
-        + table(["rank", "op", "from", "took"], [("", _row(step)) for step in shown], ("op",))
+        + table(["rank", "op", "from", "took"], map(_row, shown), ("op",))
         + f"{more}</details>"
     )
 

@@ -10,24 +10,9 @@ import numpy as np
 from meshweave.cost.calls import call_flops
 from meshweave.ir.columns.op_fields import FLAGS, FLOPS, NBYTES, RATE, Column, OpFields
 from meshweave.ir.columns.template import TemplateColumns
-from meshweave.ir.program import Program
+from meshweave.ir.program import Program, ops
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import (
-    Accumulate,
-    Broadcast,
-    Call,
-    Collective,
-    Exchange,
-    Fence,
-    Get,
-    Matmul,
-    Op,
-    Permute,
-    Put,
-    Reduce,
-    Send,
-)
 from meshweave.ir.work import (
     Compute,
     Transfer,
@@ -64,7 +49,7 @@ class Columns(TemplateColumns):
         self.has_pair_costs = False
         self.exchanges: list[Transfer | None] = []
         self._op_messages: list[int] = []
-        self._ops: list[Op] = []
+        self._ops: list[ops.Op] = []
         super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
@@ -72,14 +57,16 @@ class Columns(TemplateColumns):
         counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
-    def describe_op(self, op: Op) -> None:
+    def describe_op(self, op: ops.Op) -> None:
         """Add an op as written. Raises ProgramError for names that are not declared, or what has no price."""
         super().describe_op(op)
         self._ops.append(op)
         require_local_operands(op)
         self._op_messages.append(self._messages(op))
         self.exchanges.append(self._exchange(op))
-        if isinstance(op, (Get, Put, Accumulate)) or (isinstance(op, Send) and op.step is None):
+        if isinstance(op, (ops.Get, ops.Put, ops.Accumulate)) or (
+            isinstance(op, ops.Send) and op.step is None
+        ):
             self.has_pair_costs = True
 
     def group_price(self, row: Column) -> int:
@@ -98,7 +85,7 @@ class Columns(TemplateColumns):
             self.rated_work.append((work, dtype))
         return self.rated_work.index((work, dtype))
 
-    def note_call_costs(self, op: Call, fields: OpFields) -> None:
+    def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
         """Set FLOPs, bytes and FLOP rate of a call."""
         counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
         number = self.expressions.number
@@ -106,7 +93,7 @@ class Columns(TemplateColumns):
         fields[FLAGS] = _VIEW_BYTES * counts_view_bytes(op)
         fields[RATE] = self.rate(op.work, call_dtype(self.program, op))
 
-    def work_sizes(self, op: Call) -> Sequence[Index]:
+    def work_sizes(self, op: ops.Call) -> Sequence[Index]:
         """Return the sizes that the time of a call may depend on."""
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
@@ -115,25 +102,25 @@ class Columns(TemplateColumns):
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
             op = self._ops[row]
-            if isinstance(op, Matmul):
+            if isinstance(op, ops.Matmul):
                 dtype = self.program.buffer_of[op.a.buffer].dtype
                 work = matmul_work(a, b, c, dtype, num_products)
                 out.append(replace(work, joins=joins_product(op)))
                 continue
-            assert isinstance(op, Call)
+            assert isinstance(op, ops.Call)
             dtype, shape = call_dtype(self.program, op), tuple(sizes[:count])
             out.append(Compute("call", a, b, dtype=dtype, call=op.work, shape=shape, part=op.part))
         return out
 
-    def _exchange(self, op: Op) -> Transfer | None:
-        if not isinstance(op, Exchange):
+    def _exchange(self, op: ops.Op) -> Transfer | None:
+        if not isinstance(op, ops.Exchange):
             return None
         return exchange_work(op, op.over if isinstance(op.over, str) else axis_of(self.program, op.over))
 
-    def _messages(self, op: Op) -> int:
+    def _messages(self, op: ops.Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""
-        if isinstance(op, (Broadcast, Reduce)):
+        if isinstance(op, (ops.Broadcast, ops.Reduce)):
             return op.packets if isinstance(op.packets, int) else _MAX_PACKETS
-        if isinstance(op, Collective) and not isinstance(op, (Permute, Fence, Exchange)):
+        if isinstance(op, ops.Collective) and not isinstance(op, (ops.Permute, ops.Fence, ops.Exchange)):
             return 2 * self.program.group_size(op.over)
         return 1

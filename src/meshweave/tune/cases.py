@@ -12,7 +12,7 @@ from meshweave.algorithms.matmul2d import Matmul2d
 from meshweave.algorithms.matmul2d.common.passes import PassName, pass_problem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
+from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
 from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
@@ -25,7 +25,7 @@ from meshweave.simulate import LinkUse, Simulation, simulate
 from meshweave.simulate.critical import CriticalPath, critical_path
 from meshweave.simulate.rank_timeline import RankTimeline, rank_timeline
 from meshweave.simulate.summary import LinkClass, busiest_links, link_classes, mean_parts
-from meshweave.tune.explain import entry_of, title_of
+from meshweave.tune.explain import entry_of, resized, title_of
 from meshweave.tune.plan import Candidate, Plan
 from meshweave.tune.plan_description import planned_cluster
 from meshweave.tune.product import tune_product
@@ -296,12 +296,7 @@ def _candidate_cases(
 
 def _sized(cluster: Cluster, named: str, num_ranks: int) -> Cluster:
     """Return a cluster for which no number of chips was given at the program's size, if it comes in that size."""
-    if cluster.num_chips == num_ranks or named.rpartition(":")[2].isdecimal():
-        return cluster
-    try:
-        return cluster.with_chips(num_ranks)
-    except DescriptionError:
-        return cluster
+    return cluster if named.rpartition(":")[2].isdecimal() else resized(cluster, num_ranks)
 
 
 def _lowered(case: SimulationCase, lowered_to: LoweredTo) -> SimulationCase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dProblem
@@ -14,9 +15,9 @@ from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.layout.shapes import nearest_mesh_shape
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Program
 from meshweave.simulate import simulate
 from meshweave.trace import Trace
+from meshweave.tune.meshes import formed_shapes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import tune_product
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, unrolled_entry
@@ -133,16 +134,8 @@ def entry_of(candidate: Candidate) -> Matmul2d:
 
 
 def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return every mesh shape of the whole cluster that an algorithm can use, flat ones included."""
-    network, out = cluster.network, []
-    for shape in PRODUCTS_2D[candidate.entry_name].mesh_shapes(cluster.num_chips):
-        try:
-            formed = network.mesh_shapes(len(shape))
-        except LayoutError:
-            continue
-        if shape in formed:
-            out.append(shape)
-    return out
+    """Return every mesh shape of the whole cluster that the algorithm of a candidate can use."""
+    return formed_shapes(PRODUCTS_2D[candidate.entry_name], cluster)
 
 
 def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
@@ -230,7 +223,7 @@ def _timeline(
             shape = nearest_mesh_shape(problem.mesh_shape, _reduced_meshes(entry))
             problem = same_local_product(problem, shape, entry.operand_placements(problem))
         program = entry.program(problem, item.config)
-        trace = simulate(program, _machine(cluster, program)).trace()
+        trace = simulate(program, Machine.of(resized(cluster, len(program.ranks)), program)).trace()
     except MeshweaveError:
         return None
     config = f", {item.config}" if item.config.slice_count > 1 else ""
@@ -273,11 +266,8 @@ def same_local_product(
     return replace(problem, **sizes, mesh_shape=shape)
 
 
-def _machine(cluster: Cluster, program: Program) -> Machine:
-    """Return a machine of as many chips as the program has ranks, where the cluster comes in that size."""
-    if len(program.ranks) == cluster.num_chips:
-        return Machine.of(cluster, program)
-    try:
-        return Machine.of(cluster.with_chips(len(program.ranks)), program)
-    except DescriptionError:
-        return Machine.of(cluster, program)
+def resized(cluster: Cluster, num_ranks: int) -> Cluster:
+    """Return a cluster of as many chips as there are ranks, or as it is where it does not come in that size."""
+    with suppress(DescriptionError):
+        return cluster if num_ranks == cluster.num_chips else cluster.with_chips(num_ranks)
+    return cluster

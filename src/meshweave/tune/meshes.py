@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dProblem
@@ -21,6 +22,16 @@ from meshweave.tune.product import ConfigSearch, OpPrices, SearchCounts
 Shape = tuple[int, ...]
 
 
+def formed_shapes(entry: Matmul2d, cluster: Cluster) -> list[Shape]:
+    """Return every mesh shape of a whole cluster that an algorithm can use, flat ones included."""
+    wanted = entry.mesh_shapes(cluster.num_chips)
+    formed: set[Shape] = set()
+    for dims in {len(shape) for shape in wanted}:
+        with suppress(LayoutError):  # more axes than the network has
+            formed.update(cluster.network.mesh_shapes(dims))
+    return [shape for shape in wanted if shape in formed]
+
+
 class MeshSearchSpace:
     """A cluster with meshes laid on it: machines and prices, each made once for all algorithms."""
 
@@ -31,14 +42,7 @@ class MeshSearchSpace:
 
     def shapes(self, entry: Matmul2d) -> list[Shape]:
         """Return the shapes that algorithm and cluster can form; flat ones where there are no others."""
-        wanted = entry.mesh_shapes(self.cluster.num_chips)
-        formed: set[Shape] = set()
-        for dims in {len(shape) for shape in wanted}:
-            try:
-                formed.update(self.cluster.network.mesh_shapes(dims))
-            except LayoutError:  # more axes than the network has
-                continue
-        both = [shape for shape in wanted if shape in formed]
+        both = formed_shapes(entry, self.cluster)
         return [shape for shape in both if min(shape) > 1] or both
 
     def machine(self, shape: Shape) -> Machine:

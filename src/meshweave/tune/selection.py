@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.matmul2d import Matmul2dConfig
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, require_known
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 
 
@@ -36,10 +36,7 @@ def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
     """Return `names`, all of them layers of the plan. Raises DescriptionError that names the nearest one."""
     known, names = [layer.name for layer in plan.best.layers], tuple(names)
     for name in names:
-        if name not in known:
-            raise DescriptionError(
-                f"the plan has no layer '{name}'{did_you_mean(name, known)}; it has {', '.join(known)}"
-            )
+        require_known(name, known, "the plan has no layer", DescriptionError, "it has")
     return names
 
 
@@ -47,10 +44,7 @@ def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
     """Return the passes of these names, in the order of training. Raises DescriptionError."""
     names = tuple(names)
     for name in names:
-        if name not in PASSES:
-            raise DescriptionError(
-                f"there is no pass '{name}'{did_you_mean(name, PASSES)}; give all or {', '.join(PASSES)}"
-            )
+        require_known(name, PASSES, "there is no pass", DescriptionError, "give all or")
     return tuple(name for name in PASSES if name in names)
 
 
@@ -60,10 +54,7 @@ def select_candidates(plan: Plan, algorithms: Sequence[str] | None) -> list[Cand
         return [plan.best, *plan.candidates[1:]]
     known = [candidate.algorithm for candidate in plan.candidates]
     for name in algorithms:
-        if name not in known:
-            raise DescriptionError(
-                f"the plan has no algorithm '{name}'{did_you_mean(name, known)}; it has {', '.join(known)}"
-            )
+        require_known(name, known, "the plan has no algorithm", DescriptionError, "it has")
     return [plan.candidate(name) for name in algorithms]
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.algorithms.matmul2d.summa import Summa
 from meshweave.algorithms.matmul2d.wang import Wang
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 
 REFERENCE_ALGORITHM = MeshSlice.name
 UNROLLED: dict[str, str] = {f"{base}[S={REFERENCE_ALGORITHM}]": base for base in (Wang.name, Summa.name)}
@@ -37,9 +37,7 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
         UnsupportedError: a name is unknown, or there is none.
     """
     for name in requested:
-        if name not in PRODUCTS_2D and name not in UNROLLED:
-            known = (*PRODUCTS_2D, *UNROLLED)
-            raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
+        require_known(name, (*PRODUCTS_2D, *UNROLLED), "there is no algorithm", UnsupportedError)
     if not requested:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(PRODUCTS_2D)}")
     implied = [
@@ -60,4 +58,4 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
         slices = (1,) * counts[sizes_of(problem)]
         yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
 
-    return Restricted(base, name, candidates)
+    return restricted(base, name, candidates)

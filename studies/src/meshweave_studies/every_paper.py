@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave_studies import papers
 from meshweave_studies.alpacomm.readings import READINGS as ALPACOMM_READINGS
 from meshweave_studies.atp.readings import READINGS as ATP_READINGS
@@ -64,10 +64,7 @@ def runs_of(names: Sequence[str] = ()) -> tuple[PaperRun, ...]:
     runs = tuple(every_run())
     known = list(dict.fromkeys(run.paper for run in runs))
     for name in names:
-        if name not in known:
-            raise UnsupportedError(
-                f"there is no paper '{printable(name)}'{did_you_mean(name, known)}; papers: {', '.join(known)}"
-            )
+        require_known(name, known, "there is no paper", UnsupportedError, "papers:")
     return tuple(run for run in runs if not names or run.paper in names)
 
 

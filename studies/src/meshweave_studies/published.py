@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any, Generic, Protocol, TypeVar
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.base.progress import Progress, no_progress
 from meshweave_studies.verdict import JudgedRow, Listed, OurValue, Tolerance, tolerance_of
 
@@ -135,10 +135,7 @@ def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[Publi
     """Return the rows with these ids, or all if none is named. Raises UnsupportedError for an unknown id."""
     known = [row.id for row in rows]
     for name in ids:
-        if name not in known:
-            raise UnsupportedError(
-                f"there is no row '{printable(name)}'{did_you_mean(name, known)}; rows: {', '.join(known)}"
-            )
+        require_known(name, known, "there is no row", UnsupportedError, "rows:")
     return tuple(row for row in rows if not ids or row.id in ids)
 
 
@@ -159,11 +156,7 @@ StudyT = TypeVar("StudyT")
 
 def reading_named(readings: Mapping[str, ReadingT], name: str) -> ReadingT:
     """Return the reading of a paper that has this name. Raises UnsupportedError for an unknown one."""
-    if name not in readings:
-        raise UnsupportedError(
-            f"there is no reading '{printable(name)}'{did_you_mean(name, readings)}; "
-            f"readings: {', '.join(readings)}"
-        )
+    require_known(name, readings, "there is no reading", UnsupportedError, "readings:")
     return readings[name]
 
 

@@ -60,7 +60,7 @@ def html(reproduction: Reproduction) -> str:
         colour = _COLOURS.get(row.verdict, "#5a6673")
         spans = [escape(cell) for cell in cells(row)]
         spans[HEAD.index("verdict")] = f'<span style="color:{colour}">{escape(row.verdict)}</span>'
-        lines.append(("", [f'<span style="white-space:normal">{span}</span>' for span in spans]))
+        lines.append([f'<span style="white-space:normal">{span}</span>' for span in spans])
     left = ("what", "model", "unit", "verdict", "where", "remark")
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -74,7 +74,7 @@ def html(reproduction: Reproduction) -> str:
         parts.append(f"<h2>Figure {figure.number}: {escape(figure.title)}</h2>")
         svgs = pictures(figure)
         for panel in figure.panels:
-            body = [("", [escape(_cell(cell)) for cell in row]) for row in panel.rows]
+            body = [[escape(_cell(cell)) for cell in row] for row in panel.rows]
             data = table(panel.columns, body, panel.columns[:1])
             parts.append(f'<div class="wide">{svgs[panel.model]}</div>')
             notes = "".join(f'<p class="quiet">{escape(note)}</p>' for note in panel.notes)
@@ -87,7 +87,7 @@ def html(reproduction: Reproduction) -> str:
 def _orderings(reproduction: Reproduction) -> str:
     if not reproduction.orderings:
         return ""
-    lines = [("", [escape(cell) for cell in ordering_cells(one)]) for one in reproduction.orderings]
+    lines = [list(map(escape, ordering_cells(one))) for one in reproduction.orderings]
     return f"<h2>Orderings</h2>{table(ORDERINGS_HEAD, lines, ('ordering', 'where', 'not in'))}"
 
 

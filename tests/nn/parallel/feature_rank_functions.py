@@ -229,7 +229,9 @@ def _fsdp(mesh: DeviceMesh) -> float:
         fully_shard(block, mesh=both["dp"])
     fully_shard(made.module, mesh=both["dp"])
     tokens, targets = _batch()
-    own = (part.chunk(2)[both["dp"].get_local_rank()] for part in (tokens, targets))
+    own = [part.chunk(2)[both["dp"].get_local_rank()] for part in (tokens, targets)]
+    made.step(*own)
+    made.module.zero_grad()  # a second step, whose weights FSDP2 gathers into the memory of the first
     made.step(*own)
     nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten()).backward()
     theirs = {name: p.grad for name, p in whole.named_parameters()}

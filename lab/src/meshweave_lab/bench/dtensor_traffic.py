@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.base.errors import LayoutError, UnsupportedError, require_known
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -116,8 +116,7 @@ def dtensor_traffics(
             DTensor issues a collective that is not known here; or this torch lacks the parts of DTensor that are
             used.
     """
-    if dtype not in DTYPES:
-        raise LayoutError(f"unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
+    require_known(dtype, DTYPES, "unknown dtype", LayoutError)
     mesh = Mesh.of("mesh", tuple(mesh_shape), tuple(f"x{i}" for i in range(len(mesh_shape))))
     by_rank = []
     with _without_warnings():

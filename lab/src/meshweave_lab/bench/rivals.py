@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.algorithms.matmul2d.common.restricted import restricted
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
@@ -164,4 +164,4 @@ def _tapered_only(entry: Matmul2d) -> Matmul2d:
     def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
         return (config for config in entry.candidates(problem) if len(set(config.slices)) > 1)
 
-    return Restricted(entry, entry.name, candidates)
+    return restricted(entry, entry.name, candidates)

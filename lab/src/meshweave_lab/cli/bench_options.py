@@ -12,7 +12,7 @@ import typer
 from meshweave.algorithms.matmul2d import DATAFLOWS, Dataflow
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
 from meshweave.algorithms.table import PRODUCTS_2D
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
+from meshweave.base.errors import DescriptionError, LayoutError, printable, require_known
 from meshweave.cli.options import JSON_HELP, OutputOption, read_algorithms, read_mesh, read_slices
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
@@ -218,9 +218,7 @@ def read_passes(text: str) -> tuple[PassName, ...]:
     if not names:
         raise LayoutError(f"no pass named; give all or some of {', '.join(PASSES)}")
     for name in names:
-        if name not in PASSES:
-            hint = did_you_mean(name, PASSES)
-            raise LayoutError(f"there is no pass '{printable(name)}'{hint}; give all or {', '.join(PASSES)}")
+        require_known(name, PASSES, "there is no pass", LayoutError, "give all or")
     return tuple(name for name in PASSES if name in names)
 
 

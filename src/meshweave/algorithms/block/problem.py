@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.roles import Side
-from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.architecture import Norm as NormKind
@@ -142,8 +142,7 @@ class BlockProblem:
             )
         for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
-            if word not in known:
-                raise LayoutError(f"block: unknown {name} '{word}'{did_you_mean(word, known)}")
+            require_known(word, known, f"block: unknown {name}", LayoutError)
 
     @classmethod
     def of(

@@ -20,39 +20,17 @@ from meshweave.algorithms.block.writer import (
     Stored,
     Tensors,
     TimedWork,
+    WeightTensors,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import (
-    FULL,
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Buffer,
-    Call,
-    Copy,
-    Include,
-    Lane,
-    Matmul,
-    Op,
-    Permute,
-    Range,
-    ReduceScatter,
-    Repeat,
-    Statement,
-    Submesh,
-    Var,
-    View,
-    When,
-    Zero,
-)
+from meshweave.ir import program as ir
 from meshweave.ir.program.expressions import Index, minimum
 
-CHUNK = Var("k")
+CHUNK = ir.Var("k")
 """The number of the chunk, in loops over chunks."""
-TURN = Var("t")
+TURN = ir.Var("t")
 """The number of the turn, in loops of a ring."""
 ARRIVES = ""
 """In place of a lane: what the first ops of a program wait for."""
@@ -68,23 +46,23 @@ class ProgramWriter(BlockWriter):
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
-        self.buffers: dict[str, Buffer] = {}
-        self.statements: list[Statement] = []
+        self.buffers: dict[str, ir.Buffer] = {}
+        self.statements: list[ir.Statement] = []
         self._lanes: dict[str, None] = {COMPUTE: None}
         self._batch = extent(mesh, Side("batch", problem.batch), batch_dims)
-        self._awaited: dict[str, tuple[View, ...]] = {}
-        self._written: dict[str, tuple[View, ...]] = {}
+        self._awaited: dict[str, tuple[ir.View, ...]] = {}
+        self._written: dict[str, tuple[ir.View, ...]] = {}
         self._begun: set[str] = set()
         self._fresh: set[str] = set()
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[ir.Lane, ...]:
         """Return the lanes that ops use, compute first."""
-        return tuple(map(Lane, self._lanes))
+        return tuple(map(ir.Lane, self._lanes))
 
     def _declare(self, stored: Stored, kind: Kind) -> None:
         layout = layout_of(self.mesh, stored.sides, stored.dims)
-        self.buffers[stored.buffer] = Buffer(
+        self.buffers[stored.buffer] = ir.Buffer(
             stored.buffer, kind, self.mesh.name, stored.dtype, stored.tensor, layout
         )
 
@@ -96,44 +74,44 @@ class ProgramWriter(BlockWriter):
             else extent(self.mesh, side, stored.dims)
             for side in stored.sides
         )
-        self.buffers[stored.buffer] = Buffer(
+        self.buffers[stored.buffer] = ir.Buffer(
             stored.buffer, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=slots
         )
 
     # --- chunks -------------------------------------------------------------------------------------------------
 
-    def _chunk_range(self, unit: int) -> Range:
+    def _chunk_range(self, unit: int) -> ir.Range:
         """Return the part of a batch dim that is chunk number `CHUNK` of what a rank has; `unit` is a sequence."""
         if self.num_chunks == 1:
-            return FULL
+            return ir.FULL
         start: Index = self.chunk * CHUNK
         stop: Index = start + self.chunk
         if not isinstance(self._batch, int):
             start = minimum(self._batch, start)
         if not isinstance(self._batch, int) or self._batch % self.chunk:
             stop = minimum(self._batch, stop)
-        return Range(start * unit, stop * unit)
+        return ir.Range(start * unit, stop * unit)
 
-    def _view(self, stored: Stored) -> View:
+    def _view(self, stored: Stored) -> ir.View:
         """Return the part of a buffer that belongs to the chunk, or all of it where there are no tokens."""
-        return View(
+        return ir.View(
             stored.buffer, tuple(self._selector(side, stored.window) for side in stored.sides), stored.slot
         )
 
-    def _selector(self, side: Side, window: SequenceWindow | None) -> Range:
+    def _selector(self, side: Side, window: SequenceWindow | None) -> ir.Range:
         if side.dim == "batch":
             return self._chunk_range(side.unit)
         if side.dim != "sequence" or window is None:
-            return FULL
+            return ir.FULL
         first: Index = 0
         if window.is_whole:
             run = largest_extent(self.mesh, side, window.dims)
             first = minimum(run * self._turned(window), side.size)
-        return Range(first, first + self._extent_in(side, window))
+        return ir.Range(first, first + self._extent_in(side, window))
 
     def _turned(self, window: SequenceWindow) -> Index:
         """Return the coordinate of the rank that a window belongs to."""
-        return (Var(self._over(window.axis)) + window.turn) % self.mesh.shape[window.axis]
+        return (ir.Var(self._over(window.axis)) + window.turn) % self.mesh.shape[window.axis]
 
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index:
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
@@ -145,14 +123,14 @@ class ProgramWriter(BlockWriter):
             return extent(self.mesh, side, dims)
         return chunk.stop - chunk.start
 
-    def _do(self, op: Op) -> None:
+    def _do(self, op: ir.Op) -> None:
         self._wait(op.lane, op.reads)
         self._body.append(op)
         self._note(op.lane, op.writes)
 
     def _end_loop(self) -> None:
         if self._body and self.num_chunks > 1:
-            self.statements.append(Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
+            self.statements.append(ir.Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
         else:
             self.statements.extend(self._body)
         self._body = []
@@ -174,10 +152,10 @@ class ProgramWriter(BlockWriter):
         if self._written:
             self._begin_site(self._written)
 
-    def _begin_site(self, awaited: dict[str, tuple[View, ...]]) -> None:
+    def _begin_site(self, awaited: dict[str, tuple[ir.View, ...]]) -> None:
         self._awaited, self._written, self._begun, self._fresh = awaited, {}, set(), set()
 
-    def _wait(self, lane: str, reads: Iterable[View]) -> None:
+    def _wait(self, lane: str, reads: Iterable[ir.View]) -> None:
         """Let an op wait for the site before, where it is the first of its own site in a lane."""
         if not self.is_by_sites or lane in self._begun:
             return
@@ -186,19 +164,19 @@ class ProgramWriter(BlockWriter):
         read = dict.fromkeys(reads)
         if views.keys() <= read.keys() or any(view.buffer in self._fresh for view in read):
             return
-        self.statements.append(Call(fn=NEXT_SITE, outs=(), ins=tuple(views), lane=lane, name="next site"))
+        self.statements.append(ir.Call(fn=NEXT_SITE, outs=(), ins=tuple(views), lane=lane, name="next site"))
 
-    def _note(self, lane: str, writes: Iterable[View]) -> None:
+    def _note(self, lane: str, writes: Iterable[ir.View]) -> None:
         """Note what the op that was written last in a lane writes."""
         self._lanes[lane] = None
         if self.is_by_sites:
             self._written[lane] = tuple(map(self._all_chunks, writes))
             self._fresh.update(view.buffer for view in self._written[lane])
 
-    def _all_chunks(self, view: View) -> View:
+    def _all_chunks(self, view: ir.View) -> ir.View:
         if self.num_chunks == 1:
             return view
-        return replace(view, selectors=(FULL, *view.selectors[1:]))
+        return replace(view, selectors=(ir.FULL, *view.selectors[1:]))
 
     # --- compute ------------------------------------------------------------------------------------------------
 
@@ -207,17 +185,10 @@ class ProgramWriter(BlockWriter):
     ) -> None:
         """Add a call of a function on the chunk."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
-        self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
+        self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
     def timed(
-        self,
-        lane: str,
-        work_of: TimedWork,
-        outs: Tensors,
-        ins: Tensors,
-        *,
-        parameters: Tensors = (),
-        gradients: Tensors = (),
+        self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
         """Add a call of the work, or an exchange that takes its price: that of the rank with the most copies.
 
@@ -231,17 +202,15 @@ class ProgramWriter(BlockWriter):
             raise UnsupportedError("ranks of a layer with experts or latent attention have different tokens")
         ranks = self.problem.experts
         works = [work_of(tokens, load=load) for load in ranks.loads] if ranks is not None else []
-        written, read = (
-            tuple(map(self._view, (*outs, *gradients))),
-            tuple(map(self._view, (*ins, *parameters))),
-        )
+        parameters, gradients = beside
+        written, read = (tuple(map(self._view, each)) for each in (outs + gradients, ins + parameters))
         self._do(timed_op(works or [work_of(tokens)], TIMED_LANES.get(lane, lane), written, read))
 
     def _matmul(
         self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
         self._do(
-            Matmul(
+            ir.Matmul(
                 out=self._view(out),
                 a=self._view(a),
                 b=self._view(b),
@@ -262,39 +231,39 @@ class ProgramWriter(BlockWriter):
             self._wait(lane, ())
         for lane, _ in lanes:
             self._note(lane, (self._view(out),))
-        own: tuple[Index, ...] = tuple(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2])
-        here = (*own, FULL, FULL)
-        meshes = ((program.meshes[0].name, Submesh(mesh, here)),)
-        self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
+        own: tuple[Index, ...] = tuple(ir.Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2])
+        here = (*own, ir.FULL, ir.FULL)
+        meshes = ((program.meshes[0].name, ir.Submesh(mesh, here)),)
+        self._body.append(ir.Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""
-        self._do(Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
+        self._do(ir.Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
 
     def zero(self, out: Stored) -> None:
         """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
-        op = Zero(out=self._view(out), lane=COMPUTE)
+        op = ir.Zero(out=self._view(out), lane=COMPUTE)
         self._wait(COMPUTE, ())
         (self._body if out.has_tokens else self.statements).append(op)
         self._note(COMPUTE, op.writes)
 
     def copy(self, out: Stored, src: Stored) -> None:
         """Add out = src on the chunk."""
-        self._do(Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
+        self._do(ir.Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
 
     def turns(self, count: int) -> Iterator[Index]:
         """Yield the number of each turn of a loop inside that over chunks, or one name for all of them."""
         outer, self._body = self._body, []
         yield TURN
         inner, self._body = self._body, outer
-        self._body.append(Repeat(TURN.name, count, tuple(inner)))
+        self._body.append(ir.Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
         """Send `src` to the rank before this one along an axis and receive `out` from that after it."""
         name = self._lane(axis, lane)
-        op = Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)
+        op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)
         self._lanes[name] = None
-        self._body.append(op if when == 1 else When(when, (op,)))
+        self._body.append(op if when == 1 else ir.When(when, (op,)))
 
     # --- moving -------------------------------------------------------------------------------------------------
 
@@ -306,22 +275,24 @@ class ProgramWriter(BlockWriter):
 
     def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         both = self._view(stored)
-        self._do(AllReduce(out=both, src=both, op=op, over=self._over(axis), lane=lane))
+        self._do(ir.AllReduce(out=both, src=both, op=op, over=self._over(axis), lane=lane))
 
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
         sizes = self._sizes(src.sides, dim, out.dims, axis)
         written, read = self._view(out), self._view(src)
-        self._do(ReduceScatter(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane))
+        self._do(
+            ir.ReduceScatter(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane)
+        )
 
     def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
         sizes = self._sizes(src.sides, dim, src.dims, axis)
         written, read = self._view(out), self._view(src)
-        self._do(AllGather(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane))
+        self._do(ir.AllGather(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane))
 
     def _all_to_all(self, out: Stored, src: Stored, axis: int, dims: tuple[int, int], lane: str) -> None:
         split, joined = dims
         self._do(
-            AllToAll(
+            ir.AllToAll(
                 out=self._view(out),
                 src=self._view(src),
                 split_dim=split,
@@ -336,8 +307,8 @@ class ProgramWriter(BlockWriter):
     def _take(self, out: Stored, src: Stored, axis: int, dim: int) -> None:
         side = src.sides[dim]
         run = largest_extent(self.mesh, side, out.dims)
-        start = minimum(run * Var(self._over(axis)), extent(self.mesh, side, src.dims))
+        start = minimum(run * ir.Var(self._over(axis)), extent(self.mesh, side, src.dims))
         whole = self._view(src)
-        part = Range(start, start + extent(self.mesh, side, out.dims))
+        part = ir.Range(start, start + extent(self.mesh, side, out.dims))
         selectors = (*whole.selectors[:dim], part, *whole.selectors[dim + 1 :])
-        self._do(Copy(out=self._view(out), src=replace(whole, selectors=selectors), lane=COMPUTE))
+        self._do(ir.Copy(out=self._view(out), src=replace(whole, selectors=selectors), lane=COMPUTE))

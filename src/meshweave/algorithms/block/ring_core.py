@@ -39,15 +39,11 @@ class RingCore:
         self.own_keys = self._scratch(names["keys"], 2 * node.width)
         self.queries = self._scratch(names["queries"], width)
 
-    def _scratch(
-        self, tensor: str, width: int, dtype: str = "", buffer: str = "", slots: int = 1, slot: Index = 0
-    ) -> Stored:
+    def _scratch(self, tensor: str, width: int, dtype: str = "", buffer: str = "") -> Stored:
         """Return scratch for what this rank has of a tensor of so many columns per group of heads."""
         sides: Sides = (*self.inner.sides[:2], Side("inner", self.at.node.groups, width))
-        stored = Stored(
-            buffer or tensor.lower(), tensor, sides, self.inner.dims, dtype or self.inner.dtype, slot
-        )
-        return self.writer.scratch(stored, slots)
+        stored = Stored(buffer or tensor.lower(), tensor, sides, self.inner.dims, dtype or self.inner.dtype)
+        return self.writer.scratch(stored)
 
     def _travelling(self, tensor: str, turn: Index) -> Stored:
         """Return what is here in a turn of something that goes round: one of two slots."""

@@ -23,6 +23,7 @@ from meshweave.algorithms.block.writer import (
     Stored,
     Tensors,
     TimedWork,
+    WeightTensors,
 )
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
@@ -238,17 +239,10 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, work_of, ins, outs)
 
     def timed(
-        self,
-        lane: str,
-        work_of: TimedWork,
-        outs: Tensors,
-        ins: Tensors,
-        *,
-        parameters: Tensors = (),
-        gradients: Tensors = (),
+        self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
         """Add work that grows with the tokens that a rank has of the first input; nothing waits for parameters."""
-        del parameters, gradients
+        del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
 

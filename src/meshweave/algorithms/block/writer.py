@@ -72,6 +72,10 @@ Tensors = tuple[Stored, ...]
 """What an op reads, or writes."""
 
 
+WeightTensors = tuple[Tensors, Tensors]
+"""Parameters, and gradients of parameters."""
+
+
 class TimedWork(Protocol):
     """Returns the work of so many tokens, of a rank whose experts get `load` times the average, if given."""
 
@@ -186,19 +190,12 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def timed(
-        self,
-        lane: str,
-        work_of: TimedWork,
-        outs: Tensors,
-        ins: Tensors,
-        *,
-        parameters: Tensors = (),
-        gradients: Tensors = (),
+        self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
         """Add work without values that grows with the tokens that a rank has of the first input.
 
         Args:
-            parameters, gradients: what it reads and makes besides.
+            beside: the parameters that it reads and the gradients of parameters that it makes.
         """
 
     def matmul(

@@ -197,11 +197,9 @@ def build(
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def build_skeleton(
-    problem: Matmul2dProblem, slices: Slices, placements: Placements | None = None
-) -> Skeleton:
+def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
     """Return the skeleton of `build` on rank (0, 0), which by the chunk rule has the largest shards."""
-    return Skeleton.of_runs(runs(problem, slices, placements or two_d_placements(problem)))
+    return Skeleton.of_runs(runs(problem, slices, two_d_placements(problem)))
 
 
 def runs(

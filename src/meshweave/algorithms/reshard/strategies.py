@@ -8,7 +8,7 @@ from meshweave.algorithms.reshard.broadcast import ChainBroadcast
 from meshweave.algorithms.reshard.gather import GlobalAllGather, LocalAllGather
 from meshweave.algorithms.reshard.multicast import Strategy
 from meshweave.algorithms.reshard.send_recv import SendRecv
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -23,8 +23,5 @@ def check_known(name: str, table: Iterable[str], what: str) -> str:
         UnsupportedError: the table has no such name; the error lists those that it has.
     """
     names = list(table)
-    if name not in names:
-        raise UnsupportedError(
-            f"there is no {what} '{name}'{did_you_mean(name, names)}; known: {', '.join(names)}"
-        )
+    require_known(name, names, f"there is no {what}", UnsupportedError, "known:")
     return name

@@ -25,7 +25,7 @@ from meshweave.algorithms.step.stacks import default_stack, load_stack
 from meshweave.algorithms.step.stage_layers import rank_layers
 from meshweave.algorithms.step.stages import stages_of
 from meshweave.base.deprecated import renamed_keyword
-from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import to_s
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import ModelSource, Transformer, load_model
@@ -101,10 +101,7 @@ def step(
         DescriptionError: a model or cluster is unknown.
     """
     for name in options:
-        if name not in StepOptions.__annotations__:
-            raise LayoutError(
-                f"a step has no option '{name}'{did_you_mean(name, sorted(StepOptions.__annotations__))}"
-            )
+        require_known(name, sorted(StepOptions.__annotations__), "a step has no option", LayoutError)
     of_problem: dict[str, Any] = {}
     degrees: dict[str, Any] = {}
     for name, value in options.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
 
@@ -47,8 +47,7 @@ class UniversalProblem:
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k) < 0:
             raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must not be negative")
-        if self.dtype not in DTYPES:
-            raise LayoutError(f"unknown dtype '{self.dtype}'{did_you_mean(self.dtype, DTYPES)}")
+        require_known(self.dtype, DTYPES, "unknown dtype", LayoutError)
         ranks = set(self.a.mesh.ranks)
         for operand in OPERANDS:
             layout = self.layout(operand)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, did_you_mean, require_known
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.links import require_at_least
 from meshweave.describe.machine.runtime import RUNTIMES, Runtime
@@ -92,11 +92,9 @@ class Chip:
         require_at_least(
             f"chip {self.name}", 0, pack_launch_s=self.pack_launch_s, pack_bytes_per_s=self.pack_bytes_per_s
         )
-        if self.runtime not in RUNTIMES:
-            raise DescriptionError(
-                f"chip {self.name}: there is no runtime '{self.runtime}'{did_you_mean(self.runtime, RUNTIMES)}; "
-                f"there are {', '.join(RUNTIMES)}"
-            )
+        require_known(
+            self.runtime, RUNTIMES, f"chip {self.name}: there is no runtime", DescriptionError, "there are"
+        )
         if self.accumulate_share > 1:
             raise DescriptionError(
                 f"chip {self.name}: accumulate_share is {self.accumulate_share}; give a share from 0 to 1"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.base.errors import DescriptionError, LayoutError, require_known
 
 COMM_KINDS = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
@@ -136,11 +136,7 @@ class NetworkAxis:
 
 
 def _known_kind(kind: str) -> None:
-    if kind not in COMM_KINDS:
-        raise DescriptionError(
-            f"unknown kind of communication '{kind}'{did_you_mean(kind, COMM_KINDS)}; "
-            f"known: {', '.join(COMM_KINDS)}"
-        )
+    require_known(kind, COMM_KINDS, "unknown kind of communication", DescriptionError, "known:")
 
 
 def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:

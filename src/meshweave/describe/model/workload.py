@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, require_known
 from meshweave.base.units import DTYPES
 from meshweave.describe.files import format_value
 
@@ -26,11 +26,7 @@ class Workload:
                 raise DescriptionError(f"workload: {key} is {size}; give at least 1")
             if size > MAX_SIZE:
                 raise DescriptionError(f"workload: {key} is {format_value(size)}; give at most {MAX_SIZE}")
-        if self.dtype not in DTYPES:
-            raise DescriptionError(
-                f"workload: unknown dtype '{self.dtype}'{did_you_mean(self.dtype, DTYPES)}; "
-                f"known: {', '.join(DTYPES)}"
-            )
+        require_known(self.dtype, DTYPES, "workload: unknown dtype", DescriptionError, "known:")
 
     @property
     def tokens(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import Matmul
 from meshweave.ir.program.release import Release
 from meshweave.lower.tiles import Box, tiles
@@ -63,7 +64,7 @@ def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> 
         return tiles(rows, columns, replace(release, tile=(block.rows, block.columns)))
     listed = _blocks(rows, columns, block)
     listed.sort(key=lambda box: (box[0][0] // (block.rows * _GROUP), box[1], box[0]))
-    first = _int(release.first) % max(len(listed), 1)
+    first = number_of(release.first) % max(len(listed), 1)
     return listed[first:] + listed[:first]
 
 
@@ -81,7 +82,7 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
     most = [1, 1]
     for *sizes, release in shapes:
         for dim in (0, 1):
-            tile = _int(release.tile[dim]) if len(release.tile) > dim else sizes[dim]
+            tile = number_of(release.tile[dim]) if len(release.tile) > dim else sizes[dim]
             most[dim] = max(most[dim], min(sizes[dim], tile))
     return BLOCKS[element_bytes].fitted(most[0], most[1], depth)
 
@@ -100,8 +101,3 @@ def num_tiles(op: Matmul, block: Block) -> int:
 def _sizes(op: Matmul) -> tuple[int, int]:
     rows, columns = op.out.shape
     return rows, columns
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value

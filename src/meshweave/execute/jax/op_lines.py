@@ -11,22 +11,7 @@ from meshweave.execute.jax.devices import DeviceGroup, DeviceMesh, quoted
 from meshweave.execute.jax.turns import Number, NumberTexts, Point, Turn
 from meshweave.execute.jax.views import WIDER, HeldBuffer, Views, ViewUse
 from meshweave.ir.analysis.shapes import part_sizes
-from meshweave.ir.program import Program
-from meshweave.ir.program.ops import (
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Call,
-    Copy,
-    Matmul,
-    Op,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Zero,
-)
+from meshweave.ir.program import Program, ops
 from meshweave.ir.program.statements import Statement
 from meshweave.ir.program.views import View
 
@@ -57,7 +42,7 @@ class OpWriter:
         self.lines: list[str] = []
         self.calls: dict[str, None] = {}
         self._depth = 0
-        self._template: Op | None = None
+        self._template: ops.Op | None = None
         self._turns: Sequence[Turn] = ()
         self._resolved: dict[tuple[int, int], Any] = {}
         self._active = ""
@@ -69,7 +54,7 @@ class OpWriter:
 
     # --- ops ------------------------------------------------------------------------------------------
 
-    def _op(self, op: Op, turns: Sequence[Turn], active: str) -> None:
+    def _op(self, op: ops.Op, turns: Sequence[Turn], active: str) -> None:
         turns = [turn for turn in turns if turn.ranks]
         self._template, self._turns, self._active = op, turns, active
         try:
@@ -82,32 +67,30 @@ class OpWriter:
             raise type(error)(f"{op.title}: {error}") from None
         self._write_resolved(op)
 
-    def _write_resolved(self, op: Op) -> None:
+    def _write_resolved(self, op: ops.Op) -> None:
         """Write an op whose turns and numbers are known."""
         try:
             self._write_op(op)
         except (ProgramError, UnsupportedError) as error:
             raise type(error)(f"{op.title}: {error}") from None
 
-    def _write_op(self, op: Op) -> None:
+    def _write_op(self, op: ops.Op) -> None:
         match op:
-            case Matmul():
+            case ops.Matmul():
                 self._matmul(op)
-            case Copy(release=release):
+            case ops.Copy(release=release):
                 is_added = release is not None and release.update
                 before = f"{self._read('out')} + " if is_added else ""
                 self._store("out", f"{before}{self._read('src')}", self._dtype(op.src))
-            case Add():
+            case ops.Add():
                 self._store("out", f"{self._read('out')} + {self._read('src')}", self._dtype(op.out))
-            case Zero():
+            case ops.Zero():
                 shape = ", ".join(str(size) for size in self._shape("out"))
                 held = self.views.held[op.out.buffer]
                 self._store("out", f"jnp.zeros(({shape},), {quoted(held.dtype)})", held.dtype)
-            case Call():
+            case ops.Call():
                 self._call(op)
-            case (
-                AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute()
-            ):
+            case ops.DataCollective():
                 self._collective(op)
             case _:
                 raise UnsupportedError(f"jax has no form for {op.kind}")
@@ -127,7 +110,7 @@ class OpWriter:
 
     def _store(self, name: str, value: str, dtype: str, number: int | None = None) -> None:
         access = self._access(name, number)
-        later = any(view == access.view for op in self._later if isinstance(op, Op) for view in op.reads)
+        later = any(view == access.view for op in self._later if isinstance(op, ops.Op) for view in op.reads)
         for text in self.views.write(access, value, dtype, self._active, is_read_later=later):
             self.line(text)
 
@@ -149,7 +132,7 @@ class OpWriter:
 
     # --- compute --------------------------------------------------------------------------------------
 
-    def _matmul(self, op: Matmul) -> None:
+    def _matmul(self, op: ops.Matmul) -> None:
         waits = "*arrived, last" if self.in_order else ""
         args = [self._read("a", waits=waits), self._read("b")]
         held = self.views.held[op.out.buffer]
@@ -182,7 +165,7 @@ class OpWriter:
         value: int = self._resolved[turn, rank].args[number]
         return value
 
-    def _call(self, op: Call) -> None:
+    def _call(self, op: ops.Call) -> None:
         """Write a call. Ranks with unequal shapes are classes, each of which calls with its own."""
         if op.stash or op.part == "free":
             raise UnsupportedError("jax has no form for stashes of calls")
@@ -225,22 +208,22 @@ class OpWriter:
             self._store("out", self._read("src"), self._dtype(op.src))
             return
         match op:
-            case AllGather():
+            case ops.AllGather():
                 value = self._all_gather(op, group, keywords)
-            case ReduceScatter():
+            case ops.ReduceScatter():
                 value = self._reduce_scatter(op, group, keywords)
-            case AllReduce():
+            case ops.AllReduce():
                 value = self._reduce(op.op, self._sent(), group, keywords)
-            case Permute():
+            case ops.Permute():
                 value = self._permute(group)
-            case AllToAll():
+            case ops.AllToAll():
                 value = self._all_to_all(op, group, keywords)
-            case Broadcast():
+            case ops.Broadcast():
                 self._refuse_listed(group)
                 at = self.numbers.coordinate(group.axes)
                 value = f"broadcast({self._sent()}, {group.text}, {self._number('root')}, {at})"
             case _:
-                assert isinstance(op, Reduce)
+                assert isinstance(op, ops.Reduce)
                 value = self._reduce(op.op, self._sent(), group, keywords)
         if self.in_order:
             moved = f"moved[{quoted(op.lane)}]"
@@ -289,7 +272,7 @@ class OpWriter:
         total = f", {self.views.most(self._access(view_name), dim)}" if joins else ""
         return f"{verb}_at({text}, {dim}, jnp.stack({listed}), {most}{total})"
 
-    def _all_gather(self, op: AllGather, group: DeviceGroup, keywords: str) -> str:
+    def _all_gather(self, op: ops.AllGather, group: DeviceGroup, keywords: str) -> str:
         """Return the text of a gather: along a later dim by a function, which says what a CPU wants."""
         if op.dim == 0 or keywords:
             text = f"lax.all_gather({self._sent()}, {group.text}, axis={op.dim}, tiled=True{keywords})"
@@ -301,12 +284,12 @@ class OpWriter:
     @cached_property
     def _read_transposed(self) -> set[str]:
         """Return the matrices that products read whole, and always as a first operand that they transpose."""
-        products = [op for op in self.program.ops() if isinstance(op, Matmul)]
+        products = [op for op in self.program.ops() if isinstance(op, ops.Matmul)]
         as_stored = {op.b.buffer for op in products} | {op.a.buffer for op in products if not op.transpose_a}
         turned = {op.a.buffer for op in products if op.transpose_a and len(op.a.selectors) == 2}
         return {name for name in turned - as_stored if self.views.held[name].is_value}
 
-    def _reduce_scatter(self, op: ReduceScatter, group: DeviceGroup, keywords: str) -> str:
+    def _reduce_scatter(self, op: ops.ReduceScatter, group: DeviceGroup, keywords: str) -> str:
         if op.op != "sum":
             raise UnsupportedError(f"jax has no reduce-scatter by {op.op}")
         text = self._parts(self._sent(), "sizes", "src", op.dim, joins=False)
@@ -314,7 +297,7 @@ class OpWriter:
             return f"lax.psum_scatter({text}, {group.text}, scatter_dimension={op.dim}, tiled=True{keywords})"
         return f"sum_scatter({text}, {group.text}, {op.dim}, {group.size})"
 
-    def _all_to_all(self, op: AllToAll, group: DeviceGroup, keywords: str) -> str:
+    def _all_to_all(self, op: ops.AllToAll, group: DeviceGroup, keywords: str) -> str:
         text = self._parts(self._sent(), "send_sizes", "src", op.split_dim, joins=False)
         dims = f"split_axis={op.split_dim}, concat_axis={op.concat_dim}"
         text = f"lax.all_to_all({text}, {group.text}, {dims}, tiled=True{keywords})"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import UnsupportedError, require_known
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,7 @@ def compiler_versions() -> dict[str, str]:
 
 def tpu_target(name: str) -> TpuTarget:
     """Return a target by its name. Raises UnsupportedError for an unknown one."""
-    if name not in TPU_TARGETS:
-        raise UnsupportedError(
-            f"there is no TPU '{printable(name)}'{did_you_mean(name, TPU_TARGETS)}; "
-            f"give one of {', '.join(TPU_TARGETS)}"
-        )
+    require_known(name, TPU_TARGETS, "there is no TPU", UnsupportedError, "give one of")
     return TPU_TARGETS[name]
 
 

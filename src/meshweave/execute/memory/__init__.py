@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from meshweave.base.errors import BindError, did_you_mean
+from meshweave.base.errors import BindError, require_known
 from meshweave.execute.memory.base import RemoteMemory as RemoteMemory
 from meshweave.execute.torch.context import TorchContext
 
@@ -32,8 +32,7 @@ def open_memory(
         BindError: there is no such kind, or some ranks cannot have it.
         RankLostError, DeadlineError: see `TorchContext.guard`.
     """
-    if kind not in KINDS:
-        raise BindError(f"there is no memory '{kind}'{did_you_mean(kind, KINDS)}")
+    require_known(kind, KINDS, "there is no memory", BindError)
     if kind == "auto":
         kind = _fitting(context)
     if kind == "shared":

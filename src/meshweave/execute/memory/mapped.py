@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.execute.memory.base import RemoteSlot, Window
 from meshweave.execute.torch.views import Action
 
@@ -33,6 +33,5 @@ class MappedWindow(Window):
 
     def combiner(self, op: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Return what combines a piece with a tensor in place. Raises UnsupportedError for an unknown `op`."""
-        if op not in _COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _COMBINE)}")
+        require_known(op, _COMBINE, "there is no reduction", UnsupportedError)
         return _COMBINE[op]

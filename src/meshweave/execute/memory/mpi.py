@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, require_known
 from meshweave.execute.memory.base import SIGNALS, ExposedSlots, RemoteMemory, RemoteSlot, Window, extent
 from meshweave.execute.memory.pool import Segment, block_of
 from meshweave.execute.ranks.agreement import waiting
@@ -233,8 +233,7 @@ class _MpiWindow(Window):
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return what adds to another rank's memory, as `Window.accumulate`."""
-        if op not in _OPS:
-            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _OPS)}")
+        require_known(op, _OPS, "there is no reduction", UnsupportedError)
         if piece.dtype not in _NUMBERS:
             raise UnsupportedError(f"MPI accumulates no {str(piece.dtype).removeprefix('torch.')}")
         memory, (win, target), number = self.memory, self.memory.reach(remote), _NUMBERS[piece.dtype]

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, ProgramError, UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError, ProgramError, UnsupportedError, require_known
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.ranks.agreement import agree_once
@@ -186,10 +186,8 @@ class BoundProgram:
             raise BindError(f"input buffer {min(self._unset)} of program {self.program.name} has no value")
 
     def _load(self, name: str, value: Tensor) -> None:
-        if name not in self.inputs:
-            raise BindError(
-                f"program {self.program.name} has no input buffer '{name}'{did_you_mean(name, self.inputs)}"
-            )
+        if name not in self.inputs:  # in every run: a name is not looked at twice
+            require_known(name, self.inputs, f"program {self.program.name} has no input buffer", BindError)
         target = self.inputs[name]
         if value is not target:
             check_value(name, value, tuple(target.shape), target.dtype)

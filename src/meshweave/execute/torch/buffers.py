@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, did_you_mean
+from meshweave.base.errors import BindError, require_known
 from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.views import empty_in_order
 
@@ -40,11 +40,9 @@ def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device:
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
     for name, tensor in tensors.items():
-        if name not in bindable:
-            raise BindError(
-                f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
-                f"{did_you_mean(name, bindable)}"
-            )
+        require_known(
+            name, bindable, f"rank {rank} of program {program.name} has no input or output buffer", BindError
+        )
         check_value(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
         if tensor.device.type != device.type:
             raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")

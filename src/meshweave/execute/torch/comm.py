@@ -16,25 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError, UnsupportedError, require_known
 from meshweave.execute.torch.views import Action, Order, StridedView, chain_actions, from_wire
 from meshweave.execute.torch.wire import Wire
 from meshweave.ir.analysis.shapes import part_sizes
-from meshweave.ir.program import BoundOp
-from meshweave.ir.program.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    DataCollective,
-    Fence,
-    Permute,
-    Recv,
-    Reduce,
-    ReduceScatter,
-    Send,
-)
+from meshweave.ir.program import BoundOp, ops
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.views import View
 
 RING_TAG = 0  # of ring steps and exchanges; messages have 1 + their own tag
@@ -57,31 +44,33 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
     op = bound.op
     wire.binder.refuse_remote(bound)
     what = f"{bound.label} in lane {op.lane}"
-    if isinstance(op, Collective) and wire.rank not in op.over:
+    if isinstance(op, ops.Collective) and wire.rank not in op.over:
         raise BindError(f"{what}: runs over ranks {op.over}, rank {wire.rank} is none of them")
     match op:
-        case Send() | Recv():
+        case ops.Send() | ops.Recv():
             return _message(wire, op, what)
-        case Permute():
+        case ops.Permute():
             return _permute(wire, op, what)
-        case Collective(over=over) if len(over) == 1:
-            return chain_actions([] if isinstance(op, Fence) else _copy_for_one_rank(wire, op))
-        case AllGather() | ReduceScatter() | AllReduce() | Reduce() | Broadcast() if _is_empty(op):
+        case ops.Collective(over=over) if len(over) == 1:
+            return chain_actions([] if isinstance(op, ops.Fence) else _copy_for_one_rank(wire, op))
+        case ops.AllGather() | ops.ReduceScatter() | ops.AllReduce() | ops.Reduce() | ops.Broadcast() if (
+            _is_empty(op)
+        ):
             return chain_actions([])
-        case Fence():
+        case ops.Fence():
             group = wire.group(op.lane, _members(op))
             return wire.collective(
                 what, _members(op), group, lambda: dist.barrier(group=group, async_op=True)
             )
-        case AllGather():
+        case ops.AllGather():
             return _all_gather(wire, op, what)
-        case ReduceScatter():
+        case ops.ReduceScatter():
             return _reduce_scatter(wire, op, what)
-        case AllReduce() | Reduce():
+        case ops.AllReduce() | ops.Reduce():
             return _reduce(wire, op, what)
-        case Broadcast():
+        case ops.Broadcast():
             return _broadcast(wire, op, what)
-        case AllToAll():
+        case ops.AllToAll():
             return _all_to_all(wire, op, what)
     raise UnsupportedError(f"{bound.label}: the torch backend has no '{op.kind}'; lower one-sided ops first")
 
@@ -89,7 +78,7 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
 # --- messages and ring steps --------------------------------------------------------------------------
 
 
-def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
+def _message(wire: Wire, op: ops.Send | ops.Recv, what: str) -> Action:
     peer, tag = op.peer, op.tag
     assert isinstance(peer, int) and isinstance(tag, int)
     if tag < 0:
@@ -97,7 +86,7 @@ def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
     if peer == wire.rank or peer not in wire.program.ranks:
         raise BindError(f"{what}: peer {peer} is no other rank of the program")
     group, tag = wire.group(op.lane, wire.program.ranks), 1 + tag
-    if isinstance(op, Send):
+    if isinstance(op, ops.Send):
         box, before = wire.outgoing(op, op.src, wire.order(op, op.src))
         return chain_actions([*before, *wire.exchange(what, group, tag, [(box, peer)], [])])
     # Two in turns, so that one can be received into while the other is taken from.
@@ -106,7 +95,7 @@ def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
     return chain_actions([*wire.exchange(what, group, tag, [], [(box, peer)]), *after])
 
 
-def _permute(wire: Wire, op: Permute, what: str) -> Action:
+def _permute(wire: Wire, op: ops.Permute, what: str) -> Action:
     over, me = _members(op), _members(op).index(wire.rank)
     assert isinstance(op.shift, int)
     to, source = over[(me + op.shift) % len(over)], over[(me - op.shift) % len(over)]
@@ -125,7 +114,7 @@ def _permute(wire: Wire, op: Permute, what: str) -> Action:
 
 
 def _ends(
-    wire: Wire, op: AllGather | ReduceScatter, sizes: Sequence[int]
+    wire: Wire, op: ops.AllGather | ops.ReduceScatter, sizes: Sequence[int]
 ) -> tuple[bool, Tensor, list[Action], Tensor, list[Action]]:
     """Return whether the transport's own collective can, then what is sent and what fills it, and what is
     received and what takes it out."""
@@ -136,7 +125,7 @@ def _ends(
     return native, send, before, recv, after
 
 
-def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
+def _all_gather(wire: Wire, op: ops.AllGather, what: str) -> Action:
     over = _members(op)
     sizes = part_sizes(op.sizes, op.out.shape[op.dim], len(over))
     native, send, before, recv, after = _ends(wire, op, sizes)
@@ -152,7 +141,7 @@ def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
     return chain_actions([*before, *moved, *after])
 
 
-def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
+def _reduce_scatter(wire: Wire, op: ops.ReduceScatter, what: str) -> Action:
     over = _members(op)
     combine, how = _reduction(op.op, what)
     sizes = part_sizes(op.sizes, op.src.shape[op.dim], len(over))
@@ -191,10 +180,10 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
     return chain_actions([*before, *exchanged, total, *after])
 
 
-def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
+def _reduce(wire: Wire, op: ops.AllReduce | ops.Reduce, what: str) -> Action:
     over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
     how, dtype = _reduction(op.op, what)[1], wire.native_dtype(op.src)
-    root = None if isinstance(op, AllReduce) else over[_int(op.root)]
+    root = None if isinstance(op, ops.AllReduce) else over[number_of(op.root)]
     if root not in (None, wire.rank):  # its memory is scribbled on
         box, before = wire.outgoing(op, op.src, order, dtype=dtype, own=True)
         after: list[Action] = []
@@ -213,9 +202,9 @@ def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
     return chain_actions([*before, moved, *after])
 
 
-def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
+def _broadcast(wire: Wire, op: ops.Broadcast, what: str) -> Action:
     over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
-    root, dtype = over[_int(op.root)], wire.native_dtype(op.src)
+    root, dtype = over[number_of(op.root)], wire.native_dtype(op.src)
     if root == wire.rank:
         box, before = wire.outgoing(op, op.src, order, dtype=dtype)
         after = wire.binder.move(op.lane, op.out, op.src)
@@ -226,7 +215,7 @@ def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
     return chain_actions([*before, moved, *after])
 
 
-def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
+def _all_to_all(wire: Wire, op: ops.AllToAll, what: str) -> Action:
     over, order, group = _members(op), _dim_first(op.split_dim, op.src), wire.group(op.lane, _members(op))
     native = list(over) == sorted(over)
     dtype = wire.native_dtype(op.src) if native else wire.binder.view(op.src).dtype
@@ -265,8 +254,8 @@ def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
     return chain_actions([*before, *moved, *after])
 
 
-def _copy_for_one_rank(wire: Wire, op: Collective) -> list[Action]:
-    assert isinstance(op, DataCollective)
+def _copy_for_one_rank(wire: Wire, op: ops.Collective) -> list[Action]:
+    assert isinstance(op, ops.DataCollective)
     return wire.binder.move(op.lane, op.out, op.src)
 
 
@@ -274,12 +263,7 @@ def _copy(into: Tensor, value: Tensor) -> Action:
     return lambda: into.copy_(value)
 
 
-def _int(value: Any) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _members(op: Collective) -> tuple[int, ...]:
+def _members(op: ops.Collective) -> tuple[int, ...]:
     assert isinstance(op.over, tuple)
     return op.over
 
@@ -293,7 +277,7 @@ def _is_native(over: Sequence[int], sizes: Sequence[int]) -> bool:
     return len(set(sizes)) == 1 and sizes[0] > 0 and list(over) == sorted(over)
 
 
-def _is_empty(op: DataCollective) -> bool:
+def _is_empty(op: ops.DataCollective) -> bool:
     """Whether no member has anything to give or to take."""
     return op.src.num_elements == 0 and op.out.num_elements == 0
 
@@ -304,8 +288,7 @@ def _split(wire: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _reduction(op: str, what: str) -> tuple[Callable[..., Tensor], Any]:
-    if op not in _COMBINE:
-        raise UnsupportedError(f"{what}: there is no reduction '{op}'{did_you_mean(op, _COMBINE)}")
+    require_known(op, _COMBINE, f"{what}: there is no reduction", UnsupportedError)
     kinds = {
         "sum": dist.ReduceOp.SUM,
         "prod": dist.ReduceOp.PRODUCT,

@@ -19,19 +19,9 @@ from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import Program
+from meshweave.ir.program import ops as op_types
 from meshweave.ir.program.counts import CellRows, cell_rows
 from meshweave.ir.program.meanings import Function
-from meshweave.ir.program.ops import (
-    AllToAll,
-    Call,
-    Collective,
-    DataCollective,
-    Matmul,
-    Op,
-    Permute,
-    Recv,
-    Send,
-)
 from meshweave.ir.program.views import Range, View
 from meshweave.ir.program.written import WrittenProgram
 
@@ -84,24 +74,24 @@ class _Cells:
 
     def _check_joint(self, members: tuple[Node, ...], ops: list[Any]) -> None:
         """Raise ProgramError where what one member sends is not what another takes."""
-        if isinstance(ops[0], AllToAll):
+        if isinstance(ops[0], op_types.AllToAll):
             self._check_exchange(members, ops)
-        elif isinstance(ops[0], Permute):
+        elif isinstance(ops[0], op_types.Permute):
             for number, (node, op) in enumerate(zip(members, ops, strict=True)):
                 source = (number - int(ops[0].shift)) % len(ops)  # type: ignore[arg-type]
                 self._require_equal([(members[source], ops[source].src), (node, op.out)])
-        elif isinstance(ops[0], DataCollective):
+        elif isinstance(ops[0], op_types.DataCollective):
             pairs = zip(members, ops, strict=True)
             self._require_equal([(node, view) for node, op in pairs for view in (op.src, op.out)])
-        elif isinstance(ops[0], Send):
+        elif isinstance(ops[0], op_types.Send):
             self._require_equal([(members[0], ops[0].src), (members[1], ops[1].out)])
 
-    def _check_op(self, node: Node, op: Op) -> None:
-        if isinstance(op, (Collective, Send, Recv)):
+    def _check_op(self, node: Node, op: op_types.Op) -> None:
+        if isinstance(op, (op_types.Collective, op_types.Send, op_types.Recv)):
             return
-        if isinstance(op, Matmul):
+        if isinstance(op, op_types.Matmul):
             self._check_product(node, op)
-        elif not isinstance(op, Call):
+        elif not isinstance(op, op_types.Call):
             self._require_equal([(node, view) for _, view in op.accesses()])
         elif op.fn in self.meant:
             by_table: dict[str, list[tuple[Node, View]]] = {}
@@ -111,7 +101,7 @@ class _Cells:
             for views in by_table.values():
                 self._require_equal(views)
 
-    def _check_product(self, node: Node, op: Matmul) -> None:
+    def _check_product(self, node: Node, op: op_types.Matmul) -> None:
         """Raise ProgramError unless the rows of a product are those of its operand, or those that it sums over."""
         sums = op.out.buffer not in self.rows
         if sums and op.b.buffer in self.rows:

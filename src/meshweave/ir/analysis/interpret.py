@@ -18,28 +18,7 @@ from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.matching import Node
 from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import Buffer
-from meshweave.ir.program.ops import (
-    Accumulate,
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Call,
-    Copy,
-    Exchange,
-    Fence,
-    Get,
-    Matmul,
-    Op,
-    Permute,
-    Put,
-    Recv,
-    Reduce,
-    ReduceScatter,
-    Send,
-    Zero,
-)
+from meshweave.ir.program import ops as op_types
 from meshweave.ir.program.views import Range, View, selector_indices
 
 Array = NDArray[Any]
@@ -80,7 +59,7 @@ class Algebra(Protocol):
         """Return a block that an op writes, with the marks that the algebra adds, such as the writing op."""
         ...
 
-    def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]:
+    def call(self, op: op_types.Call, rank: int, ins: list[Array]) -> list[Array]:
         """Return the outputs of a call on a rank, from its inputs."""
         ...
 
@@ -92,7 +71,7 @@ def numpy_index(view: View) -> tuple[Any, ...]:
     return np.ix_(*(selector_indices(selector) for selector in view.selectors))
 
 
-def product_operands(op: Matmul, a: Array, b: Array) -> tuple[Array, Array]:
+def product_operands(op: op_types.Matmul, a: Array, b: Array) -> tuple[Array, Array]:
     """Return the operands (..., M, K) and (..., K, N) of a product from those stored.
 
     Where the product is summed over a batch, the batch is put before k, which then runs over both.
@@ -176,18 +155,18 @@ class Interpreter:
     def _event(self, event: Event) -> None:
         node = self.current = event[0]
         op = self.flow.op(node)
-        if isinstance(op, Send):
+        if isinstance(op, op_types.Send):
             recv = self.flow.op(event[1])
-            assert isinstance(recv, Recv)
+            assert isinstance(recv, op_types.Recv)
             self.write_view(event[1], recv.out, self.read_view(node, op.src).copy(), update=recv.update)
         elif len(event) > 1 or op.is_joint:
             self._collective(event, op)
         else:
             self._local(node, op)
 
-    def _local(self, node: Node, op: Op) -> None:
+    def _local(self, node: Node, op: op_types.Op) -> None:
         match op:
-            case Matmul():
+            case op_types.Matmul():
                 a, b = self.read_view(node, op.a), self.read_view(node, op.b)
                 try:
                     value = self.algebra.matmul(*product_operands(op, a, b))
@@ -195,16 +174,16 @@ class Interpreter:
                     raise self._named(error, node, op.out) from None
                 released = op.release is not None and op.release.update
                 self.write_view(node, op.out, value, update=bool(op.accumulate) or released)
-            case Copy() | Put():
+            case op_types.Copy() | op_types.Put():
                 update = op.release is not None and op.release.update
                 self.write_view(node, op.out, self.read_view(node, op.src).copy(), update=update)
-            case Get():
+            case op_types.Get():
                 self.write_view(node, op.out, self.read_view(node, op.src).copy())
-            case Add() | Accumulate():
+            case op_types.Add() | op_types.Accumulate():
                 self.write_view(node, op.out, self.read_view(node, op.src), update=True)
-            case Zero():
+            case op_types.Zero():
                 self.write_view(node, op.out, self.algebra.zeros(op.out.shape, self._dtype(op.out)))
-            case Call():
+            case op_types.Call():
                 ins = [self.read_view(node, view) for view in op.ins]
                 for view, value in zip(op.outs, self.algebra.call(op, node[0], ins), strict=True):
                     self.write_view(node, view, value)
@@ -214,34 +193,34 @@ class Interpreter:
     def _dtype(self, view: View) -> str:
         return self.flow.program.buffer_of[view.buffer].dtype
 
-    def _collective(self, event: Event, first: Op) -> None:
-        if isinstance(first, Fence):
+    def _collective(self, event: Event, first: op_types.Op) -> None:
+        if isinstance(first, op_types.Fence):
             return
-        if isinstance(first, Exchange):
+        if isinstance(first, op_types.Exchange):
             raise self._named(ProgramError(NO_ELEMENTS), event[0], first.outs[0])
         ops: list[Any] = [self.flow.op(node) for node in event]
         count = len(event)
         out: Mapping[int, Array]
         match first:
-            case Broadcast():
+            case op_types.Broadcast():
                 root = int(first.root)  # type: ignore[arg-type]
                 value = self.read_view(event[root], ops[root].src).copy()
                 out = dict.fromkeys(range(count), value)
-            case Reduce():
+            case op_types.Reduce():
                 out = {int(first.root): self._reduce(first.op, event, ops)}  # type: ignore[arg-type]
-            case AllReduce():
+            case op_types.AllReduce():
                 out = dict.fromkeys(range(count), self._reduce(first.op, event, ops))
-            case AllGather():
+            case op_types.AllGather():
                 parts = [self.read_view(node, op.src) for node, op in zip(event, ops, strict=True)]
                 out = dict.fromkeys(range(count), np.concatenate(parts, axis=first.dim))
-            case ReduceScatter():
+            case op_types.ReduceScatter():
                 total = self._reduce(first.op, event, ops)
                 sizes = part_sizes(first.sizes, total.shape[first.dim], count)
                 out = dict(enumerate(np.split(total, np.cumsum(sizes)[:-1], axis=first.dim)))
-            case Permute():
+            case op_types.Permute():
                 values = [self.read_view(node, op.src).copy() for node, op in zip(event, ops, strict=True)]
                 out = {i: values[(i - int(first.shift)) % count] for i in range(count)}  # type: ignore[arg-type]
-            case AllToAll():
+            case op_types.AllToAll():
                 out = self._all_to_all(event, ops)
             case _:
                 raise AssertionError(first)

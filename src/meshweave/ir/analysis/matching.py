@@ -14,21 +14,8 @@ from typing import Any
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.shapes import check_joint
 from meshweave.ir.program import BoundOp, Include, Program
-from meshweave.ir.program.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    DataCollective,
-    Exchange,
-    Op,
-    Permute,
-    Recv,
-    Reduce,
-    ReduceScatter,
-    Send,
-)
+from meshweave.ir.program import ops as op_types
+from meshweave.ir.program.expressions import number_of
 
 Node = tuple[int, int]
 """(rank, index in the rank's op list)."""
@@ -60,7 +47,7 @@ class MatchedProgram:
     joints: tuple[Joint, ...]
     joint_of: Mapping[Node, int]
 
-    def op(self, node: Node) -> Op:
+    def op(self, node: Node) -> op_types.Op:
         """Return the op of a node."""
         return self.ops[node[0]][node[1]].op
 
@@ -84,7 +71,7 @@ def match(program: Program) -> MatchedProgram:
     for rank, listed in ops.items():
         for index, bound in enumerate(listed):
             op = bound.op
-            if isinstance(op, Collective):
+            if isinstance(op, op_types.Collective):
                 assert isinstance(op.over, tuple)
                 if rank not in op.over:
                     raise ProgramError(
@@ -93,10 +80,14 @@ def match(program: Program) -> MatchedProgram:
                 if len(set(op.over)) < len(op.over):
                     raise ProgramError(f"runs over ranks {op.over}, which repeat", op=bound.label, rank=rank)
                 collectives[op.lane, op.over][rank].append(index)
-            elif isinstance(op, Send):
-                sends[op.lane, rank, _peer(program, op.peer, bound, rank), _int(op.tag)].append((rank, index))
-            elif isinstance(op, Recv):
-                recvs[op.lane, _peer(program, op.peer, bound, rank), rank, _int(op.tag)].append((rank, index))
+            elif isinstance(op, op_types.Send):
+                sends[op.lane, rank, _peer(program, op.peer, bound, rank), number_of(op.tag)].append(
+                    (rank, index)
+                )
+            elif isinstance(op, op_types.Recv):
+                recvs[op.lane, _peer(program, op.peer, bound, rank), rank, number_of(op.tag)].append(
+                    (rank, index)
+                )
     agreed: set[tuple[int, ...]] = set()
     joints = [
         joint
@@ -108,15 +99,10 @@ def match(program: Program) -> MatchedProgram:
     return MatchedProgram(program, ops, tuple(joints), joint_of)
 
 
-def _int(value: Any) -> int:
-    assert isinstance(value, int)
-    return value
-
-
 def _peer(program: Program, peer: Any, bound: BoundOp, rank: int) -> int:
     if peer not in program.ops_by_rank or peer == rank:
         raise ProgramError(f"peer {peer} is no other rank of the program", op=bound.label, rank=rank)
-    return _int(peer)
+    return number_of(peer)
 
 
 def _match_collectives(
@@ -165,19 +151,28 @@ def _agree(program: Program, ops: Mapping[int, Sequence[BoundOp]], nodes: Sequen
     check_joint(program, [(rank, ops[rank][index]) for rank, index in nodes])
 
 
-def _signature(program: Program, op: Op) -> tuple[Any, ...]:
+def _signature(program: Program, op: op_types.Op) -> tuple[Any, ...]:
     fields: tuple[str, ...] = {
-        AllGather: ("dim", "sizes"),
-        ReduceScatter: ("dim", "sizes", "op"),
-        AllReduce: ("op",),
-        Broadcast: ("root", "packets"),
-        Reduce: ("root", "packets", "op"),
-        AllToAll: ("split_dim", "concat_dim"),
-        Permute: ("shift", "step"),
-        Exchange: ("carries", "num_ranks", "part_bytes", "tokens", "experts", "chosen", "load", "library"),
+        op_types.AllGather: ("dim", "sizes"),
+        op_types.ReduceScatter: ("dim", "sizes", "op"),
+        op_types.AllReduce: ("op",),
+        op_types.Broadcast: ("root", "packets"),
+        op_types.Reduce: ("root", "packets", "op"),
+        op_types.AllToAll: ("split_dim", "concat_dim"),
+        op_types.Permute: ("shift", "step"),
+        op_types.Exchange: (
+            "carries",
+            "num_ranks",
+            "part_bytes",
+            "tokens",
+            "experts",
+            "chosen",
+            "load",
+            "library",
+        ),
         Include: ("part", "meshes", "lanes"),
     }.get(type(op), ())
-    dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, DataCollective) else ""
+    dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, op_types.DataCollective) else ""
     return (op.kind, op.name, dtype, *(getattr(op, name) for name in fields))
 
 
@@ -201,7 +196,7 @@ def _match_messages(
             )
         for (a_rank, a_index), (b_rank, b_index) in zip(out, into, strict=True):
             send, recv = ops[a_rank][a_index].op, ops[b_rank][b_index].op
-            assert isinstance(send, Send) and isinstance(recv, Recv)
+            assert isinstance(send, op_types.Send) and isinstance(recv, op_types.Recv)
             if send.src.shape != recv.out.shape:
                 raise ProgramError(
                     f"sends shape {send.src.shape} to {ops[b_rank][b_index].label} of rank {b_rank}, "

@@ -14,29 +14,9 @@ from typing import Any
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program import ops as op_types
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import (
-    CALL_PARTS,
-    Accumulate,
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Call,
-    Copy,
-    DataCollective,
-    Exchange,
-    Get,
-    Matmul,
-    Op,
-    Permute,
-    Put,
-    Recv,
-    Reduce,
-    ReduceScatter,
-)
 from meshweave.ir.program.product_shapes import product_shape
 from meshweave.ir.program.release import TILE_ORDERS, Release
 from meshweave.ir.program.views import View
@@ -91,7 +71,7 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
     _check_remote(check, op)
     _check_overlaps(check, op)
     match op:
-        case Matmul():
+        case op_types.Matmul():
             for view in (op.out, op.a, op.b):
                 check.require(len(view.selectors) >= 2, f"multiplies {view}, which is no matrix", view.buffer)
             shape = product_shape(
@@ -100,19 +80,20 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
             if isinstance(shape, str):
                 raise check.error(shape, op.b.buffer)
             check.shape(op.out, shape.out)
-        case Copy() | Add():
+        case op_types.Copy() | op_types.Add():
             check.shape(op.out, op.src.shape)
-        case Get() | Put() | Accumulate():
+        case op_types.Get() | op_types.Put() | op_types.Accumulate():
             check.shape(op.out, op.src.shape)
             check.same_dtype(op.out, op.src)
-            if isinstance(op, Accumulate):
+            if isinstance(op, op_types.Accumulate):
                 check.require(op.op == "sum", f"accumulates by 'sum' only, not '{op.op}'", op.out.buffer)
-        case Call():
+        case op_types.Call():
             check.require(
-                op.part in CALL_PARTS, f"part is one of {', '.join(CALL_PARTS[1:])}, not '{op.part}'"
+                op.part in op_types.CALL_PARTS,
+                f"part is one of {', '.join(op_types.CALL_PARTS[1:])}, not '{op.part}'",
             )
             _check_work(check, op)
-    if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
+    if isinstance(op, (op_types.Matmul, op_types.Copy, op_types.Put)) and op.release is not None:
         _check_release(check, op.release, op.out)
 
 
@@ -127,7 +108,7 @@ def _check_release(check: _Check, release: Release, out: View) -> None:
     )
 
 
-def _check_work(check: _Check, op: Call) -> None:
+def _check_work(check: _Check, op: op_types.Call) -> None:
     """Raise ProgramError for work of an unknown kind, or in sizes that are not those of its kind."""
     if not op.work:
         check.require(not op.shape, f"has a shape {op.shape} and names no work")
@@ -142,19 +123,19 @@ def _check_work(check: _Check, op: Call) -> None:
     )
 
 
-def _check_remote(check: _Check, op: Op) -> None:
+def _check_remote(check: _Check, op: op_types.Op) -> None:
     """Raise ProgramError for a remote view that this op may not have.
 
     Remote are the views of one-sided ops, operands of products, copies and sums, and outputs with a release.
     """
     allowed: tuple[View, ...] = ()
-    if isinstance(op, (Get, Add)):
+    if isinstance(op, (op_types.Get, op_types.Add)):
         allowed = (op.src,)
-    elif isinstance(op, (Put, Accumulate)):
+    elif isinstance(op, (op_types.Put, op_types.Accumulate)):
         allowed = (op.out,)
-    elif isinstance(op, Matmul):
+    elif isinstance(op, op_types.Matmul):
         allowed = (op.out, op.a, op.b)
-    elif isinstance(op, Copy):
+    elif isinstance(op, op_types.Copy):
         allowed = (op.out, op.src)
     for _, view in op.accesses():
         if view.rank is not None:
@@ -162,18 +143,31 @@ def _check_remote(check: _Check, op: Op) -> None:
             check.require(reaches, f"{op.kind} cannot reach {view} on another rank", view.buffer)
 
 
-def _check_overlaps(check: _Check, op: Op) -> None:
+def _check_overlaps(check: _Check, op: op_types.Op) -> None:
     """Raise ProgramError for an output that overlaps an input: the result would depend on the executor's order.
 
     Elementwise ops may work in place, on exactly the same elements. A call reads all its inputs first.
     """
     outs = [replace(view, rank=_owner(view, check.rank)) for view in op.writes]
     ins = [replace(view, rank=_owner(view, check.rank)) for view in op.reads]
-    if isinstance(op, (Call, Exchange)):
+    if isinstance(op, (op_types.Call, op_types.Exchange)):
         pairs = list(combinations(outs, 2))
     else:
-        in_place = isinstance(op, (AllReduce, Broadcast, Reduce, Add, Copy, Recv, Accumulate))
-        accumulates = isinstance(op, Matmul) and op.accumulate  # then `out` is among what is read, last
+        in_place = isinstance(
+            op,
+            (
+                op_types.AllReduce,
+                op_types.Broadcast,
+                op_types.Reduce,
+                op_types.Add,
+                op_types.Copy,
+                op_types.Recv,
+                op_types.Accumulate,
+            ),
+        )
+        accumulates = (
+            isinstance(op, op_types.Matmul) and op.accumulate
+        )  # then `out` is among what is read, last
         pairs = [
             (out, view)
             for out in outs
@@ -194,7 +188,7 @@ def _owner(view: View, rank: int) -> Index:
 def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> None:
     """Check the members of one collective, given as (rank, op). Raises ProgramError naming the odd one."""
     ops: list[Any] = [bound.op for _, bound in members]
-    if not isinstance(ops[0], DataCollective):
+    if not isinstance(ops[0], op_types.DataCollective):
         return
     checks = [_Check(program, bound, rank) for rank, bound in members]
     for check, op in zip(checks, ops, strict=True):
@@ -203,7 +197,7 @@ def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> Non
             if hasattr(op, name):
                 check.dim(getattr(op, name), op.src)
                 check.dim(getattr(op, name), op.out)
-        if isinstance(op, (Broadcast, Reduce)):
+        if isinstance(op, (op_types.Broadcast, op_types.Reduce)):
             root, packets = int(op.root), int(op.packets)  # type: ignore[arg-type]
             check.require(0 <= root < len(ops), f"root {root} is none of the {len(ops)} members")
             check.require(packets >= 1, f"cuts into {packets} packets")
@@ -221,12 +215,12 @@ def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None
     first, count = ops[0], len(ops)
     src: list[Shape] = [op.src.shape for op in ops]
     match first:
-        case AllGather():
+        case op_types.AllGather():
             sizes = part_sizes(first.sizes, src[0][first.dim] * count, count)
             for check, op, size in zip(checks, ops, sizes, strict=True):
                 check.shape(op.src, _with(src[0], first.dim, size))
             return [_with(src[0], first.dim, sum(sizes))] * count
-        case ReduceScatter():
+        case op_types.ReduceScatter():
             _alike(checks, ops)
             total = src[0][first.dim]
             sizes = part_sizes(first.sizes, total, count)
@@ -234,17 +228,17 @@ def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None
                 sum(sizes) == total, f"sizes {sizes} do not sum to the {total} of src", first.src.buffer
             )
             return [_with(src[0], first.dim, size) for size in sizes]
-        case AllReduce():
+        case op_types.AllReduce():
             _alike(checks, ops)
             return list(src)
-        case Broadcast():
+        case op_types.Broadcast():
             return [src[int(first.root)]] * count  # type: ignore[arg-type]
-        case Reduce():
+        case op_types.Reduce():
             _alike(checks, ops)
             return [src[0] if member == first.root else None for member in range(count)]
-        case Permute():
+        case op_types.Permute():
             return [src[(member - int(first.shift)) % count] for member in range(count)]  # type: ignore[arg-type]
-        case AllToAll():
+        case op_types.AllToAll():
             return [_all_to_all(checks, ops, member) for member in range(count)]
     raise AssertionError(first)
 

@@ -16,24 +16,10 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.units import DTYPES
 from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
-from meshweave.ir.program import Program
+from meshweave.ir.program import Program, ops
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import (
-    Accumulate,
-    AllReduce,
-    AllToAll,
-    Call,
-    Copy,
-    Matmul,
-    Op,
-    Permute,
-    Put,
-    Reduce,
-    ReduceScatter,
-    Send,
-)
 from meshweave.ir.program.release import TILE_ORDERS, CollectiveStep, Release
 
 MAX_OPS = 1 << 19
@@ -96,26 +82,26 @@ class ProofColumns(TemplateColumns):
             raise UnknownError("has a loop index of no such name")
         return self.expressions.slot(name)
 
-    def describe_op(self, op: Op) -> None:
+    def describe_op(self, op: ops.Op) -> None:
         """Add an op as written. Raises ProgramError as the class says."""
         super().describe_op(op)
         number = self.num_ops - 1
         function = outs = step = dim = reduction = -1
         received = 0, 0
-        if isinstance(op, Call):
+        if isinstance(op, ops.Call):
             self._check_call(number, op)
             function, outs = self.functions.setdefault(op.fn, len(self.functions)), len(op.outs)
-        elif isinstance(op, AllToAll):
+        elif isinstance(op, ops.AllToAll):
             dim, received = op.concat_dim, self.sizes(op.recv_sizes)
             if received[0] == 1 or dim < 0:
                 raise UnknownError("the core knows no sizes that differ between members")
-        elif isinstance(op, (Send, Permute)):
+        elif isinstance(op, (ops.Send, ops.Permute)):
             if op.step is not None:
-                step = self._step(number, op.step, is_joint=isinstance(op, Permute))
-        elif isinstance(op, (Matmul, Copy, Put)):
+                step = self._step(number, op.step, is_joint=isinstance(op, ops.Permute))
+        elif isinstance(op, (ops.Matmul, ops.Copy, ops.Put)):
             if op.release is not None:
                 self._check_release(number, op.release, op)
-        elif isinstance(op, (ReduceScatter, AllReduce, Reduce, Accumulate)):
+        elif isinstance(op, (ops.ReduceScatter, ops.AllReduce, ops.Reduce, ops.Accumulate)):
             reduction = self.reduction(op.op)
         name = self._names.setdefault(op.name, len(self._names))
         self._proof_rows.extend((name, reduction, dim, *received, function, step, outs))
@@ -127,13 +113,13 @@ class ProofColumns(TemplateColumns):
         key = step.collective, step.axis, step.num_directions, step.count if is_joint else 0
         return self._steps.setdefault(key, len(self._steps))
 
-    def _check_release(self, number: int, release: Release, op: Op) -> None:
+    def _check_release(self, number: int, release: Release, op: ops.Op) -> None:
         if len(release.tile) > len(op.out.selectors) or release.order not in TILE_ORDERS:  # type: ignore[attr-defined]
             raise UnknownError("releases along a dim, or in an order, that there is not")
         self._check(number, release.tile, 1)
         self._check(number, (release.first,))
 
-    def _check_call(self, number: int, op: Call) -> None:
+    def _check_call(self, number: int, op: ops.Call) -> None:
         dims = CALL_DIMS.get(op.work)
         if (op.work and dims is None) or (op.dtype and op.dtype not in DTYPES):
             raise UnknownError("works at what is not declared")

@@ -48,35 +48,12 @@ from meshweave.ir.columns.op_fields import (
     offsets,
     part_number,
 )
-from meshweave.ir.program import On, Program, Repeat
+from meshweave.ir.program import On, Program, Repeat, ops
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import (
-    READ,
-    UPDATE,
-    WRITE,
-    Accumulate,
-    AllGather,
-    AllToAll,
-    Broadcast,
-    Call,
-    Collective,
-    Copy,
-    DataCollective,
-    Get,
-    Matmul,
-    Mode,
-    Op,
-    Permute,
-    Put,
-    Recv,
-    Reduce,
-    ReduceScatter,
-    Send,
-)
 from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
 
-MODES: dict[Mode, int] = {READ: 0, WRITE: 1, UPDATE: 2}
+MODES: dict[ops.Mode, int] = {ops.READ: 0, ops.WRITE: 1, ops.UPDATE: 2}
 MAX_OPS = 200_000_000
 """Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
 
@@ -155,11 +132,11 @@ class TemplateColumns(GroupColumns):
         """Return the row of FLOP rates of a kind of work ("": products) in a dtype."""
         return 0
 
-    def note_call_costs(self, op: Call, fields: OpFields) -> None:
+    def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
         """Set the costs of a call."""
         fields[RATE] = 0
 
-    def work_sizes(self, op: Call) -> Sequence[Index]:
+    def work_sizes(self, op: ops.Call) -> Sequence[Index]:
         """Return the sizes that the time of a call may depend on: none, where nothing is timed."""
         return ()
 
@@ -213,7 +190,7 @@ class TemplateColumns(GroupColumns):
 
     def _describe_statements(self) -> None:
         for statement, end in preorder(self.program.body):
-            if isinstance(statement, Op):
+            if isinstance(statement, ops.Op):
                 row = _OP, self.num_ops, 0, end
                 self.describe_op(statement)
             elif isinstance(statement, On):
@@ -229,7 +206,7 @@ class TemplateColumns(GroupColumns):
                 row = _WHEN, 0, self.expressions.number(statement.condition), end
             self._statements.extend(row)
 
-    def describe_op(self, op: Op) -> None:
+    def describe_op(self, op: ops.Op) -> None:
         """Add an op as written. Raises ProgramError for names that are not declared."""
         fields = blank_fields(op)
         lane = self._lanes.get(op.lane)
@@ -239,30 +216,30 @@ class TemplateColumns(GroupColumns):
             )
         fields[LANE], fields[FIRST_ARG] = lane, len(self._args)
         self._note_accesses(op)
-        if isinstance(op, (Send, Recv)):
+        if isinstance(op, (ops.Send, ops.Recv)):
             self._describe_message(op, fields)
-        elif isinstance(op, Collective):
+        elif isinstance(op, ops.Collective):
             self._describe_collective(op, fields)
-        elif isinstance(op, Call):
+        elif isinstance(op, ops.Call):
             self._describe_call(op, fields)
-        elif isinstance(op, Matmul):
+        elif isinstance(op, ops.Matmul):
             fields[OUT], fields[SRC], fields[SECOND_OPERAND] = map(self._view, (op.out, op.a, op.b))
             fields[FLAGS] = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
             fields[RATE] = self.rate("", self.program.buffer_of[op.a.buffer].dtype)
-        elif isinstance(op, (Get, Put, Accumulate)):
+        elif isinstance(op, (ops.Get, ops.Put, ops.Accumulate)):
             fields[OUT], fields[SRC] = self._view(op.out), self._view(op.src)
             fields[PRICE] = self.price("")
         else:
             fields[OUT] = self._view(op.out)  # type: ignore[attr-defined]
-        if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
+        if isinstance(op, (ops.Matmul, ops.Copy, ops.Put)) and op.release is not None:
             fields[FLAGS] |= _TRACKED | _JOINS * op.release.joins
-        if isinstance(op, (Send, Permute)) and op.step is not None:
+        if isinstance(op, (ops.Send, ops.Permute)) and op.step is not None:
             fields[COMM] = COMM_KINDS.index(op.step.collective)
             fields[STEP_INDEX] = self.expressions.number(op.step.index)
             fields[DIRECTIONS] = op.step.num_directions
         self._op_rows.extend(fields)
 
-    def _describe_call(self, op: Call, fields: OpFields) -> None:
+    def _describe_call(self, op: ops.Call, fields: OpFields) -> None:
         self.note_call_costs(op, fields)
         fields[STASH] = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
         fields[PART], fields[NUM_ARGS] = part_number(op), len(op.args)
@@ -270,30 +247,30 @@ class TemplateColumns(GroupColumns):
         fields[NUM_WORK_SIZES] = len(sizes)
         self._args.extend(map(self.expressions.number, (*op.args, *sizes)))
 
-    def _describe_collective(self, op: Collective, fields: OpFields) -> None:
+    def _describe_collective(self, op: ops.Collective, fields: OpFields) -> None:
         fields[AXIS] = self._axis(op.over)
-        if isinstance(op, DataCollective):
+        if isinstance(op, ops.DataCollective):
             fields[OUT], fields[SRC] = self._view(op.out), self._view(op.src)
-        if isinstance(op, (AllGather, ReduceScatter)):
+        if isinstance(op, (ops.AllGather, ops.ReduceScatter)):
             fields[DIM], (fields[SIZES_MODE], fields[SIZES]) = op.dim, self.sizes(op.sizes)
-        elif isinstance(op, AllToAll):
+        elif isinstance(op, ops.AllToAll):
             fields[DIM] = op.split_dim
             fields[SIZES_MODE], fields[SIZES] = self.sizes(op.send_sizes)
-        elif isinstance(op, (Broadcast, Reduce)):
+        elif isinstance(op, (ops.Broadcast, ops.Reduce)):
             fields[FIRST], fields[SECOND] = (
                 self.expressions.number(op.root),
                 self.expressions.number(op.packets),
             )
-        elif isinstance(op, Permute):
+        elif isinstance(op, ops.Permute):
             fields[FIRST] = self.expressions.number(op.shift)
 
-    def _describe_message(self, op: Send | Recv, fields: OpFields) -> None:
+    def _describe_message(self, op: ops.Send | ops.Recv, fields: OpFields) -> None:
         fields[FIRST], fields[SECOND] = self.expressions.number(op.peer), self.expressions.number(op.tag)
-        if isinstance(op, Send):
+        if isinstance(op, ops.Send):
             fields[SRC] = self._view(op.src)
         else:
             fields[OUT], fields[FLAGS] = self._view(op.out), _UPDATES * op.update
-        fields[PRICE] = self.price(op.step.axis if isinstance(op, Send) and op.step else "")
+        fields[PRICE] = self.price(op.step.axis if isinstance(op, ops.Send) and op.step else "")
 
     def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
         """Return (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list)."""
@@ -304,11 +281,11 @@ class TemplateColumns(GroupColumns):
             return 2, len(self._lists) - 1
         return 1, self.expressions.number(sizes)
 
-    def _note_accesses(self, op: Op) -> None:
+    def _note_accesses(self, op: ops.Op) -> None:
         accesses = self._accesses
         for mode, view in op.accesses():
             # Whether a product reads what it adds to may depend on the turn.
-            depends = isinstance(op, Matmul) and mode == READ and view is op.out
+            depends = isinstance(op, ops.Matmul) and mode == ops.READ and view is op.out
             condition = self.expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
             accesses.extend((MODES[mode], self._view(view), condition))
         self._op_access.extend((len(accesses) // _ACCESS,))

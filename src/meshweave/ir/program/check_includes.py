@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.base.errors import ProgramError, did_you_mean, require_known
 from meshweave.ir.program.expressions import Var, names_in
 from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.include_text import RESERVED
@@ -45,8 +45,7 @@ def _check_include(program: Program, op: Include) -> None:
         stashes = {call.stash for call in part.expanded.ops() if isinstance(call, Call)} - {""}
         _check_names("stash", (name for name, _ in op.stashes), stashes)
     for _, lane in op.lanes:
-        if lane not in program.lane_of:
-            raise ProgramError(f"unknown lane '{lane}'{did_you_mean(lane, program.lane_of)}")
+        require_known(lane, program.lane_of, "unknown lane", ProgramError)
     if op.copies < 1:
         raise ProgramError(f"has {op.copies} copies of its scratch")
     for formal, view in op.buffers:

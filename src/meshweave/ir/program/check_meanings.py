@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.base.errors import ProgramError, require_known
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, sources_of
 from meshweave.ir.program.product_shapes import product_shape
 from meshweave.ir.program.program import Program
@@ -25,8 +25,7 @@ def check_meanings(program: Program) -> None:
 
 def _check_meaning(tensors: Mapping[str, Tensor], meaning: Meaning) -> None:
     for name in (meaning.out, *sources_of(meaning)):
-        if name not in tensors:
-            raise ProgramError(f"computes with tensor '{name}'{did_you_mean(name, tensors)}")
+        require_known(name, tensors, "computes with tensor", ProgramError)
     out, *sources = (tensors[name].shape for name in (meaning.out, *sources_of(meaning)))
     match meaning:
         case Product():

@@ -26,7 +26,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, Var, evaluate
 from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.ops import Fence, Op
-from meshweave.ir.program.renaming import RankMap, Renaming, placing_loops, region_of
+from meshweave.ir.program.renaming import RankMap, Renaming, fresh_name, placing_loops, region_of
 from meshweave.ir.program.statements import On, Repeat, Statement, When, ops_of, rewrite, statements_of
 from meshweave.ir.program.views import View
 from meshweave.ir.program.written import Buffer, WrittenProgram
@@ -143,7 +143,7 @@ class _Expansion:
             values.update((f"{formal}.{axis}", Var(f"{name}.{other}")) for axis, other in axes.items())
         for statement in statements_of(inner.body):
             if isinstance(statement, Repeat) and statement.var in loops:
-                values[statement.var] = Var(_fresh(f"{op.part}_{statement.var}", loops))
+                values[statement.var] = Var(fresh_name(f"{op.part}_{statement.var}", loops))
         values.update(op.indices)
         stashes = dict(op.stashes)
         renaming = Renaming(
@@ -198,7 +198,7 @@ class _Expansion:
     # --- what a sub-program declares ------------------------------------------------------------------
 
     def _name(self, name: str) -> str:
-        fresh = _fresh(name, self.taken)
+        fresh = fresh_name(name, self.taken)
         self.taken.add(fresh)
         return fresh
 
@@ -312,9 +312,3 @@ def _num_turns(statement: Repeat, renaming: Renaming) -> int:
             f"a number, not '{statement.count}'",
             op="for",
         ) from None
-
-
-def _fresh(name: str, taken: Collection[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name

@@ -180,6 +180,12 @@ def select(entries: Sequence[Index], index: Index) -> Index:
     return entries[index]
 
 
+def number_of(index: Index) -> int:
+    """Return an index of an op without variables, which is a number."""
+    assert isinstance(index, int)
+    return index
+
+
 def substitute(index: Index, name: str, value: Index) -> Index:
     """Return `index` with `value` in place of the variable `name`."""
     return substitute_all(index, {name: value})

@@ -11,7 +11,7 @@ mesh ("tp") or listed global ranks; members are in the order of the coordinate. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.release import CollectiveStep, Release
@@ -21,15 +21,7 @@ Over = str | tuple[int, ...]
 Sizes = Index | tuple[int, ...] | None
 
 CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free", "in_place"]
-CALL_PARTS: tuple[CallPart, ...] = (
-    "",
-    "forward",
-    "input_grad",
-    "weight_grad",
-    "recompute",
-    "free",
-    "in_place",
-)
+CALL_PARTS: tuple[CallPart, ...] = get_args(CallPart)
 
 READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
@@ -102,11 +94,21 @@ class Matmul(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreOp(Op):
-    """Base of ops that write `src` to `out`, of equal shape, and may release it tile by tile."""
+class MoveOp(Op):
+    """Base of ops that read `src` and write `out`, of equal shape."""
 
     out: View
     src: View
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of `src` and a write of `out`."""
+        return ((READ, self.src), (WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOp(MoveOp):
+    """Base of ops that write `src` to `out` and may release it tile by tile."""
+
     release: Release | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
@@ -123,12 +125,10 @@ class Copy(StoreOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Add(Op):
+class Add(MoveOp):
     """out += src, of equal shape."""
 
     kind: ClassVar[str] = "add"
-    out: View
-    src: View
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         """Return reads of `src` and `out`, and a write of `out`."""
@@ -194,15 +194,8 @@ class Call(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataCollective(Collective):
+class DataCollective(MoveOp, Collective):
     """Base of collectives that read `src` and write `out` on every member."""
-
-    out: View
-    src: View
-
-    def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return a read of `src` and a write of `out`."""
-        return ((READ, self.src), (WRITE, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,16 +363,10 @@ class Recv(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Get(Op):
+class Get(MoveOp):
     """out = src, where src belongs to another rank; ordered by fences. Ends when `out` holds the elements."""
 
     kind: ClassVar[str] = "get"
-    out: View
-    src: View
-
-    def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return a read of the other rank's `src` and a write of `out`."""
-        return ((READ, self.src), (WRITE, self.out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,12 +380,10 @@ class Put(StoreOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulate(Op):
+class Accumulate(MoveOp):
     """out += src, where out belongs to another rank; these commute between fences. Ends as a put does."""
 
     kind: ClassVar[str] = "accumulate"
-    out: View
-    src: View
     op: str = "sum"
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:

@@ -36,7 +36,8 @@ from meshweave.ir.program.literals import (
     read_slots,
     read_string,
 )
-from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
+from meshweave.ir.program.meaning_text import read_meaning
+from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.program.ops import OP_TYPES, Op
 from meshweave.ir.program.program import Program
 from meshweave.ir.program.region_text import read_product
@@ -124,7 +125,7 @@ class _Reader:
             case ast.Expr(
                 value=ast.Call(func=ast.Name(id="computes"), args=[out, ast.Call() as call], keywords=[])
             ):
-                self.computes.append(self._meaning(out, call))
+                self.computes.append(read_meaning(out, call, self.tensors))
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind)) as call):
                 self._declare(name, kind, call)
             case ast.FunctionDef(name=name, body=body):
@@ -228,64 +229,6 @@ class _Reader:
             node or ast.Pass(),
             "a layout is written mesh[placement, ...], such as tp[S(0), R], or fold(tp[S(0), R], (sizes), ...)",
         )
-
-    def _meaning(self, out: ast.expr, call: ast.Call) -> Meaning:
-        if isinstance(call.func, ast.Name) and call.func.id == "call":
-            return self._function(out, call)
-        if not isinstance(out, ast.Name):
-            raise fault_at(out, "only what a call makes is declared by parts: computes(Y[i, :], call(...))")
-        names = [read_name(item, self.tensors, "tensor") for item in call.args]
-        flags = {item.arg: read_flag(item.value) for item in call.keywords}
-        match call.func:
-            case ast.Name(id="product") if len(names) == 2 and set(flags) <= {"transpose_a", "transpose_b"}:
-                return Product(out.id, names[0], names[1], **flags)  # type: ignore[arg-type]
-            case ast.Name(id="same") if len(names) == 1 and not flags:
-                return Same(out.id, names[0])
-            case ast.Name(id="add") if len(names) >= 2 and not flags:
-                return Sum(out.id, tuple(names))
-        raise fault_at(
-            call,
-            "a tensor computes product(A, B, transpose_a=, transpose_b=), same(A), add(A, B, ...) or "
-            'call("fn", A[i, :], ..., stash=, reduce=, output=)',
-        )
-
-    def _function(self, out: ast.expr, call: ast.Call) -> Function:
-        values = {item.arg: item.value for item in call.keywords}
-        if not call.args or not set(values) <= {"stash", "reduce", "output"}:
-            raise fault_at(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
-        stash = read_items(values["stash"]) if "stash" in values else []
-        return Function(
-            self._tensor_part(out),
-            read_string(call.args[0]),
-            tuple(map(self._tensor_part, call.args[1:])),
-            tuple(map(self._tensor_part, stash)),
-            read_string(values["reduce"]) if "reduce" in values else "",
-            read_int(values["output"]) if "output" in values else 0,
-        )
-
-    def _tensor_part(self, node: ast.expr) -> TensorPart:
-        chosen: list[ast.expr] | None = None
-        match node:
-            case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
-                node, chosen = inner, elts
-            case ast.Subscript(value=inner, slice=selector):
-                node, chosen = inner, [selector]
-        name = read_name(node, self.tensors, "tensor")
-        num_dims = len(self.tensors[name].shape)
-        if chosen is None:
-            return TensorPart(name, (None,) * num_dims)
-        dims: list[str | None] = []
-        for item in chosen:
-            match item:
-                case ast.Name(id=index):
-                    dims.append(index)
-                case ast.Slice(lower=None, upper=None, step=None):
-                    dims.append(None)
-                case _:
-                    raise fault_at(item, "a part of a tensor is written X[i, :], a name or ':' per dim")
-        if len(dims) != num_dims:
-            raise fault_at(node, f"tensor {name} has {num_dims} dims, its part names {len(dims)}")
-        return TensorPart(name, tuple(dims))
 
     # --- statements -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,13 @@ from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.views import Blocked, Range, Selector, View
 
 SomeOp = TypeVar("SomeOp", bound=Op)
+
+
+def fresh_name(name: str, taken: Collection[str]) -> str:
+    """Return a name that is not taken: `name`, with underscores behind it where it is."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ of these experts. Ranks that share each expert have some of its inner features; 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.experts import ExpertExchange
 from meshweave.nn.hosted.expert_parts import ExpertsPart, own_call, places_of
+from meshweave.nn.hosted.own_modules import without_parameters
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.hosted.rows import MovedRows
 from meshweave.nn.parallel.buckets import KeptParameter
@@ -47,8 +47,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         self.dims = strategy.roles.expert_dims
         _check(strategy, name, type(module).__name__, part)
         self._modules["act_fn"] = module._modules.get("act_fn")
-        own = copy.copy(module)
-        own._parameters = {}
+        own, parameters = without_parameters(module)
         object.__setattr__(self, "_own", own)
         first, end = strategy.span(Side("expert", part.count), self.dims)
         self.first, self.local = first, end - first
@@ -58,10 +57,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         self.layouts: dict[str, ParameterLayout] = {}
         self.kept: dict[str, KeptParameter] = {}
         self.opened: dict[str, Tensor] = {}
-        for key, whole in module._parameters.items():
-            if whole is None:
-                own.__dict__[key] = None
-                continue
+        for key, whole in parameters.items():
             kept = self.kept[key] = kept_of(part, key, tuple(whole.shape), strategy)
             self.layouts[key] = kept.layout
             setattr(self, key, kept.layout.distribute(f"{name} ({key})", whole, strategy))

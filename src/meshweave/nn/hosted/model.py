@@ -33,7 +33,7 @@ from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.parameters import ParameterLayout, fill, on_meta
-from meshweave.nn.parallel.reports import ParallelReport
+from meshweave.nn.parallel.reports import ModelSettings, ParallelReport
 from meshweave.nn.parallel.rotary import UnfilledBuffers
 from meshweave.nn.parallel.step_agreement import StepAgreement
 from meshweave.nn.parallel.strategy import LayerStrategy, overlap_of
@@ -50,16 +50,9 @@ class HostedModel(ParallelModel):
         tokens: those of the step that runs.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: LayerStrategy,
-        title: str,
-        recompute: bool,
-        proved: str = "",
-        debug_every: int = 0,
-    ) -> None:
-        self.module, self.strategy, self.recompute, self.context = module, strategy, recompute, None
+    def __init__(self, module: nn.Module, settings: ModelSettings) -> None:
+        self.module, self.recompute, self.context = module, settings.recompute, None
+        self.strategy = strategy = settings.strategy
         self.anatomy = anatomy = anatomy_of(module, _device_of(module, strategy))
         self.names: Any = anatomy.names
         self.tokens = Tokens(strategy)
@@ -67,7 +60,9 @@ class HostedModel(ParallelModel):
         self._drops = RankDropout(self.tokens, sources) if sources else None
         self._forward = self.tokens.uncompiled(type(module).forward.__get__(module))
         self._taken = set(inspect.signature(type(module).forward).parameters)
-        self._arguments = self.arguments = HostedArguments(module, anatomy.shifts_labels, strategy, recompute)
+        self._arguments = self.arguments = HostedArguments(
+            module, anatomy.shifts_labels, strategy, self.recompute
+        )
         self._new: dict[str, nn.Module] = {}
         self._then: list[Callable[[], None]] = []
         self._plan_ends()
@@ -82,16 +77,10 @@ class HostedModel(ParallelModel):
         idle = self._idle()
         self._replace(idle, uses)
         self.throughout = used_throughout(strategy, self._ends(False), uses[::-1], self._ends(True))
-        self.report = self._reported(title, proved, idle)
+        self.report = self._reported(settings, idle)
         limits = TokenLimits(self.embedding.words, self.head.site.units)
-        self.agreement = StepAgreement(
-            module,
-            strategy,
-            limits,
-            draws=self._drops is not None and not strategy.is_alone,
-            recompute=recompute,
-            debug_every=debug_every,
-        )
+        draws = self._drops is not None and not strategy.is_alone
+        self.agreement = StepAgreement(module, settings, limits, draws)
         self._placed = PlacedModules(module, anatomy.names.layers)
         module.forward = with_own_signature(self.forward, module)
 
@@ -179,14 +168,14 @@ class HostedModel(ParallelModel):
             if "position_ids" not in self._taken:
                 raise UnsupportedError(f"{type(module).__name__} takes no position_ids, which a ring needs")
 
-    def _reported(self, title: str, proved: str, idle: list[str]) -> ParallelReport:
+    def _reported(self, settings: ModelSettings, idle: list[str]) -> ParallelReport:
         return ParallelReport(
-            title,
+            settings.title,
             f"{self.strategy.name} on {'x'.join(map(str, self.strategy.mesh.shape))} ranks",
             tuple((path, type(new).__name__) for path, new in sorted(self._new.items())),
             tuple((name, "no part of the forward pass computes with it") for name in idle),
             overlap_of(self.strategy),
-            proved,
+            settings.proved,
         )
 
     # --- running --------------------------------------------------------------------------------------------

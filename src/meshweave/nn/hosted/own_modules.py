@@ -23,6 +23,18 @@ from meshweave.nn.parallel.uses import ParameterUse, entries_of
 _SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
 
 
+def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a copy of a module that has none of its parameters, and these by name.
+
+    A name of the module that has no parameter is None in the copy, for its code to read.
+    """
+    own = copy.copy(module)
+    own._parameters = {}
+    present = {key: whole for key, whole in module._parameters.items() if whole is not None}
+    own.__dict__.update(dict.fromkeys(module._parameters.keys() - present.keys()))
+    return own, present
+
+
 class OwnModule(nn.Module):  # type: ignore[misc]
     """A module whose code is its own, and whose parameters every rank has whole.
 
@@ -44,18 +56,14 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         if list(module.children()):
             raise UnsupportedError(f"{name}: {type(module).__name__} has modules beside its parameters")
         self.layer_strategy, self._rows = strategy, dict(rows or {})
-        own = copy.copy(module)
-        own._parameters = {}
+        own, parameters = without_parameters(module)
         object.__setattr__(self, "_own", own)
         self._buffers = module._buffers  # one for both
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.layouts: dict[str, ParameterLayout] = {}
         self.kept: dict[str, KeptParameter] = {}
         self.opened: dict[str, Tensor] = {}
-        for key, whole in module._parameters.items():
-            if whole is None:
-                own.__dict__[key] = None
-                continue
+        for key, whole in parameters.items():
             sides = tuple(Side("", int(size)) for size in whole.shape)
             layout = ParameterLayout(sides, strategy.roles.nowhere)
             setattr(self, key, layout.distribute(name, whole, strategy))

@@ -28,7 +28,8 @@ def checksum(tensor: Tensor) -> Tensor:
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     words = own.contiguous().view(-1).view(_HALVES[own.element_size()])
     if own.device.type == "cpu" and own.nbytes <= _SMALL_BYTES:
-        digest = hashlib.blake2b(words.numpy(), digest_size=8).digest()
+        # A copy: numpy would keep what it looks at from being resized ever after, as FSDP2 does with weights.
+        digest = hashlib.blake2b(words.clone().numpy(), digest_size=8).digest()
         return torch.tensor(int.from_bytes(digest, "little", signed=True))
     total = torch.zeros((), dtype=torch.int64, device=own.device)
     for chunk in words.split(_CHUNK):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from meshweave.base.errors import UnsupportedError
@@ -37,16 +39,7 @@ _GPT2 = ModelMap(
     positions="transformer.wpe",
     dropout="transformer.drop",
 )
-_NANO_GPT = ModelMap(
-    "transformer.wte",
-    "transformer.h",
-    LayerMap("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", "mlp.gelu", fused="attn.c_attn"),
-    "transformer.ln_f",
-    "lm_head",
-    positions="transformer.wpe",
-    dropout="transformer.drop",
-    has_causal_loss=False,
-)
+_NANO_GPT = replace(_GPT2, layer=replace(_GPT2.layer, activation="mlp.gelu"), has_causal_loss=False)
 PLAIN = {"Llama": _LLAMA, "GPT-2": _GPT2, "nanoGPT": _NANO_GPT}
 """The maps of models of plain torch, by the names of their modules."""
 

@@ -105,8 +105,9 @@ def _step_on_parts(optimizer: Optimizer) -> None:
             for key, value in state[local].items():
                 if key not in kept or _local(kept[key]) is not value:
                     kept[key] = _like(value, parameter, local)
+    of_parts = {id(local) for _, local in pairs}
     for parameter, values in state.items():
-        if parameter not in optimizer.state and all(parameter is not local for _, local in pairs):
+        if id(parameter) not in of_parts and parameter not in optimizer.state:
             optimizer.state[parameter] = values
 
 

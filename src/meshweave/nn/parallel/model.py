@@ -26,10 +26,10 @@ from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.loss import VocabularyLoss
 from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.parameters import fill, on_meta
-from meshweave.nn.parallel.reports import ParallelReport
+from meshweave.nn.parallel.reports import ModelSettings, ParallelReport
 from meshweave.nn.parallel.rotary import Rotary, UnfilledBuffers
 from meshweave.nn.parallel.step_agreement import StepAgreement
-from meshweave.nn.parallel.strategy import LayerStrategy, overlap_of
+from meshweave.nn.parallel.strategy import overlap_of
 from meshweave.nn.parallel.structure import ModelMap, check_modules, heads_of, uncovered
 from meshweave.nn.parallel.tied import TiedWeight
 from meshweave.nn.parallel.tokens import TokenLimits
@@ -58,17 +58,9 @@ class ParallelModel(AroundModule):
         trials: the plans that were tried, where the plan was "auto".
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: ModelMap,
-        strategy: LayerStrategy,
-        title: str,
-        recompute: bool,
-        proved: str = "",
-        debug_every: int = 0,
-    ) -> None:
-        self.module, self.names, self.strategy, self.recompute = module, names, strategy, recompute
+    def __init__(self, module: nn.Module, names: ModelMap, settings: ModelSettings) -> None:
+        self.module, self.names, self.recompute = module, names, settings.recompute
+        self.strategy = strategy = settings.strategy
         self.context: TorchContext | None = None
         self.trials: TrialTable | None = None
         self._arguments = ForwardArguments(module, names.has_causal_loss)
@@ -79,20 +71,18 @@ class ParallelModel(AroundModule):
         self._take()
         names_of = {name for name, child in module.named_modules() if isinstance(child, _OURS)}
         self.report = ParallelReport(
-            title,
+            settings.title,
             f"{strategy.name} on {'x'.join(map(str, strategy.mesh.shape))} ranks",
             tuple((n, type(module.get_submodule(n)).__name__) for n in sorted(names_of)),
             tuple((name, "no part of the map computes with it") for name in uncovered(module, names_of)),
             overlap_of(strategy),
-            proved,
+            settings.proved,
         )
         positions = None if self.positions is None else int(self.positions.weight.shape[0])
         limits = TokenLimits(self.embedding.words, self.head.site.units, positions)
         of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
         draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
-        self.agreement = StepAgreement(
-            module, strategy, limits, draws=draws, recompute=recompute, debug_every=debug_every
-        )
+        self.agreement = StepAgreement(module, settings, limits, draws)
         self.blocks[-1].is_followed = False
         first: list[KeepsParameters] = (
             [self.embedding] if self.positions is None else [self.positions, self.embedding]

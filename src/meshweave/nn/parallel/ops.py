@@ -178,15 +178,7 @@ def _local_gradients(arriving: Sequence[Tensor], x: Tensor, weights: Sequence[Te
 
 
 @block_product_back.register_fake  # type: ignore[untyped-decorator]
-def _(
-    arriving: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    kept: list[Tensor],
-    number: int,
-    batch: int,
-    sequence: int,
-) -> list[Tensor]:
+def _(arriving: list[Tensor], x: Tensor, weights: list[Tensor], *_: Any) -> list[Tensor]:
     keep_order(torch.ops.meshweave.block_product_back)
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
 

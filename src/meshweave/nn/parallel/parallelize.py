@@ -25,6 +25,7 @@ from meshweave.nn.parallel.known import is_hosted, recognised, title_of, why_unl
 from meshweave.nn.parallel.model import ParallelModel
 from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, device_type_of, resolve
+from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
 from meshweave.nn.parallel.seeds import seed_alike
 from meshweave.nn.parallel.structure import ModelMap, check_modules
@@ -150,7 +151,7 @@ def _maker(
     module: nn.Module, mapping: ModelMap | None, plan: ResolvedPlan
 ) -> tuple[str, Any, Callable[[nn.Module, str, int], ParallelModel]]:
     """Return what a model is taken for, the names of its modules, and what parallelises it or a copy in place."""
-    strategy, recompute = plan.strategy, plan.recompute
+    strategy = plan.strategy
     if "expert" in strategy.roles.expert_dims and not any(map(is_experts, module.modules())):
         raise LayoutError(
             f"the plan has ranks that share experts, and {type(module).__name__} has no experts: give expert=1"
@@ -161,7 +162,9 @@ def _maker(
                 f"{type(module).__name__} runs by its own code: leave out mapping=, which is for plain torch"
             )
         title, own = title_of(module), names_of(module)
-        return title, own, lambda part, *rest: HostedModel(part, strategy, title, recompute, *rest)
+        settings = ModelSettings(strategy, title, plan.recompute)
+        return title, own, lambda part, *rest: HostedModel(part, settings.of(*rest))
     title, names = ("as mapped", mapping) if mapping is not None else recognised(module)
     check_modules(module, names)
-    return title, names, lambda part, *rest: ParallelModel(part, names, strategy, title, recompute, *rest)
+    settings = ModelSettings(strategy, title, plan.recompute)
+    return title, names, lambda part, *rest: ParallelModel(part, names, settings.of(*rest))

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a model is put on ranks, whatever runs it.
+
+    Attributes:
+        title: what it is taken for.
+        recompute: whether layers are computed again for gradients.
+        proved: what was proved of it, for its report.
+        debug_every: as of `parallelize`.
+    """
+
+    strategy: LayerStrategy
+    title: str
+    recompute: bool
+    proved: str = ""
+    debug_every: int = 0
+
+    def of(self, proved: str, debug_every: int) -> ModelSettings:
+        """Return the settings of a model of which so much is proved."""
+        return replace(self, proved=proved, debug_every=debug_every)
 
 
 @dataclass(frozen=True)

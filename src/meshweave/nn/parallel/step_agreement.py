@@ -24,7 +24,7 @@ from meshweave.nn.parallel.agreed import Words, agree, digest
 from meshweave.nn.parallel.checksums import checksum
 from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
-from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.tokens import TokenLimits
 
 _STRIDE = 0x9E3779B97F4A  # even, so that factors are odd: targets that are tokens count, too
@@ -52,22 +52,14 @@ class StepAgreement:
 
     Args:
         module: the model, parallelised.
+        settings: of which `debug_every` is the calls between two that compare all that the first one does; 0 for
+            the first alone.
         draws: whether ranks must have torch's generator in the same state where the model trains.
-        debug_every: calls between two that compare all that the first one does; 0 for the first alone.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: LayerStrategy,
-        limits: TokenLimits,
-        *,
-        draws: bool,
-        recompute: bool,
-        debug_every: int,
-    ) -> None:
-        self.module, self.strategy, self.limits = module, strategy, limits
-        self.draws, self.recompute, self.debug_every = draws, recompute, debug_every
+    def __init__(self, module: nn.Module, settings: ModelSettings, limits: TokenLimits, draws: bool) -> None:
+        self.module, self.strategy, self.limits, self.draws = module, settings.strategy, limits, draws
+        self.recompute, self.debug_every = settings.recompute, settings.debug_every
         self.progress = Progress()
         self._children = list(module.modules())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshweave.base.errors import LayoutError
+from meshweave.base.errors import LayoutError, printable
 
 
 def is_number(value: Any, least: float = 0.0, most: float = 1e300) -> bool:
@@ -96,3 +97,12 @@ def _is_kept_row(row: Any) -> bool:
         return False
     predicted, measured = row.get("predicted_s"), row.get("measured_s")
     return (predicted is None or is_number(predicted)) and is_number(measured)
+
+
+def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
+    """Raise LayoutError where trials have no such length."""
+    if not isinstance(steps, int) or not is_number(steps):
+        raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
+    for name, value in (("seconds", seconds), ("within", within)):
+        if not is_number(value, most=math.inf):
+            raise LayoutError(f"{name} of trials is a number from 0 on, not {printable(value)}")

@@ -40,7 +40,13 @@ from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import agree, without_addresses
-from meshweave.nn.parallel.trial_results import corrections_of, is_number, keep_results, usable_corrections
+from meshweave.nn.parallel.trial_results import (
+    check_numbers,
+    corrections_of,
+    is_number,
+    keep_results,
+    usable_corrections,
+)
 
 PLAIN, SHARDED = DataParallel.name, ZeroThree.name
 """The strategy that wins where others are about as fast, and the other one that is always tried."""
@@ -133,7 +139,7 @@ class Trials:
             raise LayoutError("trials take a batch: Trials(tokens, targets), two tensors")
         if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
             raise LayoutError(f"trials are at least 1, not most={printable(self.most)}")
-        _check_numbers(self.steps, self.seconds, self.within)
+        check_numbers(self.steps, self.seconds, self.within)
         for each in self.plans:
             is_pair = isinstance(each, tuple | list) and len(each) == 2
             if not is_pair or not (each[1] is None or is_number(each[1], least=1e-12)):
@@ -220,7 +226,7 @@ def run_trials(
     """
     among = _Ranks.of(context)
     with share_refusal(among.context, among.ranks, _TITLE):
-        _check_numbers(steps, seconds, within)
+        check_numbers(steps, seconds, within)
         plans = {str(n): without_addresses(repr(each.plan)) for n, each in enumerate(candidates)}
         settings = {"steps": str(steps), "seconds": str(seconds), "within": str(within)}
         agree(among.context, among.ranks, {"trials": {**plans, **settings}}, "all to try the same plans")
@@ -296,15 +302,6 @@ class _Ranks:
         """Return what the first rank makes, of JSON; all ranks call it."""
         own = json.dumps(make()) if self.context.rank in (0, None) else ""
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
-
-
-def _check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError where trials have no such length."""
-    if not isinstance(steps, int) or not is_number(steps):
-        raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
-    for name, value in (("seconds", seconds), ("within", within)):
-        if not is_number(value, most=math.inf):
-            raise LayoutError(f"{name} of trials is a number from 0 on, not {printable(value)}")
 
 
 def available_bytes() -> float:

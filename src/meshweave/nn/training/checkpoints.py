@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 import threading
 import time
 import warnings
@@ -21,30 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import CheckpointError, did_you_mean
+from meshweave.base.errors import CheckpointError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.training.files import bytes_of, check_bytes, load_pieces, opened_folder, write_synced
+from meshweave.nn.training.files import bytes_of, load_pieces, opened_folder, write_synced
 from meshweave.nn.training.folder import (
     FolderLock,
-    found_checkpoint,
     found_checkpoints,
     make_whole,
     part_name,
-    read_manifest,
     remove,
     remove_older,
     sweep,
 )
 from meshweave.nn.training.manifest import (
-    MAX_STEP,
     Manifest,
     SavedBox,
     SavedFile,
     WrittenTensor,
     checked_notes,
+    checked_step,
+    file_name,
 )
 from meshweave.nn.training.pieces import Saved, ShardPieces, misfit, pieces_of, share_out
 from meshweave.nn.training.rounds import AgreementRound, Rounds
+from meshweave.nn.training.together import FolderTogether
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -78,27 +77,16 @@ class Checkpoints:
         self._saving: tuple[int, AgreementRound] | None = None
         self._writer: threading.Thread | None = None
         self._rounds = Rounds(self._context)
+        self._there = FolderTogether(self.folder, self._rounds, self._rank, self._num_ranks)
         round_ = self._rounds.begin("all ranks to open the checkpoints")
         wrong = "" if type(keep) is int and keep > 0 else f"keep={keep!r} checkpoints, and one at least stays"
         if not wrong and self._is_first:
-            wrong = self._wrong_in(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            wrong = self._there.wrong_in(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         self._rounds.agree(round_, "open checkpoints", {"wrong": wrong})
 
     @property
     def _is_first(self) -> bool:
         return not self._rank
-
-    def _wrong_in(self, act: Callable[[], object]) -> str:
-        """Do something in the folder. Return what was said against it; "" where it is done."""
-        try:
-            act()
-        except CheckpointError as error:
-            return str(error)
-        except OSError as error:
-            return f"{error.filename or self.folder}: {error.strerror or error}"
-        except Exception as error:  # of one rank: the others must not wait for it
-            return f"{type(error).__name__}: {error}"
-        return ""
 
     # --- saving ----------------------------------------------------------------------------------------------
 
@@ -121,13 +109,13 @@ class Checkpoints:
         topic = "save"
         round_ = self._rounds.begin("all ranks to save a step")
         try:
-            step, kept = _checked_step(step), checked_notes(notes or {})
+            step, kept = checked_step(step), checked_notes(notes or {})
             digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
             topic = f"save step {step} with notes {digest}"
             pieces = {name: pieces_of(name, value) for name, value in tensors.items()}
-            words["tensors"] = [_offer(name, own) for name, own in pieces.items() if own.tensors or own.dtype]
+            words["tensors"] = [own.offer(name) for name, own in pieces.items() if own.tensors or own.dtype]
             if self._is_first:
-                words["wrong"] = self._wrong_in(lambda: self._begin(step))
+                words["wrong"] = self._there.wrong_in(lambda: self._begin(step))
         except CheckpointError as error:
             words = {"wrong": str(error)}
         try:
@@ -135,14 +123,14 @@ class Checkpoints:
             whole, shares = share_out([each["tensors"] for each in said])
         except CheckpointError as error:
             if self._is_first and not words.get("wrong"):
-                self._wrong_in(lambda: remove(self.folder / part_name(step)))
+                self._there.wrong_in(lambda: remove(self.folder / part_name(step)))
             raise CheckpointError(f"the checkpoint cannot be saved: {error}") from None
         _LOG.info("saving step %d into %s: %d tensors of this rank", step, self.folder, len(pieces))
         round_ = self._rounds.begin(f"the checkpoint of step {step}")
         self._saving = step, round_
         copies: list[Tensor] = []
-        wrong = self._wrong_in(
-            lambda: copies.extend(_copy(pieces[box.name], box) for box in shares[self._rank])
+        wrong = self._there.wrong_in(
+            lambda: copies.extend(pieces[box.name].copied(box) for box in shares[self._rank])
         )
         self._writer = threading.Thread(
             target=self._write,
@@ -176,22 +164,22 @@ class Checkpoints:
         def write() -> None:
             with opened_folder(self.folder / part_name(step)) as part:
                 parts = map(bytes_of, copies)
-                own["bytes"], own["crc32"] = write_synced(part, _file_name(self._rank), parts, round_.tick)
+                own["bytes"], own["crc32"] = write_synced(part, file_name(self._rank), parts, round_.tick)
 
         try:
-            wrong = wrong or (self._wrong_in(write) if copies else "")
+            wrong = wrong or (self._there.wrong_in(write) if copies else "")
             round_.give({**own, "wrong": f"rank {self._rank}: {wrong}" if wrong else ""})
             copies.clear()  # the others may take long
             if self._is_first and (said := self._said_by_all(round_)) is not None:
                 wrong = next((each["wrong"] for each in said if each["wrong"]), "")
                 files = {
-                    _file_name(rank): SavedFile(each["bytes"], each["crc32"], tuple(boxes))
+                    file_name(rank): SavedFile(each["bytes"], each["crc32"], tuple(boxes))
                     for rank, (each, boxes) in enumerate(zip(said, shares, strict=True))
                     if boxes and not wrong
                 }
-                wrong = wrong or self._wrong_in(lambda: self._finish(round_, step, whole, files, notes))
+                wrong = wrong or self._there.wrong_in(lambda: self._finish(round_, step, whole, files, notes))
                 if wrong:
-                    self._wrong_in(lambda: remove(self.folder / part_name(step)))
+                    self._there.wrong_in(lambda: remove(self.folder / part_name(step)))
                 round_.give({"wrong": wrong}, "result")
         except (RuntimeError, OSError):  # the store is gone; `wait` says so
             pass
@@ -220,7 +208,7 @@ class Checkpoints:
         make_whole(self.folder, Manifest(step, serial, self._parent, whole, files, notes))
         self._parent = serial
         round_.tick()
-        if left := self._wrong_in(lambda: remove_older(self.folder, self._keep)):
+        if left := self._there.wrong_in(lambda: remove_older(self.folder, self._keep)):
             warnings.warn(
                 f"step {step} is saved, and an older checkpoint cannot be removed: {left}", stacklevel=2
             )
@@ -272,11 +260,13 @@ class Checkpoints:
             last = whole[-1].step if whole else -1
             harmed = [each for each in present if each.wrong and each.step > last]
             words["whole"] = [each.step for each in whole]
-            words["harmed"] = [f"{self._named(each.step)} is not whole: it {each.wrong}" for each in harmed]
+            words["harmed"] = [
+                f"{self._there.named(each.step)} is not whole: it {each.wrong}" for each in harmed
+            ]
         said = self._rounds.agree(round_, "look for the last checkpoint", words)[0]
         harmed = said["harmed"]
         for step in reversed(said["whole"]):
-            if not checked or not (changed := self._changed(step)):
+            if not checked or not (changed := self._there.changed(step)):
                 for line in harmed if self._is_first else ():
                     warnings.warn(f"{line}; step {step} is taken", stacklevel=2)
                 return int(step)
@@ -302,8 +292,8 @@ class Checkpoints:
         words: dict[str, Any] = {}
         manifest = None
         try:
-            step = _checked_step(step)
-            manifest, _ = self._found(step)
+            step = checked_step(step)
+            manifest, _ = self._there.manifest_of(step)
             words = {"digest": manifest.digest, **(fits(manifest) if fits is not None else {})}
         except CheckpointError as error:
             words = {"damaged": str(error)}
@@ -312,28 +302,17 @@ class Checkpoints:
         if not damaged and len({each["digest"] for each in said}) > 1:
             damaged = f"ranks see different checkpoints of step {step} in {self.folder}"
         if damaged:
-            raise CheckpointError(damaged + self._other_whole(step))
+            raise CheckpointError(damaged + self._there.other_whole(step))
         assert manifest is not None
         unused = [set(each["unused"]) for each in said if "unused" in each]
         if unused and (extra := sorted(set.intersection(*unused))):
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             name = list(manifest.tensors)[extra[0]]
             raise CheckpointError(
-                f"{self._named(step)} has '{name}'{more}, which nothing here takes; extra=True loads the rest"
+                f"{self._there.named(step)} has '{name}'{more}, which nothing here takes; "
+                "extra=True loads the rest"
             )
         return manifest
-
-    def _found(self, step: int) -> tuple[Manifest, Path]:
-        """Return the manifest of a checkpoint as this rank sees it, and its folder. Raises CheckpointError."""
-        checkpoint = found_checkpoint(self.folder, step)
-        if checkpoint is None:
-            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}")
-        if checkpoint.wrong or checkpoint.manifest is None:
-            raise CheckpointError(f"{self._named(step)} is not whole: it {checkpoint.wrong}")
-        return checkpoint.manifest, self.folder / checkpoint.name
-
-    def _named(self, step: int) -> str:
-        return f"the checkpoint of step {step} in {self.folder}"
 
     def load(
         self,
@@ -362,115 +341,34 @@ class Checkpoints:
             try:
                 pieces.update((name, pieces_of(name, value)) for name, value in tensors.items())
             except CheckpointError as error:
-                return {"wrong": f"{self._named(step)} cannot be loaded: {error}"}
+                return {"wrong": f"{self._there.named(step)} cannot be loaded: {error}"}
             for name, own in pieces.items():
-                if wrong := _misfit(name, own, manifest, casts):
-                    return {"wrong": f"{self._named(step)} {wrong}"}
+                if wrong := misfit(name, own, manifest.tensors, casts):
+                    return {"wrong": f"{self._there.named(step)} {wrong}"}
             return {"unused": [at for at, name in enumerate(manifest.tensors) if not is_taken(name)]}
 
         def is_taken(name: str) -> bool:
             return name in tensors or (extra(name) if callable(extra) else extra)
 
         manifest = self.manifest(step, fits)
-        if changed := self._changed(step, manifest):
-            raise CheckpointError(changed + self._other_whole(step))
+        if changed := self._there.changed(step, manifest):
+            raise CheckpointError(changed + self._there.other_whole(step))
         round_ = self._rounds.begin(f"all ranks to load the checkpoint of step {step}")
 
         def read() -> None:
-            with opened_folder(self._same(step, manifest)) as folder, torch.no_grad():
+            with opened_folder(self._there.same(step, manifest)) as folder, torch.no_grad():
                 load_pieces(folder, manifest, pieces, round_.tick)
 
-        wrong = self._wrong_in(read)
+        wrong = self._there.wrong_in(read)
         if wrong:
-            wrong = f"{self._named(step)} {wrong}; some of the tensors here have been read"
+            wrong = f"{self._there.named(step)} {wrong}; some of the tensors here have been read"
         self._rounds.agree(round_, f"have loaded step {step}", {"wrong": wrong})
         self._parent = manifest.serial
         return dict(manifest.notes)
 
-    def _same(self, step: int, manifest: Manifest | None) -> Path:
-        """Return the folder of a checkpoint. Raises CheckpointError where it has another manifest by now."""
-        checkpoint, path = self._found(step)
-        if manifest is not None and checkpoint.digest != manifest.digest:
-            raise CheckpointError("was saved again meanwhile")
-        return path
-
-    def _changed(self, step: int, manifest: Manifest | None = None) -> str:
-        """Return in words which file of a checkpoint has other bytes than were written; "" where none has.
-
-        Collective: each rank reads some of them.
-
-        Args:
-            manifest: which the checkpoint must have; None takes the one that is there.
-        """
-        round_ = self._rounds.begin(f"all ranks to check the checkpoint of step {step}")
-
-        def check() -> None:
-            path = self._same(step, manifest)
-            with opened_folder(path) as folder:
-                own = manifest or read_manifest(path)
-                check_bytes(folder, own, self._rank, self._num_ranks, round_.tick)
-
-        reason = self._wrong_in(check)
-        said = self._rounds.agree(round_, f"check step {step}", {"reason": reason})
-        reason = next((each["reason"] for each in said if each["reason"]), "")
-        return f"{self._named(step)} {reason}" if reason else ""
-
-    def _other_whole(self, step: int) -> str:
-        """Return in words which other checkpoint is whole to the last byte, the last saved; collective."""
-        round_ = self._rounds.begin("the first rank to look for another checkpoint")
-        words: dict[str, Any] = {}
-        if self._is_first:
-            words["steps"] = [each.step for each in found_checkpoints(self.folder) if not each.wrong]
-        for other in reversed(self._rounds.agree(round_, "look for another checkpoint", words)[0]["steps"]):
-            if other != step and not self._changed(other):
-                return f"; that of step {other} is whole"
-        return ""
-
     def refuse_together(self, step: int, wrong: str) -> None:
         """Raise CheckpointError on all ranks where one says what is wrong with a checkpoint. Collective."""
-        wrong = f"{self._named(step)} {wrong}" if wrong else ""
+        wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         self._rounds.agree(
             self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}
         )
-
-
-def _misfit(name: str, own: ShardPieces, manifest: Manifest, casts: bool) -> str:
-    """Return in words why a tensor cannot be loaded from a checkpoint; "" where it can."""
-    there = manifest.tensors.get(name)
-    if there is None:
-        return f"has no tensor '{name}'{did_you_mean(name, manifest.tensors)}"
-    return misfit(name, own.saved_as, there, casts) if own.tensors or own.dtype else ""
-
-
-def _checked_step(step: int) -> int:
-    """Return a step. Raises CheckpointError where it is no number of steps."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)
-    except TypeError:
-        raise CheckpointError(f"a step is an integer, and not {step!r}") from None
-    if not 0 <= number < MAX_STEP:
-        raise CheckpointError(f"a step is an integer of 0 to {MAX_STEP - 1}, and not {step!r}")
-    return number
-
-
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.bin"
-
-
-def _offer(name: str, own: ShardPieces) -> list[Any]:
-    """Return what this rank has of a tensor, as `share_out` takes it."""
-    boxes = [[list(offset), list(each.shape)] for offset, each in zip(own.offsets, own.tensors, strict=True)]
-    return [name, own.saved_as.dtype, list(own.shape), boxes]
-
-
-def _copy(own: ShardPieces, box: SavedBox) -> Tensor:
-    """Return a box with memory of its own, on the CPU."""
-    number = next(
-        at
-        for at, (offset, each) in enumerate(zip(own.offsets, own.tensors, strict=True))
-        if (offset, tuple(each.shape)) == (box.offsets, box.sizes)
-    )
-    tensor = own.tensors[number]
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import re
 import secrets
 from collections import defaultdict
@@ -152,6 +153,24 @@ class Manifest:
                 by_tensor[box.name].append((name, at, box))
                 at += math.prod(box.sizes) * ITEM_BYTES[self.tensors[box.name].dtype]
         return by_tensor
+
+
+def checked_step(step: int) -> int:
+    """Return a step. Raises CheckpointError where it is no number of steps."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise CheckpointError(f"a step is an integer, and not {step!r}") from None
+    if not 0 <= number < MAX_STEP:
+        raise CheckpointError(f"a step is an integer of 0 to {MAX_STEP - 1}, and not {step!r}")
+    return number
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.bin"
 
 
 def checked_notes(notes: Mapping[str, Any]) -> dict[str, Any]:

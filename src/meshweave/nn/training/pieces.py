@@ -7,7 +7,7 @@ of each of the three, which are several boxes. Any other DTensor is one box, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshweave.base.errors import CheckpointError, LayoutError, printable
+from meshweave.base.errors import CheckpointError, LayoutError, did_you_mean, printable
 from meshweave.execute.torch import compat
 from meshweave.nn.training.manifest import ITEM_BYTES, SavedBox, WrittenTensor
 from meshweave.nn.weights.blocks import block_of, boxes_of
@@ -57,6 +57,18 @@ class ShardPieces:
         """Return dtype and shape of the whole."""
         dtype = self.dtype or self.tensors[0].dtype
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
+
+    def offer(self, name: str) -> list[Any]:
+        """Return what this rank has of a tensor, as `share_out` takes it."""
+        boxes = [[list(at), list(each.shape)] for at, each in zip(self.offsets, self.tensors, strict=True)]
+        return [name, self.saved_as.dtype, list(self.shape), boxes]
+
+    def copied(self, box: SavedBox) -> Tensor:
+        """Return a box with memory of its own, on the CPU."""
+        wanted = box.offsets, box.sizes
+        boxes = ((at, tuple(each.shape)) for at, each in zip(self.offsets, self.tensors, strict=True))
+        tensor = self.tensors[next(number for number, each in enumerate(boxes) if each == wanted)]
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 Saved: TypeAlias = Tensor | ShardPieces
@@ -127,12 +139,18 @@ def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor]
     return tensors, shares
 
 
-def misfit(name: str, own: WrittenTensor, there: WrittenTensor, casts: bool) -> str:
+def misfit(name: str, pieces: ShardPieces, saved: Mapping[str, WrittenTensor], casts: bool) -> str:
     """Return in words why a saved tensor cannot be loaded into one here; "" where it can.
 
     Args:
+        saved: the tensors that there are, by name.
         casts: whether a floating-point dtype may become another.
     """
+    if name not in saved:
+        return f"has no tensor '{name}'{did_you_mean(name, saved)}"
+    if not (pieces.tensors or pieces.dtype):
+        return ""
+    own, there = pieces.saved_as, saved[name]
     if own.shape != there.shape:
         return f"has '{name}' of shape {there.shape}, and here it is {own.shape}"
     if own.dtype == there.dtype:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.tune.exports.row import Export
@@ -38,11 +38,7 @@ def launch_file(export: Export, launcher: str, cluster: Cluster) -> str:
         UnsupportedError: there is no such launcher, the settings are started otherwise, or the cluster is not
             described by hosts.
     """
-    if launcher not in LAUNCHERS:
-        raise UnsupportedError(
-            f"there is no launcher '{launcher}'{did_you_mean(launcher, LAUNCHERS)}; "
-            f"there are {', '.join(LAUNCHERS)}"
-        )
+    require_known(launcher, LAUNCHERS, "there is no launcher", UnsupportedError, "there are")
     if export.target in _STARTED_OTHERWISE:
         raise UnsupportedError(f"no launch file for {export.target}: {_STARTED_OTHERWISE[export.target]}")
     if not isinstance(cluster.network, HostsNetwork):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshweave.algorithms.step.stacks import IDEAL
-from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, did_you_mean
+from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, require_known
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.exports.deepspeed import to_deepspeed
 from meshweave.tune.exports.fsdp2 import to_accelerate, to_axolotl
@@ -59,10 +59,7 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
         LayoutError: the plan has no such row.
         DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
     """
-    if target not in TARGETS:
-        raise UnsupportedError(
-            f"there is no export to '{target}'{did_you_mean(target, TARGETS)}; there are {', '.join(TARGETS)}"
-        )
+    require_known(target, TARGETS, "there is no export to", UnsupportedError, "there are")
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")

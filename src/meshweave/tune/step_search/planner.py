@@ -24,7 +24,12 @@ from meshweave.algorithms.step.stack_checks import check_problem
 from meshweave.algorithms.step.stacks import IDEAL, default_stack
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.deprecated import renamed_keyword
-from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError, did_you_mean
+from meshweave.base.errors import (
+    DescriptionError,
+    MeshweaveError,
+    UnsupportedError,
+    require_known,
+)
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.left_out import unmeasured_kernels
@@ -87,8 +92,7 @@ def plan(
     """
     known = sorted(PlanOptions.__annotations__)
     for name in options:
-        if name not in known:
-            raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, known)}")
+        require_known(name, known, "a plan has no option", DescriptionError)
     of_problem: dict[str, Any] = {
         name: value for name, value in options.items() if name in ProblemOptions.__annotations__
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.base.outputs import write_file
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, OutputOption, print_json, read_names, read_plan
@@ -91,11 +91,7 @@ def _program(planned: PlannedProduct, dtype: str) -> Program:
 
 
 def _target(topology: str) -> TpuTarget:
-    if topology not in TOPOLOGIES:
-        raise UnsupportedError(
-            f"there is no topology '{printable(topology)}'{did_you_mean(topology, TOPOLOGIES)}; "
-            f"give one of {', '.join(TOPOLOGIES)}"
-        )
+    require_known(topology, TOPOLOGIES, "there is no topology", UnsupportedError, "give one of")
     return TOPOLOGIES[topology]
 
 

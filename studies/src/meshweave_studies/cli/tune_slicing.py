@@ -11,7 +11,7 @@ import typer
 from meshweave.algorithms.universal import Operand, Slicing, StageLimits, UniversalConfig, UniversalProblem
 from meshweave.algorithms.universal.config import SCHEDULE_KINDS
 from meshweave.algorithms.universal.problem import OPERANDS
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import LayoutError, UnsupportedError, printable, require_known
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.option_fields import with_options
@@ -224,11 +224,7 @@ def _schedule_kinds(text: str) -> Any:
 
     names = read_names(text) or SCHEDULE_KINDS
     for name in names:
-        if name not in SCHEDULE_KINDS:
-            raise UnsupportedError(
-                f"there is no schedule '{printable(name)}'{did_you_mean(name, SCHEDULE_KINDS)}; "
-                f"there are {', '.join(SCHEDULE_KINDS)}"
-            )
+        require_known(name, SCHEDULE_KINDS, "there is no schedule", UnsupportedError, "there are")
     return names
 
 

@@ -24,11 +24,12 @@ from itertools import pairwise
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.gpu import GpuFile
 from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.ops import AllGather, Copy, Fence, Matmul, Op, Put, ReduceScatter, Zero
 from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import View
 from meshweave_studies.gpu.kernels import Kernels, ProductOperands, Rectangle, Region, Source, StoreTarget
-from meshweave_studies.gpu.memory_map import MatrixTiles, MemoryMap, by, number_of
+from meshweave_studies.gpu.memory_map import MatrixTiles, MemoryMap, by
 from meshweave_studies.gpu.tiles import PARTIAL_BYTES, TileChoice, choose_tile
 
 BLOCK_BYTES = 16384

@@ -8,7 +8,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.gpu import GpuFile
 from meshweave.ir.program import Program
-from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.expressions import number_of
 from meshweave.ir.program.release import Release
 from meshweave.ir.program.views import Range, View
 from meshweave_studies.gpu.kernels import Kernels, Rectangle, Region, Source
@@ -173,12 +173,6 @@ class MemoryMap:
         ]
         first = first % len(tiles) if tiles else 0
         return tiles[first:] + tiles[:first]
-
-
-def number_of(index: Index) -> int:
-    """Return an index of an expanded program, which is a number."""
-    assert isinstance(index, int)
-    return index
 
 
 def by(sizes: tuple[int, ...]) -> str:

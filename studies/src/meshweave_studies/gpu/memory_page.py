@@ -26,11 +26,11 @@ def memory_page(
     """
     whole = max(sum(traffic_bytes.values()), 1)
     traffic = [
-        ("", [escape(name), format_bytes(count), f"{100 * count / whole:.1f} %"])
+        [escape(name), format_bytes(count), f"{100 * count / whole:.1f} %"]
         for name, count in traffic_bytes.items()
     ]
     kernels = [
-        ("", [escape(span.label), format_s(to_s(span.start_ps)), format_s(to_s(span.end_ps - span.start_ps))])
+        [escape(span.label), format_s(to_s(span.start_ps)), format_s(to_s(span.end_ps - span.start_ps))]
         for span in trace.spans
     ]
     body = [

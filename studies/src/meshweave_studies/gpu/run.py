@@ -43,11 +43,13 @@ class Arbiter:
             threshold, or after it has waited too long.
         threshold: entries; 0 takes one from how full the queues are while the first work groups run alone.
         starvation: cycles of the memory after which communication goes first; 0 for those of the GPU.
+        drains: whether no threshold holds from the end of a kernel's last work group to the next kernel.
     """
 
     policy: Arbitration = "round-robin"
     threshold: int = 0
     starvation: int = 0
+    drains: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,18 +91,20 @@ def run(
     link_ps: int,
     arbiter: Arbiter | None = None,
     num_gpus: int = 1,
+    plain_sets: bool = False,
 ) -> GpuRun:
     """Return what a GPU does that runs these kernels in a ring of GPUs that do the same.
 
     Args:
         link_bytes_per_s, link_ps: bytes per second and latency of the link to the next GPU.
         num_gpus: GPUs that are simulated: one that stands for all, or the whole ring.
+        plain_sets: whether the set of a line is its number modulo the sets of the cache, and not a hash of it.
 
     Raises:
         ValueError: the columns are out of range.
         ProgramFault: units wait for what never happens.
     """
-    columns = columns_of(kernels, gpu, link_bytes_per_s, link_ps, arbiter or Arbiter())
+    columns = columns_of(kernels, gpu, link_bytes_per_s, link_ps, arbiter or Arbiter(), plain_sets)
     out = run_gpus(columns, num_gpus)
     count = len(kernels.kernels)
     spans = tuple(
@@ -121,7 +125,12 @@ def run(
 
 
 def columns_of(
-    kernels: Kernels, gpu: GpuFile, link_bytes_per_s: int, link_ps: int, arbiter: Arbiter
+    kernels: Kernels,
+    gpu: GpuFile,
+    link_bytes_per_s: int,
+    link_ps: int,
+    arbiter: Arbiter,
+    plain_sets: bool = False,
 ) -> dict[str, Column]:
     """Return the columns that the core takes (`csrc/gpu.hpp`)."""
     watches = arbiter.policy == "communication-aware" and not arbiter.threshold
@@ -131,6 +140,7 @@ def columns_of(
         "spec": _spec(gpu, link_bytes_per_s, link_ps),
         "timing": _timing(gpu),
         "controller": _controller(gpu, arbiter),
+        "options": np.array([arbiter.drains, plain_sets], dtype=np.int64),
     }
 
 

@@ -1,7 +1,8 @@
 """Readings of T3: what table 1 and section 5 leave open of the GPU, its links and the order of tiles.
 
-A reading changes the description of the GPU, the rate of a link, or the order in which tiles are computed, and
-nothing else. Occupancy and link were known to move rows when they were named, so that these are no predictions.
+A reading changes the description of the GPU, the rate of a link, the order in which tiles are computed, the sets
+of the cache or what the arbitration does, and nothing else. Occupancy and link were known to move rows when they
+were named, so that these are no predictions.
 `READINGS` are scored side by side; `VARIATIONS` change one constant without a source each.
 """
 
@@ -16,7 +17,7 @@ from meshweave.ir.program.release import TileOrder
 
 LINK_BYTES_PER_S = 150 * 10**9
 """Table 1: "150 GB/s bi-directional", read as 150 GB/s each way."""
-TABLE_1 = "table-1"
+TABLE_1, OCCUPANCY = "table-1", "occupancy"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class T3Reading:
         order: "rows" or "columns", which tile comes next; "" goes down bands of eight tiles.
         threshold: entries of a queue below which T3-MCA issues communication; 0 takes one from the product's own
             use of memory, as the paper does.
+        drains: whether T3-MCA holds no communication back from the end of the product's last work group on.
+        plain_sets: whether the cache puts a line in the set of its number, and not in that of a hash.
         rows: the rows that it is of; () for all. A reading of some rows has no figures.
     """
 
@@ -39,6 +42,8 @@ class T3Reading:
     link_bytes_per_s: int = LINK_BYTES_PER_S
     order: TileOrder = ""
     threshold: int = 0
+    drains: bool = False
+    plain_sets: bool = False
     rows: tuple[str, ...] = ()
 
     def covers(self, row: str) -> bool:
@@ -64,7 +69,7 @@ def _changed(name: str, changes: tuple[tuple[str, Any], ...]) -> GpuFile:
 
 
 _ONE_GROUP = (("slots", 1), ("tile", (128, 128, 32)))
-_HALF = 75 * 10**9
+_HALF, _LESS = 75 * 10**9, 90 * 10**9
 SUB_LAYER_ROWS = (
     *("ideal_overlap", "ideal_case", "t3", "mca", "mca_over_t3", "order"),
     *("near_memory", "near_memory_gain", "op_close", "op_exceeds", "fc_far", "mca_far"),
@@ -78,7 +83,7 @@ READINGS: dict[str, T3Reading] = {
             TABLE_1, "150 GB/s each way; two work groups a compute unit, with two slices of 64 along k each"
         ),
         T3Reading(
-            "occupancy",
+            OCCUPANCY,
             "as table-1, with one work group a compute unit, and slices of 32",
             _ONE_GROUP,
             rows=SUB_LAYER_ROWS,
@@ -89,9 +94,22 @@ READINGS: dict[str, T3Reading] = {
             link_bytes_per_s=_HALF,
             rows=SUB_LAYER_ROWS,
         ),
+        T3Reading(
+            "link-90",
+            "as table-1, with 90 GB/s each way",
+            link_bytes_per_s=_LESS,
+            rows=SUB_LAYER_ROWS,
+        ),
         T3Reading("occupancy-75", "occupancy and link-75 together", _ONE_GROUP, _HALF, rows=SUB_LAYER_ROWS),
         T3Reading(
             "rows", "as table-1, with tiles of T3's product along rows", order="rows", rows=SUB_LAYER_ROWS
+        ),
+        T3Reading(
+            "occupancy-plain-sets",
+            "as occupancy, with lines of the cache in the set of their number, and not of a hash of it",
+            _ONE_GROUP,
+            plain_sets=True,
+            rows=SUB_LAYER_ROWS,
         ),
     )
 }
@@ -118,7 +136,8 @@ VARIATIONS: dict[str, T3Reading] = {
             for value in values
         ),
         T3Reading("slices of 32", "", (("tile", (128, 128, 32)),)),
-        T3Reading("90 GB/s each way", "", link_bytes_per_s=90 * 10**9),
+        T3Reading("90 GB/s each way", "", link_bytes_per_s=_LESS),
+        T3Reading("sets not hashed", "", plain_sets=True),
         T3Reading("tiles along columns", "", order="columns"),
     )
 }

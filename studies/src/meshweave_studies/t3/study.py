@@ -86,8 +86,15 @@ def simulate_job(job: GpuJob, reading: T3Reading = READINGS[TABLE_1]) -> GpuRun:
         program = reduce_scatter_program(job.product)
     kernels = lower(program, gpu, near_memory=job.what == NEAR_MEMORY)
     _share_units(kernels, job)
-    arbiter = Arbiter("communication-aware", reading.threshold) if job.what == T3_MCA else Arbiter()
-    return run(kernels, gpu, link_bytes_per_s=reading.link_bytes_per_s, link_ps=LINK_PS, arbiter=arbiter)
+    aware = Arbiter("communication-aware", reading.threshold, drains=reading.drains)
+    return run(
+        kernels,
+        gpu,
+        link_bytes_per_s=reading.link_bytes_per_s,
+        link_ps=LINK_PS,
+        arbiter=aware if job.what == T3_MCA else Arbiter(),
+        plain_sets=reading.plain_sets,
+    )
 
 
 def _share_units(kernels: Kernels, job: GpuJob) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError, did_you_mean, printable
+from meshweave.base.errors import UnsupportedError, require_known
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -105,11 +105,7 @@ products in three parts, each with the next step of the ring along either axis b
 
 def emission_named(name: str) -> Emission:
     """Return an emission by its name. Raises UnsupportedError for an unknown one."""
-    if name not in EMISSIONS:
-        raise UnsupportedError(
-            f"there is no emission '{printable(name)}'{did_you_mean(name, EMISSIONS)}; "
-            f"give one of {', '.join(EMISSIONS)}"
-        )
+    require_known(name, EMISSIONS, "there is no emission", UnsupportedError, "give one of")
     return EMISSIONS[name]
 
 

@@ -96,14 +96,8 @@ class TimedRecord(NodeRecord[AnyNode]):
                 of = problem if load is None else with_load(problem, load)
                 return list(self.works(node, of, tokens, part))[number][1]
 
-            writer.writer.timed(
-                lane,
-                work_of,
-                outs,
-                (*ins, *outs) if number else ins,
-                parameters=parameters,
-                gradients=gradients if number == len(lanes) - 1 else (),
-            )
+            made = gradients if number == len(lanes) - 1 else ()
+            writer.writer.timed(lane, work_of, outs, (*ins, *outs) if number else ins, (parameters, made))
         for gradient in gradients:
             own = ("", *(side.dim for side in gradient.sides))
             natural: AxisDims = tuple(dim if dim in own else "partial" for dim in ins[-1].dims)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
@@ -87,8 +87,7 @@ class Matmul2dProblem:
             raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must be positive")
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
             raise LayoutError(f"a product needs a mesh of two or three positive sizes, not {self.mesh_shape}")
-        if self.dtype not in DTYPES:
-            raise LayoutError(f"unknown dtype '{self.dtype}'{did_you_mean(self.dtype, DTYPES)}")
+        require_known(self.dtype, DTYPES, "unknown dtype", LayoutError)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -1,0 +1,56 @@
+"""A product for each group of rows, with a matrix of its own: what experts compute with the rows that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import LayoutError, printable
+from meshweave.nn.dtensor import kind_text
+
+
+def grouped_product(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> Tensor:
+    """Return the product of each group of rows with a matrix of its own, (rows, n), one group after another.
+
+    It is one kernel where torch has one (`torch.nn.functional.grouped_mm`: floats of at most 32 bits, matrices
+    whose rows are multiples of 16 bytes), else a product for each group.
+
+    Args:
+        rows: (rows, k).
+        weights: (groups, k, n).
+        rows_per_group: integers whose sum is that of the rows.
+
+    Raises LayoutError where these do not fit each other.
+    """
+    _check_groups(rows, weights, rows_per_group)
+    _, k, n = weights.shape
+    is_aligned = k * rows.element_size() % 16 == 0 and n * rows.element_size() % 16 == 0
+    if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        ends = torch.tensor(rows_per_group, device=rows.device).cumsum(0).to(torch.int32)
+        product = torch.nn.functional.grouped_mm(rows.contiguous(), weights.contiguous(), offs=ends)
+        if product.requires_grad:  # its gradient reads no expanded tensor
+            product.register_hook(Tensor.contiguous)
+        return product
+    parts = zip(rows.split(list(rows_per_group)), weights, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def _check_groups(rows: Tensor, weights: Tensor, rows_per_group: Sequence[int]) -> None:
+    """Raise LayoutError where groups of rows do not fit their matrices: some rows would have no product."""
+    if (
+        rows.ndim != 2
+        or weights.ndim != 3
+        or rows.shape[1] != weights.shape[1]
+        or rows.dtype != weights.dtype
+    ):
+        raise LayoutError(
+            f"rows are {kind_text(rows)} and matrices {kind_text(weights)}; rows are (rows, k) and matrices "
+            "(groups, k, n) of one dtype"
+        )
+    sizes = list(rows_per_group)
+    if len(sizes) != weights.shape[0] or any(size < 0 for size in sizes) or sum(sizes) != rows.shape[0]:
+        raise LayoutError(
+            f"groups of {printable(sizes)} rows are not {rows.shape[0]} rows for {weights.shape[0]} matrices"
+        )
