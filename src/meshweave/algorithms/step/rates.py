@@ -13,8 +13,8 @@ from meshweave.describe.machine.kernels import ProductConstants, ProductModel, S
 def _sustained(of: ProductModel, share: float) -> ProductModel:
     """Return the constants of products whose units run at a share of their clock."""
     if isinstance(of, ProductConstants):
-        rates = {"flops_per_s": share * of.flops_per_s, "unit_bytes_per_s": share * of.unit_bytes_per_s}
-        return replace(of, **rates, sustained_share=None)
+        of = replace(of, unit_bytes_per_s=share * of.unit_bytes_per_s, sustained_share=None)
+        return replace(of, flops_per_s=share * of.flops_per_s)
     if isinstance(of, SystolicConstants):
         return replace(of, flops_per_s=share * of.flops_per_s, rounded_per_s=share * of.rounded_per_s)
     return of
