@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_stacks import sustaining
 
 from meshweave.calibrate.cluster_toml import kernels_toml
 from meshweave.calibrate.kernel_fit import Hardware, fit_products
@@ -189,7 +190,7 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
     streaming = dict(products).get("bfloat16")
     said = f". Attention and collectives are those of {LIKE[device]}" if device in LIKE else ""
     said += ". Element-wise calls are not measured: launch and memory of products" if streaming else ""
-    return ChipKernels(
+    kernels = ChipKernels(
         device,
         f"Fitted by validation/fit_kernels.py on {DATA}; errors on parts that were not fitted stand in "
         f"benchmarks/results/kernels.json{said}",
@@ -198,13 +199,13 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
         tuple(entry for known in fits for entry in known.collectives),
         (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
         switch_reduces=not device.startswith("A100"),  # NVLink SHARP came with the switch of H100
-        sustained_share=_sustained_share(device),
     )
-
-
-def _sustained_share(device: str) -> float:
-    """Return the share that validation/fit_stacks.py fitted, 1 where it has none."""
-    return load_kernels(device.lower()).sustained_share if device.lower() in kernels_names() else 1.0
+    if device.lower() not in kernels_names():
+        return kernels
+    fitted = load_kernels(device.lower())  # what validation/fit_stacks.py fitted stays
+    shares = {dtype: fitted.sustained_of(dtype) for dtype, _ in products}
+    own = {dtype: share for dtype, share in shares.items() if share != fitted.sustained_share}
+    return sustaining(kernels, {"": fitted.sustained_share} | own)
 
 
 def borrowed(device: str, by_device: dict[str, list[ChipKernels]]) -> list[ChipKernels]:

@@ -8,15 +8,18 @@ decides (`training_runs/split.py`); the others judge (`meshweave reproduce publi
 mean over rows of the absolute logarithm of predicted over published seconds. Each row is priced without constants
 and with one of each at a time; between these its seconds are taken to be linear in a constant, and in the inverse
 rates of products and of the kernel of attention. The least loss is searched one or two constants at a time with
-ever smaller steps, from several points.
+ever smaller steps, from several points. The kernel of Transformer Engine has measured times, forward and backward
+(`attention_training.csv`), and nothing of it is fitted on runs.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from random import Random
@@ -29,6 +32,9 @@ from numpy.typing import NDArray
 from meshweave.algorithms.step import StepProblem, step_of
 from meshweave.algorithms.step.stacks import KERNELS_OF_ATTENTION
 from meshweave.calibrate.cluster_toml import kernels_toml
+from meshweave.cost.attention import attention_s
+from meshweave.cost.compute import GRADIENT_FACTOR
+from meshweave.describe.machine.kernels import ChipKernels, ProductConstants
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave_studies.training_runs.cases import case_of
 from meshweave_studies.training_runs.figures import published_bytes, published_seconds
@@ -59,20 +65,36 @@ _SHARED = ("overlap",)
 FIXED = {"megatron-2021": {"overlap": 0.0}}
 LOW_PRECISION = "megatron-core"
 """The stack whose fitted rows are below 16 bits. It has the overlap of the others and no gap between kernels: of
-it nothing is fitted, but the rate of its kernels of attention on Blackwell, one for its chips. (The share of the
-rate of products that Blackwell sustains was tried instead: 0.767, with a larger loss on the fitted rows.)"""
+it nothing is fitted, but the share of the rate of products that Blackwell sustains, one for its chips."""
 TPUS = {"maxtext": ("tpu-v5e", "tpu-v6e")}
 """A stack, and kernels of chips on which its rate of attention and the share that products sustain are fitted, on
 its own rows alone. Its overlap is that of the others."""
-BLACKWELL = ("B200", "B300", "GB200", "GB300")
+BLACKWELL = ("b200-sxm", "b300-sxm", "gb200", "gb300")
+BY_LENGTH = "fp8"
+"""Products of scaled rows, the one kind whose measured times on Blackwell fall behind by far as they get longer
+(`slowdown`): a part of what steady training loses is in them."""
+UNKNOWN = {"nvfp4": 1.0}
+"""Products that no fitted row has keep the rate of short runs."""
+ATTENTION_FILE = Path(__file__).parent / "attention_training.csv"
+MEASURED_ON = {
+    "H100": ("H200", "h100-sxm5-80gb"),
+    "H200": ("H200", "h200-sxm"),
+    "B200": ("GB200", "b200-sxm"),
+    "B300": ("GB300", "b300-sxm"),
+    "GB200": ("GB200", "gb200"),
+    "GB300": ("GB300", "gb300"),
+}
+"""The device of `ATTENTION_FILE` that has the multiprocessors of a chip, and the chip's kernels in the catalog."""
 FITTED_RATES = {"llm-foundry": ("A100", "H100")}
 """Stacks whose kernel of attention has a fitted rate, by chip."""
-KNOWN_RATES = {"flash-2": {"H100": 0.57}, "transformer-engine": {"H100": 1.0}}
-"""FlashAttention-3 is 1.5 to 2 times as fast as FlashAttention-2 (Shah et al., 2024, abstract): 1 / 1.75. cuDNN's
-kernels, which Transformer Engine prefers on Hopper, are about as fast as FlashAttention-3 (there, figures 5 and
-6), and it is FlashAttention-3 that was measured on H100."""
-SUSTAINED = {"A100": ("a100-sxm4-80gb", "a100-sxm4-40gb"), "H100": ("h100-sxm5-80gb",)}
-"""Kernels of the catalog whose sustained share of the rate of products is fitted, on all stacks together."""
+KNOWN_RATES = {"flash-2": {"H100": 0.57}}
+"""FlashAttention-3 is 1.5 to 2 times as fast as FlashAttention-2 (Shah et al., 2024, abstract): 1 / 1.75; and it
+is FlashAttention-3 that was measured on H100."""
+MEASURED_KERNEL = "transformer-engine"
+"""It prefers cuDNN's kernels on Hopper and Blackwell (docs/examples/attention, section 1)."""
+SUSTAINED = {"A100": ("a100-sxm4-80gb", "a100-sxm4-40gb"), "H100": ("h100-sxm5-80gb", "h200-sxm")}
+"""Kernels of the catalog whose sustained share of the rate of products is fitted, on all stacks together. No
+fitted row ran on the H200, which has the multiprocessors and the power of the H100."""
 _FITTED_KERNELS = {kernels: chip for chip, names in SUSTAINED.items() for kernels in names}
 _STARTS = 12
 """From so many points, drawn with a seed, the search begins."""
@@ -163,29 +185,90 @@ def priced_row(run: PublishedRun) -> PricedRow | None:
     )
 
 
-def blackwell_attention() -> float:
-    """Return the rate of `LOW_PRECISION`'s kernels of attention on Blackwell over the measured forward kernels."""
-    rows = []
-    for run in shipped_runs():
-        if stack_of(run).name != LOW_PRECISION:
-            continue
-        try:
-            case = case_of(run, attention=1.0)
-            if not is_fitted(case.problem.model) or not case.problem.cluster.chip.name.startswith(BLACKWELL):
-                continue
-            slower = replace(case, problem=replace(case.problem, attention_share=_PRICED_RATE))
-            first, second = predict(case), predict(slower)
-            published_s = published_seconds(case, first.step)
-        except NoPredictionError:
-            continue
-        rows.append((first.seconds, (second.seconds - first.seconds) / (1 / _PRICED_RATE - 1), published_s))
-    rates = np.arange(0.2, 1.0005, 0.001)
-    losses = [
-        mean(abs(math.log((bare + added * (1 / rate - 1)) / published)) for bare, added, published in rows)
-        for rate in rates
+def measured_rates() -> dict[str, float]:
+    """Return the rate of `MEASURED_KERNEL` over that of the chip's constants, forward and backward together.
+
+    It is the geometric mean over the rows of `ATTENTION_FILE` of the priced seconds over the measured ones.
+    """
+    lines = ATTENTION_FILE.read_text("utf-8").splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    rates = {}
+    for chip, (device, kernels) in MEASURED_ON.items():
+        constants = load_kernels(kernels).attention_of("bfloat16")
+        assert constants is not None
+        logs = []
+        for row in (row for row in rows if row["device"] == device):
+            names = "batch", "sequence", "window", "heads", "kv_heads", "width"
+            batch, sequence, window, heads, kv_heads, width = (int(row[name]) for name in names)
+            seen = window or sequence
+            keys = seen * (2 * sequence - seen + 1) / (2 * sequence)
+            moved = 4 * batch * sequence * width * (heads + kv_heads)
+            forward_s = attention_s(constants, batch * heads, sequence, round(keys), width, moved, False)
+            priced_ms = 1e3 * forward_s * (1 + GRADIENT_FACTOR)
+            logs.append(math.log(priced_ms / (float(row["forward_ms"]) + float(row["backward_ms"]))))
+        rates[chip] = round(math.exp(mean(logs)), 3)
+        print(MEASURED_KERNEL, chip, len(logs), "rows: rate", rates[chip])
+    return rates
+
+
+def blackwell_shares(rates: dict[str, float]) -> dict[str, float]:
+    """Return what products sustain on Blackwell, "" and by dtype, on the fitted rows of `LOW_PRECISION`.
+
+    That of `BY_LENGTH` products is fitted on the rows that have them, and the one of the others on the others.
+    """
+    shares = {"": 1.0}
+    for dtype in ("", BY_LENGTH):
+        rows = list(filter(None, (_blackwell_row(run, rates, dtype, shares[""]) for run in shipped_runs())))
+        trials = np.arange(0.5, 1.0005, 0.001)
+        losses = [
+            mean(
+                abs(math.log((bare + added * (1 / share - 1)) / published)) for bare, added, published in rows
+            )
+            for share in trials
+        ]
+        print(LOW_PRECISION, dtype, len(rows), "rows on Blackwell: mean", round(min(losses), 4))
+        shares[dtype] = round(float(trials[losses.index(min(losses))]), 3)
+    return shares
+
+
+def _blackwell_row(
+    run: PublishedRun, rates: dict[str, float], dtype: str, others: float
+) -> tuple[float, float, float] | None:
+    """Return a row's seconds at a share of 1 of a dtype, what the inverse of it adds, and the published ones."""
+    if stack_of(run).name != LOW_PRECISION:
+        return None
+    try:
+        case = case_of(run)
+        chip = case.problem.cluster.chip
+        reference = chip.kernels.reference if chip.kernels else ""
+        has = BY_LENGTH in (case.problem.products or ())
+        if not is_fitted(case.problem.model) or reference not in BLACKWELL or has != (dtype == BY_LENGTH):
+            return None
+        rate = next(rate for name, rate in rates.items() if chip.name.startswith(name))
+        case = replace(case, problem=replace(case.problem, attention_share=rate))
+        given = (
+            {"": share, BY_LENGTH: 1.0} if not dtype else {"": others, dtype: share}
+            for share in (1.0, _PRICED_SHARE)
+        )
+        first, second = (
+            replace(case, problem=with_kernels(case.problem, partial(sustaining, shares=shares)))
+            for shares in given
+        )
+        prediction = predict(first)
+        slower_s = predict(second).seconds
+        published_s = published_seconds(first, prediction.step)
+    except NoPredictionError:
+        return None
+    return prediction.seconds, (slower_s - prediction.seconds) / (1 / _PRICED_SHARE - 1), published_s
+
+
+def sustaining(kernels: ChipKernels, shares: dict[str, float]) -> ChipKernels:
+    """Return kernels with shares that products sustain: "" of all, and by dtype."""
+    products = [
+        (name, replace(of, sustained_share=shares.get(name)) if isinstance(of, ProductConstants) else of)
+        for name, of in kernels.products
     ]
-    print(LOW_PRECISION, len(rows), "rows on Blackwell: mean", round(min(losses), 4))
-    return float(rates[losses.index(min(losses))])
+    return replace(kernels, products=tuple(products), sustained_share=shares[""])
 
 
 def tpu_rates(stack: str, kernels: str) -> tuple[float, float]:
@@ -235,7 +318,14 @@ def _at_share(problem: StepProblem, share: float) -> StepProblem:
     tpus = [kind for kinds in TPUS.values() for kind in kinds]
     if chip.kernels is None or chip.kernels.reference not in (*_FITTED_KERNELS, *tpus):
         return problem
-    chip = replace(chip, kernels=replace(chip.kernels, sustained_share=share))
+    return with_kernels(problem, partial(sustaining, shares={"": share}))
+
+
+def with_kernels(problem: StepProblem, change: Callable[[ChipKernels], ChipKernels]) -> StepProblem:
+    """Return a problem whose chips have other constants of kernels."""
+    chip = problem.cluster.chip
+    assert chip.kernels is not None
+    chip = replace(chip, kernels=change(chip.kernels))
     return replace(problem, cluster=replace(problem.cluster, chip=chip))
 
 
@@ -292,12 +382,11 @@ def fit(rows: Sequence[PricedRow]) -> dict[str, float]:
     return best
 
 
-def stacks_toml(values: dict[str, float]) -> str:
+def stacks_toml(values: dict[str, float], measured: dict[str, float]) -> str:
     """Return the text of `stacks.toml`."""
-    attention = {kernel: dict(rates) for kernel, rates in KNOWN_RATES.items()}
+    attention = {kernel: dict(rates) for kernel, rates in KNOWN_RATES.items()} | {MEASURED_KERNEL: measured}
     for name, chips in FITTED_RATES.items():
         attention[KERNELS_OF_ATTENTION[name]] = {chip: 1 / values[f"{name} {chip}"] for chip in chips}
-    attention.setdefault("transformer-engine", {}).update(dict.fromkeys(BLACKWELL, blackwell_attention()))
     for name, kinds in TPUS.items():
         attention[KERNELS_OF_ATTENTION[name]] = {
             f'"{load_kernels(kind).name}"': values[f"{name} {kind}"] for kind in kinds
@@ -308,26 +397,24 @@ def stacks_toml(values: dict[str, float]) -> str:
     ]
     for kernel, rates in attention.items():
         lines += ["", f"[attention.{kernel}]", *(f"{chip} = {rate:.3g}" for chip, rate in rates.items())]
+    elsewhere = _stacks_as_they_stand()
     for name in FREE:
         constants = {
             **NEUTRAL, **{key: values[key] for key in _SHARED}, **FIXED.get(name, {}),
             **{key: values[_name(name, key)] for key in FREE[name]}
         }  # fmt: skip
         lines += ["", f"[stacks.{name}]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
-    lines += ["", *_other_stacks()]
+        lines += [line for line in elsewhere.pop(name, [])[1:] if line.split(" = ")[0] not in constants]
+    lines += [line for section in elsewhere.values() for line in ("", *section)]
     return "\n".join(lines) + "\n"
 
 
-def _other_stacks() -> list[str]:
-    """Return the lines of stacks that are fitted elsewhere (`fit_host.py`), as they stand."""
+def _stacks_as_they_stand() -> dict[str, list[str]]:
+    """Return the lines of each stack: of some all, of some a few are fitted elsewhere (`fit_host.py`)."""
     text = (CATALOG / "stacks.toml").read_text("utf-8").rstrip()
-    sections = re.split(r"\n(?=\[)", text)
-    return [
-        line
-        for section in sections
-        if (name := re.match(r"\[stacks\.(.+)\]", section)) and name[1] not in FREE
-        for line in section.splitlines()
-    ]
+    sections = re.split(r"\n+(?=\[)", text)
+    named = ((re.match(r"\[stacks\.(.+)\]", section), section.splitlines()) for section in sections)
+    return {name[1]: lines for name, lines in named if name}
 
 
 def main() -> None:
@@ -340,14 +427,17 @@ def main() -> None:
         and (row := priced_row(run)) is not None
     ]
     values = fit(rows)
-    shares = {name: round(1 / values[chip], 3) for name, chip in _FITTED_KERNELS.items()}
+    shares = {name: {"": round(1 / values[chip], 3)} for name, chip in _FITTED_KERNELS.items()}
     for stack, kinds in TPUS.items():
         for kind in kinds:
-            values[f"{stack} {kind}"], shares[kind] = tpu_rates(stack, kind)
-    (CATALOG / "stacks.toml").write_text(stacks_toml(values), "utf-8")
-    for name, share in shares.items():
-        print(name, "sustains", share)
-        kernels = replace(load_kernels(name), sustained_share=share)
+            values[f"{stack} {kind}"], share = tpu_rates(stack, kind)
+            shares[kind] = {"": share}
+    measured = measured_rates()
+    shares |= dict.fromkeys(BLACKWELL, blackwell_shares(measured) | UNKNOWN)
+    (CATALOG / "stacks.toml").write_text(stacks_toml(values, measured), "utf-8")
+    for name, own in shares.items():
+        print(name, "sustains", own)
+        kernels = sustaining(load_kernels(name), own)
         (CATALOG / "kernels" / f"{name}.toml").write_text(kernels_toml(kernels), "utf-8")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import runpy
 import tomllib
+from collections import defaultdict
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
@@ -14,6 +16,7 @@ import pytest
 
 import meshweave as mw
 from meshweave.algorithms.step import SoftwareStack, Step, load_stack, memory_of, stack_names, step_of
+from meshweave.algorithms.step.stacks import stack_table
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave_studies.training_runs.best_of_sweeps import cells_line, cells_table, sweep_cells
@@ -432,6 +435,21 @@ def test_the_scores_that_ship_are_those_that_are_computed() -> None:
     for run in judged:
         row, _ = score_run(run)
         assert scores_csv([row]).splitlines()[1] in saved
+
+
+def test_the_rates_of_transformer_engine_are_those_of_measured_times() -> None:
+    script = runpy.run_path(str(ROOT / "validation/fit_stacks.py"))
+    saved = stack_table()["attention"][script["MEASURED_KERNEL"]]
+    assert saved == {chip: float(f"{rate:.3g}") for chip, rate in script["measured_rates"]().items()}
+    text = script["stacks_toml"](defaultdict(lambda: 1.0), saved)
+    kept = tomllib.loads(text)["stacks"]
+    assert {name: {key for key in of if "host" in key} for name, of in kept.items()} == {
+        name: {key for key in of if "host" in key} for name, of in stack_table()["stacks"].items()
+    }, "what is fitted elsewhere stays"
+    assert set(script["UNKNOWN"]) == {"nvfp4"}, "the products that no fitted run has"
+    fitted = [run for run in shipped_runs() if run.line in (416, 417, 421, 422, 427, 428)]
+    kinds = [case_of(run).problem.products for run in fitted]
+    assert all(kinds) and "nvfp4" not in {kind for each in kinds for kind in each or ()}
 
 
 def test_constants_of_stacks_are_few_and_named() -> None:

@@ -28,7 +28,7 @@ from meshweave.describe.machine.kernels import AttentionConstants, ChipKernels
 from meshweave.ir.program.call_dims import ATTENTION_CALLS, CALL_DIMS
 from meshweave.ir.work import Compute
 
-_GRADIENT_FACTOR = 2.5
+GRADIENT_FACTOR = 2.5
 """The gradient of attention has five products where the forward has two, at the same rate."""
 _STREAMING = ("norm", "softmax", "loss", "elementwise", "reduction")
 
@@ -133,7 +133,7 @@ def _attention_s(constants: AttentionConstants, work: Compute) -> float:
     batch, heads, queries, keys, width = work.shape
     operands = 2 * item_bytes(work.dtype) * batch * heads * width * (queries + keys)
     is_gradient = work.part in ("input_grad", "weight_grad")
-    factor = _GRADIENT_FACTOR if is_gradient else 1.0
+    factor = GRADIENT_FACTOR if is_gradient else 1.0
     num_bytes = round((work.bytes or operands) / factor)
     causal = work.call == "causal_attention"
     return factor * attention_s(constants, batch * heads, queries, keys, width, num_bytes, causal)

@@ -179,6 +179,11 @@ class _StepWriter:
             _check_routed(self.problem, self.p)
         if self.problem.products is not None:
             raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
+        if self.problem.hides_tensor and self.p.tensor_size > 1:
+            raise UnsupportedError(
+                "a block program has its collectives beside its products and not inside of them, as this stack "
+                "has them; give a stack without, or no tensor ranks"
+            )
         self.ranks = ProgramRanks(step, copies)
         self.settings = self.ranks.settings
         self.layers = layer_names(self.problem)

@@ -88,6 +88,8 @@ class PricedTasks:
         self._waits: list[tuple[int, ...]] = []
         self._durations: list[int] = []
         self._transfers: list[tuple[int, Transfer, int]] = []
+        self._products: set[int] = set()
+        self._hides = problem.hides_tensor
         self.kernels = self.collectives = self.messages = 0
         for number, (lane, work, after, times, part) in enumerate(steps):
             if is_summed_later(lane, work):
@@ -106,6 +108,7 @@ class PricedTasks:
                     self.collectives += times
             else:
                 self._durations.append(times * compute_ps(problem, adapted_compute(work, products, part)))
+                self._products |= {place} if work.kind == "matmul" else set()
                 self.kernels += times
         self.computing_ps = sum(self._durations)
 
@@ -121,7 +124,8 @@ class PricedTasks:
             exchanges += durations[place] if isinstance(work, CopyExchange) else 0
             context += durations[place] if work.axis.endswith(_CONTEXT_AXIS) else 0
         ends = [0] * len(durations)
-        follow(zip(range(len(ends)), durations, self._waits, strict=True), ends)
+        alone = self._outside_products(durations) if self._hides else durations
+        follow(zip(range(len(ends)), alone, self._waits, strict=True), ends)
         total = max(ends, default=0)
         exposed_s = to_s(max(total - self.computing_ps, 0))
         share = context / communication if communication else 0.0
@@ -130,6 +134,32 @@ class PricedTasks:
             exposed_s = to_s(communication)
         part = PartTime(computing_s, exposed_s * (1 - share), exposed_s * share)
         return BlockTime(part, self.kernels, self.collectives, self.messages, to_s(exchanges))
+
+    def _outside_products(self, durations: list[int]) -> list[int]:
+        """Return what tasks take where the transfers of a product's parts run beside the other parts of it.
+
+        Of n ranks each has one part: of a gathered operand it multiplies its own first, and its own of a scattered
+        result last. So n - 1 of n parts of the product run while the n - 1 transfers do.
+        """
+        alone = durations.copy()
+        after = {
+            other: place
+            for place in reversed(range(len(alone)))
+            for other in self._waits[place]
+            if place in self._products
+        }
+        before = {
+            place: other
+            for place, waits in enumerate(self._waits)
+            for other in waits
+            if other in self._products
+        }
+        for place, work, _ in self._transfers:
+            of = {"all_gather": after, "reduce_scatter": before}.get(work.kind, {})
+            if place in of and not work.axis.endswith(_CONTEXT_AXIS):
+                hidden = durations[of[place]] * (work.num_ranks - 1) // work.num_ranks
+                alone[place] = max(durations[place] - hidden, 0)
+        return alone
 
     def _priced(self, machine: Machine, known: dict[Transfer, int]) -> list[int]:
         """Return what each task takes on a machine."""

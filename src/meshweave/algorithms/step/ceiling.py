@@ -44,7 +44,7 @@ def rate_ceiling(problem: StepProblem) -> RateCeiling:
 def _rate_ceiling(problem: StepProblem) -> RateCeiling:
     chip, priced, dtype = problem.cluster.chip, problem.priced_cluster.chip, problem.dtype
     peak, measured = chip.peak(dtype), best_product_rate(chip, dtype)
-    sustained = 1.0 if chip.kernels is None else chip.kernels.sustained_share
+    sustained = 1.0 if chip.kernels is None else chip.kernels.sustained_of(dtype)
     share = min(1.0 if measured is None else measured * sustained / peak, 1.0)
     shown = f"the {dtype} peak of {chip.name}"
     if measured is not None:

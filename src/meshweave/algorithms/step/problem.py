@@ -275,6 +275,12 @@ class StepProblem:
         dtypes: ProductDtypes | None = kept[""]
         return dtypes
 
+    @property
+    def hides_tensor(self) -> bool:
+        """Return whether products have collectives of tensor ranks inside (`SoftwareStack.hides_tensor`)."""
+        is_narrow = self.recipe is not None and self.recipe.item_bytes < 1
+        return self.stack.hides_tensor and not (is_narrow or self.model.is_routed)
+
     def gathered_bytes(self, weights: int) -> int:
         """Return the bytes of so many weights of layers as ZeRO gathers them."""
         return round(weights * (self.item_bytes if self.recipe is None else self.recipe.gathered_bytes))

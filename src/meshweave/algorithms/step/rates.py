@@ -13,7 +13,8 @@ from meshweave.describe.machine.kernels import ProductConstants, ProductModel, S
 def _sustained(of: ProductModel, share: float) -> ProductModel:
     """Return the constants of products whose units run at a share of their clock."""
     if isinstance(of, ProductConstants):
-        return replace(of, flops_per_s=share * of.flops_per_s, unit_bytes_per_s=share * of.unit_bytes_per_s)
+        of = replace(of, unit_bytes_per_s=share * of.unit_bytes_per_s, sustained_share=None)
+        return replace(of, flops_per_s=share * of.flops_per_s)
     if isinstance(of, SystolicConstants):
         return replace(of, flops_per_s=share * of.flops_per_s, rounded_per_s=share * of.rounded_per_s)
     return of
@@ -57,10 +58,10 @@ def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
     """Return a cluster whose chips run attention at a share of their FLOP rate; `sustains` is that of a stack."""
     chip = cluster.chip
     kernels = chip.kernels
-    if sustains and kernels is not None and kernels.sustained_share != 1:
-        products = tuple((name, _sustained(of, kernels.sustained_share)) for name, of in kernels.products)
-        own = kernels.sustained_share
-        kernels = replace(kernels, products=products, sustained_share=1.0, grouped_share=own)
+    if sustains and kernels is not None:
+        products = tuple((name, _sustained(of, kernels.sustained_of(name))) for name, of in kernels.products)
+        grouped = kernels.grouped_share * kernels.sustained_share
+        kernels = replace(kernels, products=products, sustained_share=1.0, grouped_share=grouped)
         cluster = replace(cluster, chip=replace(chip, kernels=kernels))
         chip = cluster.chip
     if share == 1:

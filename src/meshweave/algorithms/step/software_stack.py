@@ -80,6 +80,8 @@ class SoftwareStack:
             backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
             the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
         waits_for_tensor: whether nothing runs beside the collectives of a layer.
+        hides_tensor: whether a product multiplies the parts of an operand as tensor ranks send them, and sends
+            those of a result as it has them, in layers without experts and in 8 bits or more.
         waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
         sustains: whether products run at the share of their rate that chips sustain in published training
@@ -131,6 +133,7 @@ class SoftwareStack:
     loss: LossKind = "fused"
     logit_bytes: tuple[float, float] = (12.0, 18.0)
     waits_for_tensor: bool = False
+    hides_tensor: bool = False
     waits_for_gathers: bool = False
     stops_early: bool = False
     sustains: bool = False

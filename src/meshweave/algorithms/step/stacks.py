@@ -145,7 +145,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "logit_bytes": (36.0, 10.0),
         **_NANOTRON,
     },
-    "megatron-core": {"runs_programs": False, "grouped_experts": False},
+    "megatron-core": {"runs_programs": False, "grouped_experts": False, "hides_tensor": True},
     "maxtext": {"runs_programs": False, "sharding": "fsdp", "stops_early": True, "recomputes_gate": True},
 }
 """What a stack does where nobody says otherwise, and what it can execute: `meshweave` is the runtime with compiled
@@ -161,7 +161,9 @@ sum (4) and a quotient (8); its gradient scaled (8) and cast back (6). Its ZeRO-
 all_gather_coalesced, reduce_scatter_coalesced; optim/zero.py) moves a list of buffers, one a replica: of six
 tensors a layer (queries, keys and values are one, and gate and up). megatron-core is Megatron-Core with
 Transformer Engine, as NeMo and Megatron-Bridge run it: norms, rotations, activations and sums of the residual are
-a kernel each, as a block counts them, and products add to gradients (megatron/core/fusions). maxtext is MaxText on
+a kernel each, as a block counts them, and products add to gradients (megatron/core/fusions); its recipes of dense
+models have collectives of tensor ranks in rings inside of products (megatron/bridge, recipes and
+training/comm_overlap.py: RingExchangeOverlapCfg), but not in NVFP4. maxtext is MaxText on
 TPUs: XLA fuses what stands between products and computes only what is read of a layer that runs again; weights are
 in fp32, sharded over a slice, and cast as they are gathered (configs/base.yml)."""
 

@@ -134,6 +134,10 @@ def _axis_table(axis: NetworkAxis) -> dict[str, Any]:
     }
 
 
+def _given(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}
+
+
 def kernels_table(kernels: ChipKernels) -> dict[str, Any]:
     """Return the table of a kernels file; neighbouring dtypes with the same constants share an entry."""
     table: dict[str, Any] = {"name": kernels.name, "source": kernels.source}
@@ -150,7 +154,7 @@ def kernels_table(kernels: ChipKernels) -> dict[str, Any]:
             if constants == before:
                 listed[-1]["dtypes"].append(dtype)
             else:
-                listed.append({"dtypes": [dtype], **asdict(constants)})
+                listed.append({"dtypes": [dtype], **_given(asdict(constants))})
             before = constants
     if kernels.collectives:
         table["collectives"] = [{"kind": kind, **asdict(each)} for kind, each in kernels.collectives]

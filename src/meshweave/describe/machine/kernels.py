@@ -65,6 +65,11 @@ TILE_MENUS = {
 sm90, by rows alone."""
 
 
+def _check_sustained(share: float | None) -> None:
+    if share is not None and not 0 < share <= 1:
+        raise DescriptionError(f"sustained_share is {share}; give a share above 0, at most 1")
+
+
 @dataclass(frozen=True, slots=True)
 class ProductConstants:
     """What the time of a product in one dtype depends on; `cost.products` has the formula.
@@ -84,6 +89,7 @@ class ProductConstants:
         slowdown: how much of the time a product loses for each factor e by which it is longer than 0.1 ms (the
             clock falls with heat and power).
         prepare_s: seconds for each element of A before the product: the cast to fp8.
+        sustained_share: what these products sustain in steady training; None: as others of their chip.
     """
 
     tiles: str
@@ -98,8 +104,10 @@ class ProductConstants:
     split_passes: float = 1.0
     slowdown: float = 0.0
     prepare_s: float = 0.0
+    sustained_share: float | None = None
 
     def __post_init__(self) -> None:
+        _check_sustained(self.sustained_share)
         if self.tiles not in TILE_MENUS:
             raise DescriptionError(f"tiles '{self.tiles}' is no menu; give one of {', '.join(TILE_MENUS)}")
         if min(self.flops_per_s, self.unit_bytes_per_s, self.memory_bytes_per_s, self.units) < 1:
@@ -309,10 +317,7 @@ class ChipKernels:
     def __post_init__(self) -> None:
         if self.outside not in ("model", "error"):
             raise DescriptionError(f"outside is '{self.outside}'; give model or error")
-        if not 0 < self.sustained_share <= 1:
-            raise DescriptionError(
-                f"sustained_share is {self.sustained_share}; give a share above 0, at most 1"
-            )
+        _check_sustained(self.sustained_share)
         for kind in ("products", "attention", "collectives", "tables"):
             names = [name for name, _ in getattr(self, kind)]
             if len(set(names)) < len(names):
@@ -321,6 +326,11 @@ class ChipKernels:
     def product(self, dtype: str) -> ProductModel | None:
         """Return the constants of products in a dtype, None where there are none."""
         return dict(self.products).get(dtype)
+
+    def sustained_of(self, dtype: str) -> float:
+        """Return the share of their rate that products in a dtype sustain in steady training."""
+        own = getattr(self.product(dtype), "sustained_share", None)
+        return self.sustained_share if own is None else own
 
     def attention_of(self, dtype: str) -> AttentionConstants | None:
         """Return the constants of attention in a dtype, None where there are none."""

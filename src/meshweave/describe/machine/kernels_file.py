@@ -75,6 +75,9 @@ class ProductsFile(FileModel):
     split_passes: Amount = Field(1.0, description="passes of partial sums through memory for each part of k")
     slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
     prepare_s: Duration = Field(0.0, description="seconds for each element of A before the product")
+    sustained_share: float | None = Field(
+        None, gt=0, le=1, description="their own `sustained_share`, where it is not that of the file"
+    )
 
 
 class SystolicFile(FileModel):
