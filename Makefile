@@ -52,7 +52,8 @@ train: $(STAMP)
 
 # One worker a core, and one more: many tests wait for ranks, or for deadlines of ranks that are gone. Each begins with a contiguous half, so that tests share what their module sets up, and an idle one
 # takes over tests of others. Labs wait for each other (tests/conftest.py).
-PYTEST = $(BIN)/python -m pytest -q -n $$(expr $$(nproc) + 1) --maxprocesses 8 --dist worksteal
+WORKERS = $(shell $(BIN)/python -c 'import os; print(os.cpu_count() + 1)')
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST)
