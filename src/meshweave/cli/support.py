@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def support(
     model: ModelArgument,
-    place: Annotated[
+    given: Annotated[
         str | None,
-        typer.Argument(metavar="[CLUSTER]", help="The cluster, as --cluster has it.", show_default=False),
+        typer.Argument(metavar="CLUSTER", help="The cluster, as --cluster has it.", show_default=False),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -41,9 +41,9 @@ def support(
     """
     from meshweave.tune.support import support_of
 
-    if (place is None) == (cluster is None):
+    if (given is None) == (cluster is None):
         raise typer.BadParameter("give the cluster once, as in --cluster dgx-h100:64")
-    machine = load_cluster(cluster or place or "")
+    machine = load_cluster(cluster or given or "")
     known = support_of(load_model(model), machine, sequence=sequence, dtype=dtype)
     if json:
         print_json(known.model_dump(mode="json"))

@@ -320,15 +320,19 @@ class MeshSlice(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield configs of equal slices; see `uniform_slices`."""
         yield from uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program of a config. Raises LayoutError where its slices do not fit."""
         return build(problem, slices_of(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the skeleton of a config. Raises LayoutError likewise."""
         return build_skeleton(problem, slices_of(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends, by mesh axis, whatever the slices are."""
         return problem.traffic_bytes(rank)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
