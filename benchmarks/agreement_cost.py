@@ -2,10 +2,10 @@
 
     python benchmarks/agreement_cost.py [--save NAME]
 
-Each pair is a step of the same model, with the comparison of each call and without, in an order that alternates.
-The ratio is the median of those of the pairs, from when all ranks begin to when all are done; beside it the
-seconds that checksums of all weights take in `parallelize`.
-
+Each pair is a few steps of the same model, with the comparison of each call and without, in an order that
+alternates. The ratio is the median of those of the pairs, from when all ranks begin to when the last is done; its
+scatter is half the range in which the middle half of the pairs lie. Beside it the seconds that checksums of all
+weights take in `parallelize`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import meshweave as mw
 from meshweave.nn.parallel.model_words import weight_words
 
 PAIRS = 21
+STEPS = 4
 CASES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("megatron", (2,)),
     ("megatron", (4,)),
@@ -38,8 +39,8 @@ CASES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
-def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratio of steps with comparison to steps without, and the seconds of both."""
+def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the seconds of a step in each pair, with comparison and without, and those of checksums."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", tuple(payload["mesh"]))
@@ -62,26 +63,33 @@ def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str
         agreement.beside = (
             beside if is_compared else lambda tokens, targets, refused: contextlib.nullcontext()
         )  # type: ignore[method-assign]
-        optimizer.zero_grad()
         dist.barrier()
         began = time.perf_counter()
-        made.step(tokens, tokens)
-        optimizer.step()
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            made.step(tokens, tokens)
+            optimizer.step()
         dist.barrier()
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / STEPS
 
-    for _ in range(3):
-        step_s(True)
-    ratios, times = [], []
+    step_s(True)
+    pairs = []
     for number in range(payload["pairs"]):
         pair = {is_compared: step_s(is_compared) for is_compared in (True, False)[:: 1 if number % 2 else -1]}
-        ratios.append(pair[True] / pair[False])
-        times.append(pair[False])
+        pairs.append((pair[True], pair[False]))
+    return {"pairs": pairs, "checksums_s": checksums_s, "weights_bytes": float(weights_bytes)}
+
+
+def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the ratio of the slowest rank's seconds, its scatter, and the seconds of a step without comparison."""
+    pairs = [tuple(map(max, zip(*pair, strict=True))) for pair in zip(*(r["pairs"] for r in ranks), strict=True)]
+    low, ratio, high = statistics.quantiles([with_s / without_s for with_s, without_s in pairs], n=4)
     return {
-        "ratio": statistics.median(ratios),
-        "step_s": statistics.median(times),
-        "checksums_s": checksums_s,
-        "weights_bytes": float(weights_bytes),
+        "ratio": ratio,
+        "scatter": (high - low) / 2,
+        "step_s": statistics.median(without_s for _, without_s in pairs),
+        "checksums_s": max(rank["checksums_s"] for rank in ranks),
+        "weights_bytes": ranks[0]["weights_bytes"],
     }
 
 
@@ -91,11 +99,11 @@ def main() -> None:
     parser.add_argument("--save")
     name = parser.parse_args().save
     here = {"PYTHONPATH": str(Path(__file__).resolve().parent)}
-    result: dict[str, Any] = {"pairs": PAIRS}
+    result: dict[str, Any] = {"pairs": PAIRS, "steps": STEPS}
     for strategy, mesh in CASES:
         payload = {"strategy": strategy, "mesh": mesh, "pairs": PAIRS}
-        ranks = mw.launch("agreement_cost:compared", math.prod(mesh), payload, timeout_s=400, env=here)
-        result[f"{strategy} {'x'.join(map(str, mesh))}"] = max(ranks, key=lambda rank: rank["ratio"])
+        ranks = mw.launch("agreement_cost:compared", math.prod(mesh), payload, timeout_s=900, env=here)
+        result[f"{strategy} {'x'.join(map(str, mesh))}"] = summary(ranks)
     print(json.dumps(result, indent=1))
     if name is not None:
         print(f"saved {save(name, result)}")
