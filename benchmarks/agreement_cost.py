@@ -81,8 +81,10 @@ def compared(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str
 
 
 def summary(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the ratio of the slowest rank's seconds, its scatter, and the seconds of a step without comparison."""
-    pairs = [tuple(map(max, zip(*pair, strict=True))) for pair in zip(*(r["pairs"] for r in ranks), strict=True)]
+    """Return the ratio of the slowest rank's seconds, its scatter, and a step's seconds without comparison."""
+    pairs = [
+        tuple(map(max, zip(*pair, strict=True))) for pair in zip(*(r["pairs"] for r in ranks), strict=True)
+    ]
     low, ratio, high = statistics.quantiles([with_s / without_s for with_s, without_s in pairs], n=4)
     return {
         "ratio": ratio,
