@@ -35,11 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshweave as mw
 
-SIZES = {"small": (4, 128), "large": (4, 256)}
-"""Layers and features."""
+SIZES = {"tiny": (4, 128, 2, 64), "small": (4, 128, 8, 64), "large": (4, 256, 8, 128)}
+"""Layers, features, rows for each rank, and tokens of a row."""
 PAIRS = {"data_parallel": "DDP", "zero3": "FSDP2", "megatron": "parallelize_module"}
-WORDS, SEQUENCE, ROWS = 512, 64, 2
-"""The vocabulary, tokens of a row, and rows for each rank."""
+WORDS = 512
+"""The vocabulary."""
 STEPS, STEPS_BEFORE = 15, 4
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS_OF = ("self_attn.o_proj", "mlp.down_proj")
@@ -49,11 +49,11 @@ def build(name: str, size: str) -> nn.Module:
     """Return a model of transformers with random weights."""
     import transformers
 
-    layers, hidden = SIZES[size]
+    layers, hidden, _, sequence = SIZES[size]
     torch.manual_seed(0)
     if name == "gpt2":
         config: Any = transformers.GPT2Config(
-            vocab_size=WORDS, n_positions=SEQUENCE, n_embd=hidden, n_layer=layers, n_head=4,
+            vocab_size=WORDS, n_positions=sequence, n_embd=hidden, n_layer=layers, n_head=4,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
@@ -61,7 +61,7 @@ def build(name: str, size: str) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=WORDS, hidden_size=hidden, intermediate_size=8 * hidden // 3 // 16 * 16, head_dim=hidden // 4,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=SEQUENCE, tie_word_embeddings=False,
+        max_position_embeddings=sequence, tie_word_embeddings=False,
     )  # fmt: skip
     model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
     return model
@@ -71,7 +71,8 @@ def measure(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[str,
     """Return the median seconds of a step from a common start, and those of this rank's CPU."""
     torch.set_num_threads(1)
     model, by = build(payload["model"], payload["size"]), payload["by"]
-    tokens = torch.randint(0, WORDS, (ROWS * context.num_ranks, SEQUENCE))
+    *_, rows, sequence = SIZES[payload["size"]]
+    tokens = torch.randint(0, WORDS, (rows * context.num_ranks, sequence))
     loss, module = _ours(model, by, tokens) if by in PAIRS else _theirs(model, by, tokens)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     seconds, of_cpu = [], []
@@ -95,7 +96,8 @@ def _ours(model: nn.Module, by: str, tokens: Tensor) -> tuple[Callable[[], Tenso
 def _theirs(model: nn.Module, by: str, tokens: Tensor) -> tuple[Callable[[], Tensor], nn.Module]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank()
-    mine = tokens if by == "parallelize_module" else tokens[ROWS * rank : ROWS * (rank + 1)]
+    rows = len(tokens) // dist.get_world_size()
+    mine = tokens if by == "parallelize_module" else tokens[rows * rank : rows * (rank + 1)]
     layers: Any = model.get_submodule("transformer.h" if hasattr(model, "transformer") else "model.layers")
     wrapped: Any = model
     if by == "DDP":

@@ -272,3 +272,43 @@ def test_steps_of_optimizers_without_their_hooks():
     assert seen == [1]
     handle.remove()
     assert not compat.other_step_hooks(optimizer)
+
+
+def test_copying_several_tensors_by_one_call():
+    targets = [torch.zeros(2), torch.zeros(1, 2)]
+    compat.copy_each(targets, [torch.ones(2), torch.arange(2.0)[None]])
+    assert [each.tolist() for each in targets] == [[1, 1], [[0, 1]]]
+    compat.copy_each([], [])
+
+
+def test_functions_of_autograd_are_applied_alike():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    value = torch.ones(1, requires_grad=True)
+    compat.apply_directly(Double, value).backward()
+    assert value.grad.tolist() == [2]
+    total = torch.func.vmap(lambda x: compat.apply_directly(_Vmapped, x))(torch.ones(3))
+    assert total.tolist() == [2, 2, 2]
+
+
+class _Vmapped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad

@@ -100,6 +100,40 @@ def _gradients(context: RankContext, case: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def kept_gradients(context: RankContext, payload: Mapping[str, Any]) -> list[Any]:
+    """Return whether gradients that ranks hold on to stay as they are, and whether memory is used again.
+
+    Of the first batch the first rank alone keeps them, of the second all do.
+    """
+    torch.manual_seed(0)
+    model = reference_models.make("gpt2").double()
+    words = reference_models.words(model)
+    batches = torch.randint(0, words, (3, 2, 2 * context.num_ranks, 8))
+    theirs = copy.deepcopy(model)
+    made = parallelize(model, "data_parallel", init_device_mesh("cpu", (context.num_ranks,)), check=False)
+    parameters = list(made.module.parameters())
+    held: list[tuple[int, list[Any]]] = []
+    places = []
+    for number, batch in enumerate(batches):
+        made.module.zero_grad()
+        made.step(*batch)
+        places.append(parameters[0].grad.to_local().data_ptr())
+        if number == 1 or (number == 0 and context.rank == 0):
+            held.append((number, [each.grad for each in parameters]))
+    far = []
+    for number, grads in held:
+        theirs.zero_grad()
+        tokens, targets = batches[number]
+        logits = theirs(tokens).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        pairs = zip(grads, theirs.parameters(), strict=True)
+        far.append(max(float((_whole(own) - their.grad).abs().max()) for own, their in pairs))
+    del held, grads, pairs
+    made.module.zero_grad()
+    made.step(*batches[0])
+    return [far, [*places, parameters[0].grad.to_local().data_ptr()]]
+
+
 def _whole(grad: Any) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 

@@ -147,6 +147,15 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes, by one call.
+
+    Relies on `torch._foreach_copy_` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
+    """
+    if targets:
+        _private("torch", "_foreach_copy_")(list(targets), list(sources))
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return the DTensorSpec of a DTensor, which is hashable and equal for tensors that lie alike.
 
@@ -201,6 +210,19 @@ def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
         return _private("torch.distributed.tensor", "DTensor")(local, spec, requires_grad=False)
     except TypeError as error:
         raise _missing(f"DTensor(local, spec, requires_grad=) ({error})") from None
+
+
+def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
+    """Return what a function of autograd makes of tensors of this thread, as its `apply` does.
+
+    `Function.apply` looks at each argument for wrappers of functorch first. Where no transform of functorch is
+    active this is left out, by `torch._C._FunctionBase.apply` (torch 2.9 and 2.13).
+    """
+    direct = getattr(super(torch.autograd.Function, function), "apply", None)
+    is_transformed = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if direct is None or is_transformed is None or is_transformed():
+        return function.apply(*given)
+    return direct(*given)
 
 
 def is_traced(tensor: Tensor) -> bool:

@@ -25,7 +25,9 @@ from torch import Tensor
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.base.errors import BindError
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
+from meshweave.nn.parallel.lent import LentMemory
 from meshweave.nn.parallel.moves import GradientSum, Mover, PlacedMove
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.programs import SizedMove, sized_move
@@ -163,12 +165,45 @@ class ParameterBucket:
         nowhere = self.strategy.roles.nowhere
         return sized_move(MoveSite(self._sides, self._kept_dims, nowhere), self.strategy, self.dtype, True)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether sums of gradients lie where their terms were: nothing is gathered."""
+        return not self.kept[0].gathered
+
     @cached_property
-    def reduction(self) -> SizedMove:
-        """Return the program that reduces its gradients."""
+    def _reduction_site(self) -> MoveSite:
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
-        return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
+        return MoveSite(self._sides, terms, self._kept_dims)
+
+    @cached_property
+    def reduction(self) -> SizedMove:
+        """Return the program that reduces its gradients, and those of other buckets of its sizes."""
+        return sized_move(self._reduction_site, self.strategy, self.dtype, True)
+
+    @cached_property
+    def own_reduction(self) -> SizedMove:
+        """Return the same program, on memory that no other bucket has."""
+        return SizedMove(self._reduction_site, self.strategy, self.dtype, True)
+
+    def _reductions(self, device: torch.device) -> tuple[BoundReduction, ...]:
+        """Return the reduction on memory of its own, where there is one, and that which buckets share.
+
+        All ranks call it.
+        """
+        bound = [self.reduction.bound(device)]
+        if self.is_in_place and device.type == "cpu":
+            bound.insert(0, self.own_reduction.bound(device, self))
+        known = self._bound.get(device, ())
+        if len(known) != len(bound) or any(a.bound is not b for a, b in zip(known, bound, strict=True)):
+            last = len(bound) - 1
+            made = (BoundReduction(self, each, lends=at < last) for at, each in enumerate(bound))
+            known = self._bound[device] = tuple(made)
+        return known
+
+    @cached_property
+    def _bound(self) -> dict[torch.device, tuple[BoundReduction, ...]]:
+        return {}
 
     @cached_property
     def num_used(self) -> int:
@@ -208,27 +243,81 @@ class ParameterBucket:
             grads: those of the parameters as they are used, terms of sums; None for zeros.
             shapes: of what this rank keeps.
         """
-        bound = self.reduction.bound(next(grad.device for grad in grads if grad is not None))
+        first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
+        # Which one it is is each rank's own affair: both send the same bytes to the same ranks.
+        reduction = first if first.is_free or not others else others[0]
+        return reduction.begin(grads, shapes, _number(first.bound, self.dtype, first.num_terms))
+
+
+class BoundReduction:
+    """The program that reduces the gradients of a bucket, on its memory of this rank.
+
+    Args:
+        lends: whether sums stay in its memory, which is not free for as long as somebody has them.
+
+    Attributes:
+        num_terms: the ranks whose terms are summed.
+    """
+
+    def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
+        self.bucket, self.bound = bucket, bound
+        first = bucket.kept[0]
+        self.num_terms = math.prod(bucket.strategy.mesh.shape[axis] for axis in first.summed)
+        *self._rows, self._last = bound.inputs["x"].split(bucket.sizes, 1)
+        (self._result,) = bound.outputs["y"]
+        self._memory = LentMemory(self._result) if lends else None
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether nobody has what an earlier run has made."""
+        return self._memory is None or self._memory.is_free
+
+    @cached_property
+    def _places(self) -> list[Tensor]:
+        """Return where the gradient of each parameter goes, in its shape, where nothing is gathered."""
+        pairs = zip(self.bucket.kept, self._rows, strict=True)
+        shapes = [(each.used_shape, row[0]) for each, row in pairs]
+        return [row[: math.prod(shape)].view(shape) for shape, row in shapes]
+
+    def begin(
+        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size], number: float
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Do what `ParameterBucket.begin_sum` says.
+
+        Args:
+            number: what each rank adds, to know the data of the others by.
+        """
+        bound = self.bound
         bound.end_begun()
-        *places, last = bound.inputs["x"].split(self.sizes, 1)
-        for each, grad, place in zip(self.kept, grads, places, strict=True):
-            if grad is None:
-                place.zero_()
-                continue
-            for value, part in each.pairs(grad, place):
-                part.copy_(value)
-        count = math.prod(self.strategy.mesh.shape[axis] for axis in self.kept[0].summed)
-        number = _number(bound, self.dtype, count)
-        last.fill_(number)
-        flat = torch.empty_like(bound.outputs["y"][0])
+        self._put(grads)
+        self._last.fill_(number)
+        expected = self.num_terms * number
+        flat = torch.empty_like(self._result) if self._memory is None else self._memory.lend()
 
         def take() -> None:
-            flat.copy_(bound.outputs["y"][0])
-            _check(flat[-1:], count * number)
+            if self._memory is None:
+                flat.copy_(self._result)
+            _check(self._result[-1:], expected)
 
-        *own, _ = flat.split(self.sizes)
+        *own, _ = flat.split(self.bucket.sizes)
         memory = [part[: math.prod(shape)].view(shape) for part, shape in zip(own, shapes, strict=True)]
         return memory, bound.begin(take)
+
+    def _put(self, grads: Sequence[Tensor | None]) -> None:
+        """Write gradients into the memory of the terms."""
+        if self.bucket.is_in_place:
+            pairs = list(zip(self._places, grads, strict=True))
+            given = [(place, grad) for place, grad in pairs if grad is not None]
+            compat.copy_each([place for place, _ in given], [grad for _, grad in given])
+            for place in (place for place, grad in pairs if grad is None):
+                place.zero_()
+            return
+        for each, grad, rows in zip(self.bucket.kept, grads, self._rows, strict=True):
+            if grad is None:
+                rows.zero_()
+                continue
+            for value, part in each.pairs(grad, rows):
+                part.copy_(value)
 
 
 @lru_cache(256)

@@ -29,13 +29,17 @@ def checksum(tensor: Tensor) -> Tensor:
     words = own.contiguous().view(-1).view(_HALVES[own.element_size()])
     if own.device.type == "cpu" and own.nbytes <= _SMALL_BYTES:
         # A copy: numpy would keep what it looks at from being resized ever after, as FSDP2 does with weights.
-        digest = hashlib.blake2b(words.clone().numpy(), digest_size=8).digest()
-        return torch.tensor(int.from_bytes(digest, "little", signed=True))
+        return torch.tensor(digest_of(words.clone()))
     total = torch.zeros((), dtype=torch.int64, device=own.device)
     for chunk in words.split(_CHUNK):
         factors = _factors(own.device)[: chunk.numel()]
         total = total * _PER_CHUNK + torch.mul(chunk, factors).sum()
     return total
+
+
+def digest_of(own: Tensor) -> int:
+    """Return a number of 64 bits, with a sign, of what a tensor on a CPU holds that nobody will resize."""
+    return int.from_bytes(hashlib.blake2b(own.numpy(), digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(8)

@@ -151,7 +151,7 @@ class GradientProbe:
 
     def _keep(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._before = self._own(parameter.grad).double()
+            self._before = self._own(parameter.grad).to(torch.float64, copy=True)
 
     def compare(self, agreement: StepAgreement) -> None:
         """Raise LayoutError, on all ranks, where some scale gradients as a whole by other factors.

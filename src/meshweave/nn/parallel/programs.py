@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, site_problem
 from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.cache import program_bytes
+from meshweave.execute.torch.cache import description_bytes, program_bytes
 from meshweave.execute.torch.call_order import call_order
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
@@ -39,10 +40,12 @@ def bound_program(
     calls: Mapping[str, Callable[..., Any]] | None = None,
     meets: bool = True,
     memory: Callable[[Program], Mapping[str, Tensor]] | None = None,
+    owner: object = None,
 ) -> BoundProgram:
     """Return a program bound on this rank, made at its first use or the first since it was dropped.
 
-    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors.
+    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors. Those
+    of a program with an owner do not count to what a context keeps, and end with the owner, who alone has the key.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
@@ -51,7 +54,10 @@ def bound_program(
         with call_order(context).titled(made.name):
             tensors = {} if memory is None else memory(made)
             bound = bind(made, strategy.rank, tensors, context=context, calls=calls, meets=meets)
-        cached = context.programs.put(ranks, key, bound, program_bytes(made))
+        num_bytes = program_bytes(made) if owner is None else description_bytes(made)
+        cached = context.programs.put(ranks, key, bound, num_bytes)
+        if owner is not None:
+            weakref.finalize(owner, cached.release).atexit = False
     value: BoundProgram = cached.value
     return value
 
@@ -170,8 +176,8 @@ class SizedMove:
         bound.run({"x": x.detach()})
         return bound.outputs["y"].clone()
 
-    def bound(self, device: torch.device) -> BoundProgram:
-        """Return the program on this rank."""
+    def bound(self, device: torch.device, owner: object = None) -> BoundProgram:
+        """Return the program on this rank; with an owner it is that one's alone, and so is this object."""
 
         def written() -> Program:
             program = move_program(self.site, self.strategy.mesh, DTYPES[self.dtype])
@@ -182,7 +188,8 @@ class SizedMove:
             return dict.fromkeys("xy", torch.empty(shape, dtype=self.dtype, device=device))
 
         in_place = one_for_both if self.is_whole and self.site.is_sum else None
-        return bound_program(self, written, self.strategy, device, meets=not self.is_whole, memory=in_place)
+        meets = not self.is_whole
+        return bound_program(self, written, self.strategy, device, meets=meets, memory=in_place, owner=owner)
 
 
 @lru_cache(4096)

@@ -21,7 +21,7 @@ from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.execute.torch.call_order import CallOrder, call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
-from meshweave.nn.parallel.checksums import checksum
+from meshweave.nn.parallel.checksums import checksum, digest_of
 from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
 from meshweave.nn.parallel.reports import ModelSettings
@@ -154,7 +154,10 @@ class StepAgreement:
         number: Any = int(digest(words)[:15], 16)
         for at, given in enumerate(tensors):
             if given is not None and not given.is_meta:
-                number = number + checksum(given) * (1 + at * _STRIDE)
+                own = checksum(given)
+                number = number + (int(own) if own.device.type == "cpu" else own) * (1 + at * _STRIDE)
+        if isinstance(number, int):
+            number = (number + 2**63) % 2**64 - 2**63
         number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks
@@ -201,7 +204,7 @@ class StepAgreement:
         }
         words: dict[str, Mapping[str, str]] = {"modes": modes, "progress": progress}
         if self.draws and self.module.training:
-            words["generator"] = {"state": f"#{int(checksum(torch.get_rng_state())):x}"}
+            words["generator"] = {"state": f"#{digest_of(torch.get_rng_state()):x}"}
         return words
 
     def _has_gradients(self) -> bool:

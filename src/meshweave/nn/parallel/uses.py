@@ -173,6 +173,9 @@ class ParameterUse:
         for module, name in self.entries:
             if name in module.kept:  # else it is another module's: a tied head's
                 _ = module.kept[name].alone  # made now: a compiler does not trace how
+        self._meshes = [
+            module.kept[n].strategy.device_mesh if n in module.kept else None for module, n in self.entries
+        ]
         self._begins = set(itertools.accumulate((len(unit) for unit in units), initial=0))
         self._most_bytes = most_bytes
         self._buckets: dict[Any, list[_Divided]] = {}
@@ -209,16 +212,19 @@ class ParameterUse:
     @property
     def is_here(self) -> bool:
         """Return whether all parameters lie as the strategy has laid them, and not as those of wrapped modules."""
-        for module, name in self.entries:
-            parameter = getattr(module, name)
+        for parameter, mesh in zip(self._parameters(), self._meshes, strict=True):
             if not isinstance(parameter, DTensor):
                 return False
-            if parameter.device_mesh != module.kept[name].strategy.device_mesh:
+            if (own := compat.spec_of(parameter).mesh) is not mesh and own != mesh:
                 return False
         return True
 
+    def _parameters(self) -> list[Tensor]:
+        """Return the parameters as they are kept, as their modules have them now."""
+        return [getattr(module, name) for module, name in self.entries]
+
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
-        parameters = [getattr(module, name) for module, name in self.entries]
+        parameters = self._parameters()
         if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
             kept = (module.kept[name] for module, name in self.entries)
             return [_alone(each, one) for each, one in zip(parameters, kept, strict=True)]
@@ -229,7 +235,8 @@ class ParameterUse:
                 made = local_parts(given)
             else:
                 sums: Sums = []
-                made = _UsedTogether.apply(bucket, gathered, sums, *_OwnParts.apply(sums, *given))
+                own = compat.apply_directly(_OwnParts, sums, *given)
+                made = compat.apply_directly(_UsedTogether, bucket, gathered, sums, *own)
             for at, tensor in zip(places, made, strict=True):
                 used[at] = tensor
         return used
@@ -281,7 +288,7 @@ class ThroughoutUse(ParameterUse):
     @contextmanager
     def open_by_layer(self) -> Iterator[None]:
         """Open the parameters for a call that runs inside: those before the layers now, others in `reach`."""
-        parameters = [getattr(module, name) for module, name in self.entries]
+        parameters = self._parameters()
         later: list[tuple[int, list[int], ParameterBucket]] = []
         for places, bucket in self._buckets_of(parameters) if parameters else ():
             if bucket is None:
@@ -292,7 +299,7 @@ class ThroughoutUse(ParameterUse):
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
         moved = [at for _, places, _ in later for at in places]
         if moved:
-            kept = _OwnParts.apply(self._sums, *(parameters[at] for at in moved))
+            kept = compat.apply_directly(_OwnParts, self._sums, *(parameters[at] for at in moved))
             self._own = dict(zip(moved, kept, strict=True))
         try:
             self.reach(-1)
@@ -311,7 +318,7 @@ class ThroughoutUse(ParameterUse):
             _, places, bucket = self._later.pop()
             with torch.set_grad_enabled(self._has_gradients):  # also where a layer is to be computed again
                 own = [self._own.pop(at) for at in places]
-                self._put(places, _UsedTogether.apply(bucket, [], self._sums, *own))
+                self._put(places, compat.apply_directly(_UsedTogether, bucket, [], self._sums, *own))
 
     def _put(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         for at, tensor in zip(places, tensors, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshweave.nn.parallel.agreed import Words
-from meshweave.nn.parallel.checksums import checksum
+from meshweave.nn.parallel.checksums import digest_of
 from meshweave.nn.parallel.model_words import checksum_words, copy_words, setting_words, version_words
 from meshweave.nn.pipelining.plan import PipelineOptions
 from meshweave.nn.pipelining.stage_problem import StagePlaces
@@ -52,7 +52,7 @@ def stage_words(
                 [("", table)]
             )
         if getattr(stage, "draws", False):
-            state = f"#{int(checksum(torch.get_rng_state())):x}"
+            state = f"#{digest_of(torch.get_rng_state()):x}"
             words[f"generator of stage {number} of parts {shared}"] = {"state": state}
         rows = shared if options.has_local_batch else "all"
         if number == 0:

@@ -1,0 +1,34 @@
+"""Memory that is lent: who owns it learns whether any tensor on it is still alive."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class LentMemory:
+    """The memory of a tensor on a CPU, lent as other tensors.
+
+    What is lent is a storage of its own on the same memory. It lives for as long as any tensor on it: gradients,
+    views of them, what a graph has saved.
+
+    Args:
+        own: (elements,), without gaps. Its storage can no longer be resized.
+    """
+
+    def __init__(self, own: Tensor) -> None:
+        self._dtype, self._bytes = own.dtype, own.view(torch.uint8).numpy()
+        self._lent: weakref.ref[object] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether no tensor that `lend` has returned is alive, nor any view of one."""
+        return self._lent is None or self._lent() is None
+
+    def lend(self) -> Tensor:
+        """Return a tensor (elements,) on the memory, which is not free while it is used."""
+        view = self._bytes.view()
+        self._lent = weakref.ref(view)
+        return torch.from_numpy(view).view(self._dtype)
