@@ -29,6 +29,7 @@ _HOME = {
     "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     "nn.parallel.model": "ParallelModel",
     "nn.parallel.structure": "LayerMap ModelMap",
+    "nn.parallel.machine_here": "MeasuredStep measure_step measured_problem",
     "nn.parallel.trials": "Trial Trials TrialTable run_trials",
     "nn.prove.differences": "Difference",
     "nn.prove.proof": "Proof",
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul2d import matmul2d as matmul2d
     from meshweave.nn.parallel.linear import ParallelLinear as ParallelLinear
+    from meshweave.nn.parallel.machine_here import MeasuredStep as MeasuredStep
+    from meshweave.nn.parallel.machine_here import measure_step as measure_step
+    from meshweave.nn.parallel.machine_here import measured_problem as measured_problem
     from meshweave.nn.parallel.model import ParallelModel as ParallelModel
     from meshweave.nn.parallel.structure import LayerMap as LayerMap
     from meshweave.nn.parallel.structure import ModelMap as ModelMap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,27 @@ from meshweave.base.errors import LayoutError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.parallel.trials import Trials
+
+
+def choose_unaided(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is tried where nobody gives plans, in fp32 and in fp64, and what the log says."""
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshweave.nn.parallel.planned_here")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    tables = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = reference_models.make("llama").to(dtype)
+        tokens, targets = torch.randint(0, reference_models.words(model), (2, 2 * context.num_ranks, 8))
+        made = parallelize(model, "auto", trials=Trials(tokens, targets, steps=1), check=False)
+        assert made.trials is not None
+        tables.append(made.trials.trials)
+    rows = [[t.words, t.kind, t.predicted_s, t.measured_s] for t in tables[0]]
+    return {"rows": rows, "others": [[t.words, t.predicted_s] for t in tables[1]], "log": lines}
 
 
 def choose(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
 import statistics
 import time
@@ -35,11 +34,11 @@ from meshweave.base.errors import (
     printable,
 )
 from meshweave.base.units import format_bytes
-from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import agree, without_addresses
+from meshweave.nn.parallel.all_ranks import AllRanks
+from meshweave.nn.parallel.planned_here import plans_here
 from meshweave.nn.parallel.trial_results import (
     check_numbers,
     corrections_of,
@@ -114,9 +113,10 @@ class Trials:
     Attributes:
         tokens, targets: a batch as `ParallelModel.loss` takes it, to make steps with.
         plans: what is tried beside data parallelism and ZeRO-3, each with its predicted seconds or None: degrees,
-            or names of strategies of one mesh axis.
+            or names of strategies of one mesh axis. None for what the planner takes for fastest, with constants
+            of this machine that it measures first.
         most: the most trials.
-        seconds: after which none begins.
+        seconds: after which none begins; of them half at most for what is measured to plan.
         steps: of a trial, after one that is not counted.
         within: the share by which another plan must be faster than plain data parallelism.
         results: a file beside the machine's constants, in which the first rank keeps measured times.
@@ -127,7 +127,7 @@ class Trials:
 
     tokens: Tensor
     targets: Tensor
-    plans: Sequence[tuple[Any, float | None]] = ()
+    plans: Sequence[tuple[Any, float | None]] | None = None
     most: int = 4
     seconds: float = 60.0
     steps: int = 3
@@ -140,7 +140,7 @@ class Trials:
         if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 1:
             raise LayoutError(f"trials are at least 1, not most={printable(self.most)}")
         check_numbers(self.steps, self.seconds, self.within)
-        for each in self.plans:
+        for each in self.plans or ():
             is_pair = isinstance(each, tuple | list) and len(each) == 2
             if not is_pair or not (each[1] is None or is_number(each[1], least=1e-12)):
                 raise LayoutError(
@@ -153,7 +153,7 @@ class Trials:
         Args:
             factors: by kind of plan, what steps took to what was predicted; None for those in `results`.
         """
-        given = [Trial.of(plan, seconds) for plan, seconds in self.plans]
+        given = [Trial.of(plan, seconds) for plan, seconds in self.plans or ()]
         said = {trial.kind: trial.predicted_s for trial in reversed(given)}
         plain = [Trial.of(PLAIN, said.get("data")), Trial.of(SHARDED, said.get("zero"))]
         others = [trial for trial in given if trial.kind not in ("data", "zero")]
@@ -224,7 +224,7 @@ def run_trials(
         BindError: another rank has met an error.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
-    among = _Ranks.of(context)
+    among = AllRanks.of(context)
     with share_refusal(among.context, among.ranks, _TITLE):
         check_numbers(steps, seconds, within)
         plans = {str(n): without_addresses(repr(each.plan)) for n, each in enumerate(candidates)}
@@ -246,7 +246,7 @@ def run_trials(
 
 
 def _tried(
-    trial: Trial, start: Callable[[Any], Callable[[], object]], steps: int, until: float, among: _Ranks
+    trial: Trial, start: Callable[[Any], Callable[[], object]], steps: int, until: float, among: AllRanks
 ) -> Trial:
     times: list[float] = []
     step, refused = _refusal_of(lambda: start(trial.plan))
@@ -273,35 +273,6 @@ def _refusal_of(call: Callable[[], Any]) -> tuple[Any, str]:
         raise
     except MeshweaveError as error:
         return None, " ".join(str(error).split()) or type(error).__name__
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """All ranks of the world, as they compare numbers within the deadline of a context."""
-
-    context: TorchContext
-    ranks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, context: TorchContext | None) -> _Ranks:
-        """Return those of a context, or of the default one of the devices that the world communicates on."""
-        if context is None:
-            context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
-        return cls(context, tuple(range(context.num_ranks)))
-
-    def least(self, value: float) -> float:
-        """Return the least of a number on all ranks; all of them call it."""
-        own = torch.tensor([value], dtype=torch.float64, device=self.context.device)
-        return float(gathered(own, self.context, self.ranks, "the times of all ranks").min())
-
-    def most(self, value: float) -> float:
-        """Return the greatest of a number on all ranks; all of them call it."""
-        return -self.least(-value)
-
-    def of_first(self, make: Callable[[], Any], what: str) -> Any:
-        """Return what the first rank makes, of JSON; all ranks call it."""
-        own = json.dumps(make()) if self.context.rank in (0, None) else ""
-        return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
 
 def available_bytes() -> float:
@@ -351,18 +322,21 @@ def by_trial(
     """
     if not isinstance(trials, Trials) or device_mesh is not None:
         raise LayoutError("plan 'auto' takes trials=mw.nn.Trials(tokens, targets), and makes its own mesh")
-    among = _Ranks.of(context)
+    among, results = AllRanks.of(context), trials.results
     with share_refusal(among.context, among.ranks, _TITLE):
-        factors = among.of_first(
-            lambda: usable_corrections(trials.results), "the first rank to read kept trials"
-        )
+        factors = among.of_first(lambda: usable_corrections(results), "the first rank to read kept trials")
+        began, needed_bytes = time.monotonic(), needed_bytes_of(module)
+        free_bytes = among.least(available_bytes())
+        if trials.plans is None and needed_bytes <= free_bytes:
+            planned = plans_here(module, trials.tokens, trials.targets, make, free_bytes, context)
+            gc.collect()
+            trials = replace(trials, plans=planned)
         table = run_trials(
-            trials.candidates(factors), _starter(module, trials, make), steps=trials.steps, seconds=trials.seconds,
-            within=trials.within, needed_bytes=needed_bytes_of(module), context=context,
+            trials.candidates(factors), _starter(module, trials, make), steps=trials.steps,
+            seconds=among.least(max(trials.seconds - (time.monotonic() - began), trials.seconds / 2)),
+            within=trials.within, needed_bytes=needed_bytes, context=context,
         )  # fmt: skip
-        among.of_first(
-            lambda: keep_results(trials.results, table.trials), "the first rank to keep the trials"
-        )
+        among.of_first(lambda: keep_results(results, table.trials), "the first rank to keep the trials")
     plan = table.chosen.plan
     model = make(module, plan, mesh_for(plan, module), check=check)
     model.trials = table

@@ -41,11 +41,6 @@ class ReshardingCase:
         """The hosts of both meshes."""
         return self.src_mesh[0] + self.dst_mesh[0]
 
-    @property
-    def num_receivers(self) -> int:
-        """The chips of the destination mesh."""
-        return self.dst_mesh[0] * self.dst_mesh[1]
-
     def problem(
         self, shape: Shape | None = None, chips_per_host: int = 4, dtype: str = DTYPE
     ) -> ReshardProblem:

@@ -18,7 +18,6 @@ from meshweave_studies.training_runs.models import size_of
 from meshweave_studies.training_runs.rows import PublishedRun
 from meshweave_studies.training_runs.score import ScoredRun
 
-CORRELATION_GOAL = 0.8
 LEAST_ROWS = 3
 """Two rows have no order worth a correlation."""
 _MICRO_BATCHES = re.compile(r"(\d+) micro-?batches", re.IGNORECASE)

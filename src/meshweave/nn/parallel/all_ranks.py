@@ -1,0 +1,65 @@
+"""All ranks of the world, as they compare numbers and hear of the first one within the deadline of a context."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counted import gathered
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """All ranks of the world in a context."""
+
+    context: TorchContext
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: TorchContext | None) -> AllRanks:
+        """Return those of a context, or of the default one of the devices that the world communicates on."""
+        if context is None:
+            context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
+        return cls(context, tuple(range(context.num_ranks)))
+
+    def least(self, value: float) -> float:
+        """Return the least of a number on all ranks; all of them call it."""
+        own = torch.tensor([value], dtype=torch.float64, device=self.context.device)
+        return float(gathered(own, self.context, self.ranks, "the times of all ranks").min())
+
+    def most(self, value: float) -> float:
+        """Return the greatest of a number on all ranks; all of them call it."""
+        return -self.least(-value)
+
+    def of_first(self, make: Callable[[], Any], what: str) -> Any:
+        """Return what the first rank makes, of JSON; all ranks call it.
+
+        Args:
+            what: completes "waiting for ..." in errors.
+        """
+        own = json.dumps(make()) if self.context.rank in (0, None) else ""
+        return json.loads(exchange(self.context, self.ranks, own, what)[0])
+
+    def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
+        """Return the median seconds of a run on the slowest rank, after one that is not counted.
+
+        All ranks call it, and begin each run together.
+        """
+        times = []
+        for _ in range(repeat + 1):
+            self.least(0.0)
+            began = time.monotonic()
+            run()
+            if self.context.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.monotonic() - began)
+        return self.most(statistics.median(times[1:]))

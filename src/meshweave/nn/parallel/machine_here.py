@@ -1,0 +1,193 @@
+"""The machine at hand as a cluster: what a step of a model should take is measured with as many ranks as will run.
+
+All ranks compute at once, as they will in training, each a micro-batch of two sizes by itself. What a layer takes
+for so many rows is seconds to launch its kernels, and those of products and memory: two sizes tell both. Messages
+go through a bound program, with what its lanes cost: a sum over all ranks by a ring takes twice as many messages
+as there are other ranks (Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshweave.algorithms.block.roles import Side
+from meshweave.algorithms.block.sites import MoveSite
+from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import SwitchNetwork
+from meshweave.describe.model.transformer import Transformer
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.all_ranks import AllRanks
+from meshweave.nn.parallel.programs import SizedMove
+from meshweave.nn.parallel.strategy import LayerStrategy
+
+STACK = replace(
+    load_stack("ideal"),
+    name="measured",
+    overlap=0.0,
+    blocks_transfers=True,
+    waits_for_tensor=True,
+    waits_for_gathers=True,
+    copies=load_stack("meshweave").copies,
+)
+"""What the runtime does where ranks share the cores of a host: messages take a core as products do, and hide
+behind nothing. The rest is in what is measured."""
+SUMMED_BYTES = (1 << 12, 1 << 22)
+"""Bytes of the sums that are timed."""
+OPTIMIZER_BYTES = 28
+"""AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
+_ROUNDS, _HALVINGS, _SUMS = 4, 16, 5
+_GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Seconds of the parts of a step of a model, on the slowest rank while all ranks run theirs.
+
+    Attributes:
+        compute_s: by rows of a micro-batch, of its forward and backward part on one rank.
+        optimizer_s: of a step of AdamW on all parameters.
+        ring_s: by bytes, of a sum of so many over all ranks by a ring of messages.
+        gradients_s: of a sum of all gradients by one collective, as replicas sum them.
+        num_parameters: those that are trained.
+    """
+
+    compute_s: Mapping[int, float]
+    optimizer_s: float
+    ring_s: Mapping[int, float]
+    gradients_s: float
+    num_parameters: int
+    num_ranks: int
+
+
+def measure_step(
+    compute: Callable[[int], object],
+    optimize: Callable[[], object],
+    rows: Sequence[int],
+    num_parameters: int,
+    context: TorchContext | None = None,
+) -> MeasuredStep:
+    """Return what parts of a step take here; all ranks of the world call it.
+
+    Args:
+        compute: runs forward and backward of so many rows, on this rank alone.
+        optimize: makes a step of AdamW on whole parameters in fp32.
+        rows: the sizes of a micro-batch, one or two; the larger is that of data parallelism alone.
+        num_parameters: those that are trained.
+        context: deadline and liveness of waits; default: that of the default process group.
+
+    Raises:
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
+    among = AllRanks.of(context)
+    compute_s = {count: among.median_s(lambda count=count: compute(count)) for count in rows}  # type: ignore[misc]
+    optimizer_s = among.median_s(optimize)
+    ring_s = {num_bytes: _sum_s(among, num_bytes, context, is_whole=False) for num_bytes in SUMMED_BYTES}
+    gradients_s = _sum_s(among, torch.float32.itemsize * num_parameters, context, is_whole=True)
+    return MeasuredStep(compute_s, optimizer_s, ring_s, gradients_s, num_parameters, len(among.ranks))
+
+
+def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_whole: bool) -> float:
+    if len(among.ranks) == 1:
+        return 0.0
+    device = among.context.device
+    mesh = init_device_mesh(device.type, (len(among.ranks),))
+    strategy = LayerStrategy.of("data_parallel", mesh, context=context)
+    terms = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
+    side = Side("", num_bytes // torch.float32.itemsize)
+    move = SizedMove(MoveSite((side,), terms, strategy.roles.nowhere), strategy, torch.float32, is_whole)  # type: ignore[arg-type]
+    x = torch.zeros(side.size, device=device)
+    return among.median_s(lambda: [move.run(x) for _ in range(_SUMS)], 5) / _SUMS
+
+
+def measured_problem(
+    measured: MeasuredStep, model: Transformer, batch: int, sequence: int, memory_bytes: int
+) -> StepProblem:
+    """Return the problem of a step on this machine, in fp32.
+
+    On one rank, and by data parallelism alone, `step_of` then takes what was measured.
+
+    Args:
+        model: whose parts were measured.
+        batch: sequences of a step, of all ranks together.
+        memory_bytes: those of a rank.
+    """
+    cluster = _cluster(measured, model, sequence, memory_bytes)
+    problem = StepProblem(model, cluster, batch, sequence, "float32", stack=STACK)
+    rows = max(measured.compute_s)
+    if measured.num_ranks == 1 or batch != rows * measured.num_ranks:
+        return problem
+    replicas = Parallelism(data=measured.num_ranks, micro_batch=rows)
+    taken_s = measured.compute_s[rows] + measured.optimizer_s + measured.gradients_s
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        shared = replace(problem, stack=replace(STACK, overlap=share))
+        low, high = (share, high) if step_of(shared, replicas).time_s > taken_s else (low, share)
+    return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
+
+
+def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_bytes: int) -> Cluster:
+    """Return the machine as a cluster."""
+    messages = 2 * (measured.num_ranks - 1)
+    (_, small_s), (large_bytes, large_s) = sorted(measured.ring_s.items())
+    local = load_cluster("local-cpu")
+    assert isinstance(local.network, SwitchNetwork)
+    switch, link = local.network, local.network.axis(0)
+    if messages:
+        rate = messages * large_bytes / measured.num_ranks / max(large_s - small_s, 1e-9)
+        link = replace(
+            link, link_bytes_per_s=rate, link_latency_s=small_s / messages, name="messages", source="measured"
+        )
+    memory_rate = OPTIMIZER_BYTES * measured.num_parameters / max(measured.optimizer_s, 1e-9)
+
+    def cluster(launch_s: float, flops_per_s: float, num_chips: int) -> Cluster:
+        chip = replace(
+            local.chip, name="a process of this machine", peak_flops_per_s=(("float32", flops_per_s),),
+            effective_flops_per_s=flops_per_s, launch_s=launch_s, memory_bytes=memory_bytes,
+            memory_bytes_per_s=memory_rate, source="measured",
+        )  # fmt: skip
+        network = replace(switch, size=num_chips, link=link)
+        return replace(local, name="this machine", chip=chip, network=network, source="measured")
+
+    def estimated_s(rows: int, launch_s: float, flops_per_s: float) -> float:
+        problem = StepProblem(
+            model, cluster(launch_s, flops_per_s, 1), rows, sequence, "float32", stack=STACK
+        )
+        step = step_of(problem, Parallelism(micro_batch=rows))
+        return step.time_s - step.optimizer_s
+
+    return cluster(*_fitted(estimated_s, measured.compute_s), measured.num_ranks)
+
+
+def _fitted(
+    estimated_s: Callable[[int, float, float], float], measured_s: Mapping[int, float]
+) -> tuple[float, float]:
+    """Return seconds of a launch and FLOP/s by which estimates are what was measured.
+
+    An estimate is near linear in the seconds of a launch and of a FLOP; where it bends, as a kernel becomes bound
+    by memory, it is followed. Where both sizes cannot be met, the larger is; of one size a launch costs nothing.
+    """
+    launch_s, flop_s = _GUESS_LAUNCH_S, 1 / _GUESS_FLOPS_PER_S
+    for _ in range(_ROUNDS):
+        lines = []
+        for rows, seconds in measured_s.items():
+            here = estimated_s(rows, launch_s, 1 / flop_s)
+            by_launch = (estimated_s(rows, 2 * launch_s + 1e-7, 1 / flop_s) - here) / (launch_s + 1e-7)
+            by_flop = (estimated_s(rows, launch_s, 1 / (2 * flop_s)) - here) / flop_s
+            lines.append((by_launch, by_flop, seconds - here + by_launch * launch_s + by_flop * flop_s))
+        (a, b, c), (d, e, f) = lines[0], lines[-1]
+        determinant = a * e - b * d
+        if len(lines) == 2 and determinant:
+            launch_s, flop_s = (c * e - b * f) / determinant, (a * f - c * d) / determinant
+        else:
+            launch_s = -1.0
+        if flop_s < _LEAST_FLOP_S:
+            launch_s, flop_s = max((f - e * _LEAST_FLOP_S) / d, 0.0), _LEAST_FLOP_S
+        elif launch_s < 0:
+            launch_s, flop_s = 0.0, max(f / e, _LEAST_FLOP_S)
+    return launch_s, 1 / flop_s

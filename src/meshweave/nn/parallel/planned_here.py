@@ -1,0 +1,114 @@
+"""Plans for the machine at hand: those that the planner takes for fastest, with constants measured first."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshweave.algorithms.step import Parallelism, StepProblem, step_of
+from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
+from meshweave.describe.model.model_file import load_model
+from meshweave.describe.model.transformer import Transformer
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.parallel.all_ranks import AllRanks
+from meshweave.nn.parallel.machine_here import STACK, measure_step, measured_problem
+from meshweave.tune.step_search import plan
+
+_LOG = logging.getLogger(__name__)
+NUM_PLANNED = 2
+"""Plans with ranks that share layers that are tried."""
+STRATEGIES = ("megatron", "megatron_sp")
+"""Strategies for the ranks of a layer that are chosen among."""
+
+
+def plans_here(
+    module: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    make: Callable[..., Any],
+    free_bytes: float,
+    context: TorchContext | None = None,
+) -> list[tuple[Parallelism, float]]:
+    """Return plans for a model on all ranks, each with its predicted seconds; all ranks of the world call it.
+
+    Data parallelism and ZeRO-3 are among them, and the fastest in which ranks share layers. Where the sizes of the
+    model are not known, or it is not in fp32, there are none, and the log says why.
+
+    Args:
+        tokens, targets: a batch as `ParallelModel.step` takes it.
+        make: puts a plan into a module, by a mesh, and returns its `ParallelModel`.
+        free_bytes: of memory that a rank has, alike on all of them.
+
+    Raises:
+        BindError, RankLostError, DeadlineError: as `measure_step`.
+    """
+    among = AllRanks.of(context)
+    try:
+        model = _described(module)
+    except (DescriptionError, UnsupportedError) as error:
+        _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
+        return []
+    num_ranks, batch = len(among.ranks), len(tokens)
+    most = max(batch // num_ranks, 1)
+    rows = sorted({max(most // 2, 1), most})
+    mesh = init_device_mesh(among.context.device.type, (num_ranks, 1), mesh_dim_names=("ranks", "alone"))
+    alone = make(copy.deepcopy(module), "data_parallel", mesh["alone"], check=False)
+    trained = [each for each in alone.module.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+
+    def compute(count: int) -> None:
+        optimizer.zero_grad()
+        alone.step(tokens[:count], targets[:count])
+
+    num_parameters = sum(each.numel() for each in trained)
+    measured = measure_step(compute, optimizer.step, rows, num_parameters, context)
+    problem = measured_problem(measured, model, batch, tokens.shape[1], int(min(free_bytes, 1e15)))
+    listed = among.of_first(lambda: _planned(problem, num_ranks), "the first rank to plan")
+    return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
+
+
+def _described(module: nn.Module) -> Transformer:
+    """Return a model's sizes. Raises DescriptionError or UnsupportedError where it has none that are known."""
+    config = getattr(module, "config", None)
+    dtypes = {each.dtype for each in module.parameters()}
+    if config is None or dtypes != {torch.float32}:
+        raise UnsupportedError("sizes are known of models of transformers, and rates are measured in fp32")
+    return load_model(config)
+
+
+def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any], float]]:
+    """Return degrees and predicted seconds: data parallelism, ZeRO-3, and the fastest that share layers."""
+    each = max(problem.batch // num_ranks, 1)
+    replicas = Parallelism(data=num_ranks, micro_batch=each)
+    waits = replace(problem, stack=STACK)  # for weights: nothing runs beside their gathers
+    plain = [(problem, replicas), (waits, replace(replicas, zero=3))]
+    listed: list[tuple[dict[str, Any], float]] = []
+    for priced, chosen in plain:
+        try:
+            listed.append((dict(vars(chosen)), step_of(priced, chosen).time_s))
+        except MeshweaveError as error:  # a batch that is no multiple of the ranks
+            _LOG.info("data parallelism is not predicted: %s", error)
+    try:
+        found = plan(
+            problem.model, problem.cluster, batch=problem.batch, sequence=problem.sequence, dtype=problem.dtype,
+            stack=problem.stack,
+            pp=1, cp=1, zero=0, recompute="none", strategy=list(STRATEGIES),
+            order=("tensor", "context", "data", "pipeline"),
+        )  # fmt: skip
+    except MeshweaveError as error:
+        _LOG.info("no plan in which ranks share layers is tried: %s", error)
+        return listed
+    assert found.step is not None
+    shared = [row for row in found.step.ranked if row.degrees.data != num_ranks]
+    return listed + [(row.degrees.model_dump(), row.step_s) for row in shared[:NUM_PLANNED]]
+
+
+def _tuples(degrees: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in degrees.items()}

@@ -1,0 +1,83 @@
+"""The machine at hand as a cluster: what is measured comes out again, and a choice plans with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+from meshweave.algorithms.step import Parallelism, StepProblem, step_of
+from meshweave.describe.model.transformer import Transformer
+from meshweave.execute.ranks.launch import launch
+from meshweave.nn.parallel.machine_here import SUMMED_BYTES, MeasuredStep, measured_problem
+from sampling import examples
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+MODEL = Transformer(
+    name="a small model", num_layers=3, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_hidden=336,
+    vocab_size=512, gated_ffn=True, source="a test",
+)  # fmt: skip
+SMALL, LARGE = SUMMED_BYTES
+
+
+def _alone_s(problem: StepProblem, rows: int) -> float:
+    cluster = problem.cluster
+    alone = replace(cluster, network=replace(cluster.network, size=1))  # type: ignore[type-var]
+    step = step_of(replace(problem, cluster=alone, batch=rows), Parallelism(micro_batch=rows))
+    return step.time_s - step.optimizer_s
+
+
+@examples(40, phases=[Phase.explicit, Phase.generate])
+@given(
+    rows=st.sampled_from([1, 2, 8]),
+    first_s=st.floats(1e-3, 1.0),
+    more=st.floats(1.05, 1.95),
+    num_ranks=st.sampled_from([1, 2, 4]),
+    ring_s=st.floats(1e-4, 1e-2),
+    gradients_s=st.floats(1e-4, 1e-1),
+)
+def test_estimates_are_what_was_measured(
+    rows: int, first_s: float, more: float, num_ranks: int, ring_s: float, gradients_s: float
+) -> None:
+    compute_s = {rows: first_s, 2 * rows: more * first_s}
+    measured = MeasuredStep(
+        compute_s, first_s / 10, {SMALL: ring_s, LARGE: 3 * ring_s}, gradients_s, 800_000, num_ranks
+    )
+    batch = 2 * rows * num_ranks
+    problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
+    assert problem.cluster.num_chips == num_ranks
+    assert _alone_s(problem, 2 * rows) == pytest.approx(more * first_s, rel=0.02)
+    if problem.cluster.chip.effective_flops_per_s < 1e15:  # else half the rows take less than they may
+        assert _alone_s(problem, rows) == pytest.approx(first_s, rel=0.02)
+    if num_ranks > 1:
+        assert problem.cluster.network.axis(0).link_latency_s == pytest.approx(ring_s / (2 * num_ranks - 2))
+        step = step_of(problem, Parallelism(data=num_ranks, micro_batch=2 * rows))
+        taken_s = more * first_s + measured.optimizer_s + gradients_s
+        if problem.stack.overlap < 0.99:  # else sums are hidden as far as they can be
+            assert step.time_s <= 1.01 * taken_s
+        if problem.stack.overlap > 0.01:
+            assert step.time_s >= 0.99 * taken_s
+
+
+def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:
+    measured = MeasuredStep({4: 0.02}, 0.01, {SMALL: 1e-3, LARGE: 2e-3}, 1e-3, 800_000, 1)
+    assert measured_problem(measured, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
+    assert _alone_s(measured_problem(measured, MODEL, 4, 64, 4 << 30), 4) == pytest.approx(0.02, rel=0.03)
+    steep = replace(measured, compute_s={2: 0.01, 4: 0.03})
+    assert measured_problem(steep, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
+
+
+@pytest.mark.gloo
+def test_a_choice_plans_with_what_it_measures() -> None:
+    for answer in launch("trial_rank_functions:choose_unaided", 2, {}, timeout_s=200, env=HERE):
+        words, kinds, predicted, measured = zip(*answer["rows"], strict=True)
+        assert words[:2] == ("data_parallel", "zero3")
+        assert kinds[2:] and set(kinds[2:]) == {"tensor"}
+        assert all(seconds > 0 for seconds in (*predicted, *measured))
+        assert answer["others"] == [["data_parallel", None], ["zero3", None]]
+        assert any("fp32" in line for line in answer["log"])
