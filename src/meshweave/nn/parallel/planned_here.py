@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
-from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
+from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
@@ -39,7 +39,7 @@ def plans_here(
     """Return plans for a model on all ranks, each with its predicted seconds; all ranks of the world call it.
 
     Data parallelism and ZeRO-3 are among them, and the fastest in which ranks share layers. Where the sizes of the
-    model are not known, or it is not in fp32, there are none, and the log says why.
+    model are not known, or it is not in fp32 on CPUs, there are none, and the log says why.
 
     Args:
         tokens, targets: a batch as `ParallelModel.step` takes it.
@@ -49,38 +49,63 @@ def plans_here(
     Raises:
         BindError, RankLostError, DeadlineError: as `measure_step`.
     """
+    if tokens.ndim != 2:
+        return []  # the trials say what is wrong
     among = AllRanks.of(context)
-    try:
-        model = _described(module)
-    except (DescriptionError, UnsupportedError) as error:
-        _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
-        return []
-    num_ranks, batch = len(among.ranks), len(tokens)
+    num_ranks, (batch, sequence) = len(among.ranks), tokens.shape
     most = max(batch // num_ranks, 1)
     rows = sorted({max(most // 2, 1), most})
-    mesh = init_device_mesh(among.context.device.type, (num_ranks, 1), mesh_dim_names=("ranks", "alone"))
-    alone = make(copy.deepcopy(module), "data_parallel", mesh["alone"], check=False)
-    trained = [each for each in alone.module.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    try:
+        model = _described(module)
+        alone, optimizer = _alone(module, among, make)
 
-    def compute(count: int) -> None:
-        optimizer.zero_grad()
-        alone.step(tokens[:count], targets[:count])
+        def compute(count: int) -> None:
+            optimizer.zero_grad()
+            alone.step(tokens[:count], targets[:count])
 
-    num_parameters = sum(each.numel() for each in trained)
+        compute(rows[0])
+        refused = ""
+    except (RankLostError, DeadlineError):
+        raise
+    except MeshweaveError as error:
+        refused = str(error)
+    if not among.least(float(not refused)):
+        _LOG.info(
+            "no plans beside data parallelism and ZeRO-3 are tried: %s", refused or "another rank refuses"
+        )
+        return []
+    num_parameters = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
     measured = measure_step(compute, optimizer.step, rows, num_parameters, context)
-    problem = measured_problem(measured, model, batch, tokens.shape[1], int(min(free_bytes, 1e15)))
+    try:
+        problem = measured_problem(measured, model, batch, sequence, int(min(free_bytes, 1e15)))
+    except MeshweaveError as error:  # on all ranks, which have the same numbers
+        _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
+        return []
     listed = among.of_first(lambda: _planned(problem, num_ranks), "the first rank to plan")
     return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
 
 
 def _described(module: nn.Module) -> Transformer:
-    """Return a model's sizes. Raises DescriptionError or UnsupportedError where it has none that are known."""
+    """Return a model's sizes.
+
+    Raises DescriptionError or UnsupportedError where it has none that are known, or rates of it are not measured.
+    """
     config = getattr(module, "config", None)
-    dtypes = {each.dtype for each in module.parameters()}
-    if config is None or dtypes != {torch.float32}:
-        raise UnsupportedError("sizes are known of models of transformers, and rates are measured in fp32")
+    kinds = {(each.dtype, each.device.type) for each in module.parameters()}
+    if config is None or kinds != {(torch.float32, "cpu")}:
+        raise UnsupportedError(
+            "sizes are known of models of transformers, and rates are measured of fp32 on CPUs; give plans="
+        )
     return load_model(config)
+
+
+def _alone(module: nn.Module, among: AllRanks, make: Callable[..., Any]) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a copy of a model on this rank by itself, and an optimizer of it that changes nothing."""
+    shape = (len(among.ranks), 1)
+    mesh = init_device_mesh(among.context.device.type, shape, mesh_dim_names=("ranks", "alone"))
+    alone = make(copy.deepcopy(module), "data_parallel", mesh["alone"], check=False)
+    trained = [each for each in alone.module.parameters() if each.requires_grad]
+    return alone, torch.optim.AdamW(trained, lr=0.0)
 
 
 def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any], float]]:
@@ -96,7 +121,7 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
             _LOG.info("data parallelism is not predicted: %s", error)
     try:
-        found = plan(
+        answer = plan(
             problem.model, problem.cluster, batch=problem.batch, sequence=problem.sequence, dtype=problem.dtype,
             stack=problem.stack,
             pp=1, cp=1, zero=0, recompute="none", strategy=list(STRATEGIES),
@@ -105,8 +130,8 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
     except MeshweaveError as error:
         _LOG.info("no plan in which ranks share layers is tried: %s", error)
         return listed
-    assert found.step is not None
-    shared = [row for row in found.step.ranked if row.degrees.data != num_ranks]
+    assert answer.step is not None
+    shared = [row for row in answer.step.ranked if row.degrees.data != num_ranks]
     return listed + [(row.degrees.model_dump(), row.step_s) for row in shared[:NUM_PLANNED]]
 
 
