@@ -147,6 +147,13 @@ class Trials:
                     f"a plan to try is a pair: the plan, and its predicted seconds or None; not {printable(each)}"
                 )
 
+    @property
+    def words(self) -> dict[str, str]:
+        """Return in words what ranks must try alike."""
+        plans = {str(n): without_addresses(repr(plan)) for n, (plan, _) in enumerate(self.plans or ())}
+        how = {name: str(getattr(self, name)) for name in ("most", "seconds", "steps", "within")}
+        return {**plans, "planned here": str(self.plans is None), **how}
+
     def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
         """Return what is tried: the plans that were given, and both plain ones.
 
@@ -325,6 +332,7 @@ def by_trial(
     among, results = AllRanks.of(context), trials.results
     with share_refusal(among.context, among.ranks, _TITLE):
         factors = among.of_first(lambda: usable_corrections(results), "the first rank to read kept trials")
+        agree(among.context, among.ranks, {"trials": trials.words}, "all to try the same plans")
         began, needed_bytes = time.monotonic(), needed_bytes_of(module)
         free_bytes = among.least(available_bytes())
         if trials.plans is None and needed_bytes <= free_bytes:
