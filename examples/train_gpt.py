@@ -84,8 +84,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions, mw.algorithms.Step | None]:
-    """Return the options of a training, and what a step of it should take, if that is wanted; collective.
+def options_of(
+    given: argparse.Namespace, num_ranks: int
+) -> tuple[TrainOptions, mw.algorithms.Step | None, float | None]:
+    """Return the options of a training, and if that is wanted a step of it and its seconds here; collective.
 
     Raises MeshweaveError where they do not fit.
     """
@@ -98,9 +100,9 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
         4 * given.hidden if given.model == "gpt" else 8 * given.hidden // 3 // 16 * 16,
         sequence=given.sequence,
     )
-    problem = None
+    problem, sharing = None, 1.0
     if given.predict or given.parallel == "auto":
-        problem = measured_problem(size, given.batch, max(given.batch // num_ranks, 1))
+        problem, sharing = measured_problem(size, given.batch, max(given.batch // num_ranks, 1))
     if given.plan:
         chosen = parallelism_of_plan(given.plan, num_ranks, accepts_sites=given.accept_sites)
     elif given.parallel == "auto":
@@ -121,30 +123,19 @@ def options_of(given: argparse.Namespace, num_ranks: int) -> tuple[TrainOptions,
     )
     if given.parallel == "auto" and not given.plan:
         assert problem is not None
-        table = fastest_tried(options, planned(problem))
+        table = fastest_tried(options, planned(problem, sharing))
         options = replace(options, parallelism=table.chosen.plan)
         if dist.get_rank() == 0:
             print(table, file=sys.stderr)
-    step = None if problem is None else mw.algorithms.step_of(problem, options.parallelism)
-    return options, step
-
-
-def say_prediction(step: mw.algorithms.Step) -> None:
-    """Write what was measured of this machine, and what a step should take."""
-    chip, link = step.problem.cluster.chip, step.problem.cluster.network.axis(0)
-    print(
-        f"measured: {chip.effective_flops_per_s / 1e9:.1f} GFLOP/s a rank, messages "
-        f"{1e3 * link.link_latency_s:.2f} ms and {link.link_bytes_per_s / 1e9:.2f} GB/s\n"
-        f"predicted: {1e3 * step.time_s:.0f} ms a step, {step.parts.exposed / step.time_s:.0%} exposed "
-        f"communication, {step.parts.bubble / step.time_s:.0%} bubble",
-        file=sys.stderr,
-    )
+    if problem is None:
+        return options, None, None
+    step = mw.algorithms.step_of(problem, options.parallelism)
+    return options, step, mw.nn.step_here_s(problem, options.parallelism, sharing)
 
 
 def run(given: argparse.Namespace) -> None:
     """Train on this rank as the command line says."""
-    options, expected = options_of(given, dist.get_world_size())
-    expected_s = expected.time_s if expected else None
+    options, expected, expected_s = options_of(given, dist.get_world_size())
     trainer = Trainer(options)
     is_first = trainer.rank == 0
     if given.resume:

@@ -43,8 +43,8 @@ def transformer_of(size: ModelSize) -> mw.Transformer:
     )
 
 
-def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.StepProblem:
-    """Return the problem of a step on a cluster with the constants of this machine; collective.
+def measured_problem(size: ModelSize, batch: int, rows: int) -> tuple[mw.algorithms.StepProblem, float]:
+    """Return the problem of a step on this machine, and how many times as fast a rank is alone; collective.
 
     Args:
         batch: sequences of a step.
@@ -61,11 +61,16 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> mw.algorithms.St
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = sorted({max(rows // 2, 1), rows})
     measured = mw.nn.measure_step(compute, optimizer.step, sizes, num_parameters)
-    return mw.nn.measured_problem(measured, transformer_of(size), batch, size.sequence, MEMORY_BYTES)
+    problem = mw.nn.measured_problem(measured, transformer_of(size), batch, size.sequence, MEMORY_BYTES)
+    return problem, measured.sharing
 
 
-def planned(problem: mw.algorithms.StepProblem) -> list[tuple[mw.Parallelism, float]]:
-    """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans."""
+def planned(problem: mw.algorithms.StepProblem, sharing: float) -> list[tuple[mw.Parallelism, float]]:
+    """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans.
+
+    Args:
+        sharing: how many times as fast a rank is alone.
+    """
     answer: list[object] = [None]
     if dist.get_rank() == 0:
         plan = mw.plan(
@@ -81,7 +86,9 @@ def planned(problem: mw.algorithms.StepProblem) -> list[tuple[mw.Parallelism, fl
             strategy=list(STRATEGIES),
             order=("tensor", "context", "data", "pipeline"),
         )
-        answer = [[(row.degrees.model_dump(), row.step_s) for row in plan.step.ranked[:NUM_PLANNED]]]
+        layouts = [mw.Parallelism(**row.degrees.model_dump()) for row in plan.step.ranked]
+        priced = [(vars(each), mw.nn.step_here_s(problem, each, sharing)) for each in layouts]
+        answer = [sorted(priced, key=lambda pair: pair[1])[:NUM_PLANNED]]
     dist.broadcast_object_list(answer)
     rows: list[Any] = answer[0]  # type: ignore[assignment]
     return [(mw.Parallelism(**degrees), seconds) for degrees, seconds in rows]

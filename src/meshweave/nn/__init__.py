@@ -29,7 +29,7 @@ _HOME = {
     "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     "nn.parallel.model": "ParallelModel",
     "nn.parallel.structure": "LayerMap ModelMap",
-    "nn.parallel.machine_here": "MeasuredStep measure_step measured_problem",
+    "nn.parallel.machine_here": "MeasuredStep measure_step measured_problem step_here_s",
     "nn.parallel.trials": "Trial Trials TrialTable run_trials",
     "nn.prove.differences": "Difference",
     "nn.prove.proof": "Proof",
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from meshweave.nn.parallel.machine_here import MeasuredStep as MeasuredStep
     from meshweave.nn.parallel.machine_here import measure_step as measure_step
     from meshweave.nn.parallel.machine_here import measured_problem as measured_problem
+    from meshweave.nn.parallel.machine_here import step_here_s as step_here_s
     from meshweave.nn.parallel.model import ParallelModel as ParallelModel
     from meshweave.nn.parallel.structure import LayerMap as LayerMap
     from meshweave.nn.parallel.structure import ModelMap as ModelMap

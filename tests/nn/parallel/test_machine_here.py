@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.parallel.machine_here import SUMMED_BYTES, MeasuredStep, measured_problem
+from meshweave.nn.parallel.machine_here import SUMMED_BYTES, MeasuredStep, measured_problem, step_here_s
 from sampling import examples
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -62,6 +62,22 @@ def test_estimates_are_what_was_measured(
             assert step.time_s <= 1.01 * taken_s
         if problem.stack.overlap > 0.01:
             assert step.time_s >= 0.99 * taken_s
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
+    measured = MeasuredStep({4: 0.02, 8: 0.035}, 0.005, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 800_000, 2)
+    problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
+    stages = Parallelism(pipeline=2, micro_batch=micro_batch)
+    step = step_of(problem, stages)
+    assert step.parts.bubble > 0
+    times = [step_here_s(problem, stages, sharing) for sharing in (1.0, 1.3, 2.0, 50.0)]
+    assert times[0] == step.time_s
+    assert times == sorted(times, reverse=True)
+    assert times[1] < times[0]
+    assert times[-1] == pytest.approx(step.time_s - step.parts.bubble)
+    replicas = Parallelism(data=2, micro_batch=4)
+    assert step_here_s(problem, replicas, 2.0) == step_of(problem, replicas).time_s
 
 
 def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:

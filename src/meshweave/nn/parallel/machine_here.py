@@ -54,6 +54,7 @@ class MeasuredStep:
         ring_s: by bytes, of a sum of so many over all ranks by a ring of messages.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         num_parameters: those that are trained.
+        sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
     """
 
     compute_s: Mapping[int, float]
@@ -62,6 +63,7 @@ class MeasuredStep:
     gradients_s: float
     num_parameters: int
     num_ranks: int
+    sharing: float = 1.0
 
 
 def measure_step(
@@ -85,10 +87,15 @@ def measure_step(
     """
     among = AllRanks.of(context)
     compute_s = {count: among.median_s(lambda count=count: compute(count)) for count in rows}  # type: ignore[misc]
+    most, is_first = max(rows), among.context.rank in (0, None)
+    one_s = among.median_s(lambda: compute(most) if is_first else None)
     optimizer_s = among.median_s(optimize)
     ring_s = {num_bytes: _sum_s(among, num_bytes, context, is_whole=False) for num_bytes in SUMMED_BYTES}
     gradients_s = _sum_s(among, torch.float32.itemsize * num_parameters, context, is_whole=True)
-    return MeasuredStep(compute_s, optimizer_s, ring_s, gradients_s, num_parameters, len(among.ranks))
+    sharing = max(compute_s[most] / one_s, 1.0)
+    return MeasuredStep(
+        compute_s, optimizer_s, ring_s, gradients_s, num_parameters, len(among.ranks), sharing
+    )
 
 
 def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_whole: bool) -> float:
@@ -129,6 +136,32 @@ def measured_problem(
         shared = replace(problem, stack=replace(STACK, overlap=share))
         low, high = (share, high) if step_of(shared, replicas).time_s > taken_s else (low, share)
     return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
+
+
+def step_here_s(problem: StepProblem, parallelism: Parallelism, sharing: float = 1.0) -> float:
+    """Return the seconds of a step on this machine, where a rank that waits gives its cores to the others.
+
+    While all ranks of a pipeline work they take their shares of the cores, and a wait of one is work of another;
+    where few work they are `sharing` times as fast. A step takes no less than its work without waits at the shares
+    of all, and no less than with its waits at the speed of few.
+
+    Args:
+        problem: made by `measured_problem`.
+        sharing: that of `MeasuredStep`.
+
+    Raises as `step_of` does.
+    """
+    step = step_of(problem, parallelism)
+    if parallelism.pipeline == 1 or sharing <= 1:
+        return step.time_s
+    chip = problem.cluster.chip
+    faster = replace(
+        chip, launch_s=chip.launch_s / sharing, memory_bytes_per_s=sharing * chip.memory_bytes_per_s,
+        peak_flops_per_s=tuple((dtype, sharing * rate) for dtype, rate in chip.peak_flops_per_s),
+        effective_flops_per_s=sharing * chip.effective_flops_per_s,
+    )  # fmt: skip
+    alone = step_of(replace(problem, cluster=replace(problem.cluster, chip=faster)), parallelism)
+    return max(step.time_s - step.parts.bubble, alone.time_s)
 
 
 def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_bytes: int) -> Cluster:
