@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -132,6 +133,26 @@ def kept_gradients(context: RankContext, payload: Mapping[str, Any]) -> list[Any
     made.module.zero_grad()
     made.step(*batches[0])
     return [far, [*places, parameters[0].grad.to_local().data_ptr()]]
+
+
+def late(context: RankContext, payload: Mapping[str, Any]) -> list[float]:
+    """Return losses of steps in which the first rank keeps gradients, and the last comes a second late."""
+    torch.manual_seed(0)
+    model = reference_models.make("gpt2")
+    words = reference_models.words(model)
+    tokens = torch.randint(0, words, (2 * context.num_ranks, 8))
+    made = parallelize(model, "data_parallel", init_device_mesh("cpu", (context.num_ranks,)), check=False)
+    kept, losses = [], []
+    for _ in range(3):
+        made.module.zero_grad()
+        loss = made.loss(tokens, tokens)
+        if context.rank == context.num_ranks - 1:
+            time.sleep(1.0)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if context.rank == 0:
+            kept.append([each.grad for each in made.module.parameters()])
+    return losses
 
 
 def _whole(grad: Any) -> Tensor:

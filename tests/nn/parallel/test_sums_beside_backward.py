@@ -44,3 +44,9 @@ def test_gradients_that_are_kept_stay_as_they_are_and_the_memory_of_others_is_us
         assert (first == second) == (number == 1)  # the first rank keeps the first
         assert places[2] != first
         assert places[-1] == first
+
+
+@pytest.mark.gloo
+def test_a_rank_that_keeps_gradients_is_in_the_same_call_as_others() -> None:
+    first, *others = launch("overlap_rank_functions:late", 3, {}, timeout_s=200, env=HERE)
+    assert others == [first, first]

@@ -224,6 +224,7 @@ def bind(
     graph: bool = False,
     meets: bool = True,
     agreed: Program | None = None,
+    twin: BoundProgram | None = None,
 ) -> BoundProgram:
     """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
 
@@ -262,6 +263,8 @@ def bind(
             False for who finds out from the data that other ranks run another program.
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
             that they share, as counts are (`execute.torch.counted`).
+        twin: the same program, bound on other memory in the same context; None for a program of its own. The two
+            are one call: in each run a rank takes either. Only for a program that is one of torch's collectives.
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
@@ -274,7 +277,7 @@ def bind(
     # What is bound outlives the call, and later ones may be outside inference mode.
     with share_refusal(context, program.ranks, f"program {program.name}"), torch.inference_mode(False):
         how = _HowBound(
-            calls, mode, order, trace, memory, update_order, num_threads, products, graph, meets, agreed
+            calls, mode, order, trace, memory, update_order, num_threads, products, graph, meets, agreed, twin
         )
         return _bound(program, rank, tensors, context, how)
 
@@ -294,6 +297,7 @@ class _HowBound:
     graph: bool
     meets: bool
     agreed: Program | None
+    twin: BoundProgram | None
 
 
 def _bound(
@@ -323,7 +327,10 @@ def _bound(
         agree_once(context, how.agreed or program)
     context.prepare(matched, analysis.channels)
     communicates = bool(analysis.channels) or remote is not None
-    call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
+    if how.twin is not None:
+        call = how.twin._call
+    else:
+        call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
     table = CallTable(how.calls or {}, program, rank)
     binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, how.num_threads)

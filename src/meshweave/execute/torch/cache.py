@@ -67,11 +67,6 @@ class CachedProgram(Generic[ValueT]):
             self._recency.move_to_end(self.key)
         return self.value
 
-    def release(self) -> None:
-        """Let the value go, of a key that nobody will ask for again: what is counted stays alike on all ranks."""
-        del self.value
-        self.drop()
-
     def tie(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
         """Remove `key` from a mapping of the context when this program is dropped."""
         if (mapping, key) not in self._ties:

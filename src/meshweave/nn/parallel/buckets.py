@@ -171,39 +171,33 @@ class ParameterBucket:
         return not self.kept[0].gathered
 
     @cached_property
-    def _reduction_site(self) -> MoveSite:
+    def reduction(self) -> SizedMove:
+        """Return the program that reduces its gradients."""
         first = self.kept[0]
         terms: AxisDims = tuple("partial" if a in first.summed else "" for a in range(len(first.used)))
-        return MoveSite(self._sides, terms, self._kept_dims)
-
-    @cached_property
-    def reduction(self) -> SizedMove:
-        """Return the program that reduces its gradients, and those of other buckets of its sizes."""
-        return sized_move(self._reduction_site, self.strategy, self.dtype, True)
-
-    @cached_property
-    def own_reduction(self) -> SizedMove:
-        """Return the same program, on memory that no other bucket has."""
-        return SizedMove(self._reduction_site, self.strategy, self.dtype, True)
+        return sized_move(MoveSite(self._sides, terms, self._kept_dims), self.strategy, self.dtype, True)
 
     def _reductions(self, device: torch.device) -> tuple[BoundReduction, ...]:
-        """Return the reduction on memory of its own, where there is one, and that which buckets share.
+        """Return the reduction on memory that buckets of its sizes share, and before it one on its own memory.
 
-        All ranks call it.
+        There is none of its own where gradients do not stay in it. All ranks call it.
         """
-        bound = [self.reduction.bound(device)]
-        if self.is_in_place and device.type == "cpu":
-            bound.insert(0, self.own_reduction.bound(device, self))
-        known = self._bound.get(device, ())
-        if len(known) != len(bound) or any(a.bound is not b for a, b in zip(known, bound, strict=True)):
-            last = len(bound) - 1
-            made = (BoundReduction(self, each, lends=at < last) for at, each in enumerate(bound))
-            known = self._bound[device] = tuple(made)
+        shared, known = self.reduction.bound(device), self._bound.get(device, ())
+        if not known or known[-1].bound is not shared:
+            known = (BoundReduction(self, shared, lends=False),)
+            if self.is_in_place and device.type == "cpu":
+                own = self.reduction.bound_apart(device, twin=shared)
+                known = (BoundReduction(self, own, lends=True), *known)
+            self._bound[device] = known
         return known
 
     @cached_property
     def _bound(self) -> dict[torch.device, tuple[BoundReduction, ...]]:
         return {}
+
+    def release(self) -> None:
+        """Let memory of its own go, but for what somebody still has of it; the next sum binds anew."""
+        self._bound.clear()
 
     @cached_property
     def num_used(self) -> int:
@@ -244,25 +238,22 @@ class ParameterBucket:
             shapes: of what this rank keeps.
         """
         first, *others = self._reductions(next(grad.device for grad in grads if grad is not None))
-        # Which one it is is each rank's own affair: both send the same bytes to the same ranks.
+        # Which one it is is each rank's own affair: they are twins, one call with the same bytes.
         reduction = first if first.is_free or not others else others[0]
-        return reduction.begin(grads, shapes, _number(first.bound, self.dtype, first.num_terms))
+        return reduction.begin(grads, shapes)
 
 
 class BoundReduction:
     """The program that reduces the gradients of a bucket, on its memory of this rank.
 
     Args:
-        lends: whether sums stay in its memory, which is not free for as long as somebody has them.
-
-    Attributes:
-        num_terms: the ranks whose terms are summed.
+        lends: whether the sums stay in its memory, as gradients, and it is not free for as long as they live.
     """
 
     def __init__(self, bucket: ParameterBucket, bound: BoundProgram, *, lends: bool) -> None:
         self.bucket, self.bound = bucket, bound
         first = bucket.kept[0]
-        self.num_terms = math.prod(bucket.strategy.mesh.shape[axis] for axis in first.summed)
+        self._num_terms = math.prod(bucket.strategy.mesh.shape[axis] for axis in first.summed)
         *self._rows, self._last = bound.inputs["x"].split(bucket.sizes, 1)
         (self._result,) = bound.outputs["y"]
         self._memory = LentMemory(self._result) if lends else None
@@ -280,18 +271,15 @@ class BoundReduction:
         return [row[: math.prod(shape)].view(shape) for shape, row in shapes]
 
     def begin(
-        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size], number: float
+        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Do what `ParameterBucket.begin_sum` says.
-
-        Args:
-            number: what each rank adds, to know the data of the others by.
-        """
+        """Do what `ParameterBucket.begin_sum` says."""
         bound = self.bound
         bound.end_begun()
         self._put(grads)
+        number = _number(bound, self.bucket.dtype, self._num_terms)
         self._last.fill_(number)
-        expected = self.num_terms * number
+        expected = self._num_terms * number
         flat = torch.empty_like(self._result) if self._memory is None else self._memory.lend()
 
         def take() -> None:

@@ -15,7 +15,7 @@ class LentMemory:
     views of them, what a graph has saved.
 
     Args:
-        own: (elements,), without gaps. Its storage can no longer be resized.
+        own: (elements,), without gaps. From now on its storage cannot be resized.
     """
 
     def __init__(self, own: Tensor) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshweave.algorithms.block.roles import Side
+from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -40,7 +40,8 @@ SUMMED_BYTES = (1 << 12, 1 << 22)
 """Bytes of the sums that are timed."""
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
-_ROUNDS, _HALVINGS, _SUMS = 4, 16, 5
+_ROUNDS, _HALVINGS = 4, 16
+_SUMS, _MOST_BYTES = 5, 64 << 20
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
@@ -49,11 +50,11 @@ class MeasuredStep:
     """Seconds of the parts of a step of a model, on the slowest rank while all ranks run theirs.
 
     Attributes:
-        compute_s: by rows of a micro-batch, of its forward and backward part on one rank.
+        compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
-        ring_s: by bytes, of a sum of so many over all ranks by a ring of messages.
+        ring_s: for each number of bytes, seconds of a sum of so many over all ranks by a ring of messages.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
-        num_parameters: those that are trained.
+        num_parameters: all of the model, each of which is trained.
         sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
     """
 
@@ -78,8 +79,9 @@ def measure_step(
     Args:
         compute: runs forward and backward of so many rows, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
-        rows: the sizes of a micro-batch, one or two; the larger is that of data parallelism alone.
-        num_parameters: those that are trained.
+        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data parallelism
+            alone, by which `measured_problem` finds what of its sums is hidden.
+        num_parameters: all of the model, each of which is trained.
         context: deadline and liveness of waits; default: that of the default process group.
 
     Raises:
@@ -99,16 +101,19 @@ def measure_step(
 
 
 def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_whole: bool) -> float:
+    """Return the seconds of a sum of so many bytes; of more than `_MOST_BYTES` as many times those of these."""
     if len(among.ranks) == 1:
         return 0.0
+    if num_bytes > _MOST_BYTES:
+        return num_bytes / _MOST_BYTES * _sum_s(among, _MOST_BYTES, context, is_whole=is_whole)
     device = among.context.device
     mesh = init_device_mesh(device.type, (len(among.ranks),))
     strategy = LayerStrategy.of("data_parallel", mesh, context=context)
-    terms = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
-    side = Side("", num_bytes // torch.float32.itemsize)
-    move = SizedMove(MoveSite((side,), terms, strategy.roles.nowhere), strategy, torch.float32, is_whole)  # type: ignore[arg-type]
-    x = torch.zeros(side.size, device=device)
-    return among.median_s(lambda: [move.run(x) for _ in range(_SUMS)], 5) / _SUMS
+    terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
+    site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
+    bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
+    bound.inputs["x"].zero_()
+    return among.median_s(lambda: [bound.run(bound.inputs) for _ in range(_SUMS)], 5) / _SUMS
 
 
 def measured_problem(
@@ -116,7 +121,8 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32.
 
-    On one rank, and by data parallelism alone, `step_of` then takes what was measured.
+    On one rank `step_of` then takes what was measured. By data parallelism alone it takes compute, optimizer and
+    one sum of all gradients, or as near to that as sums can be hidden: `overlap` of the stack is found so.
 
     Args:
         model: whose parts were measured.

@@ -23,7 +23,7 @@ from meshweave.tune.step_search import plan
 
 _LOG = logging.getLogger(__name__)
 NUM_PLANNED = 2
-"""Plans with ranks that share layers that are tried."""
+"""The most plans with ranks that share layers."""
 STRATEGIES = ("megatron", "megatron_sp")
 """Strategies for the ranks of a layer that are chosen among."""
 
@@ -38,8 +38,8 @@ def plans_here(
 ) -> list[tuple[Parallelism, float]]:
     """Return plans for a model on all ranks, each with its predicted seconds; all ranks of the world call it.
 
-    Data parallelism and ZeRO-3 are among them, and the fastest in which ranks share layers. Where the sizes of the
-    model are not known, or it is not in fp32 on CPUs, there are none, and the log says why.
+    Data parallelism and ZeRO-3 are among them, and the fastest in which ranks share layers. The list is empty if
+    the sizes of the model are not known, it is not in fp32 on CPUs, or not all of it is trained; the log says why.
 
     Args:
         tokens, targets: a batch as `ParallelModel.step` takes it.
@@ -90,13 +90,12 @@ def _described(module: nn.Module) -> Transformer:
 
     Raises DescriptionError or UnsupportedError where it has none that are known, or rates of it are not measured.
     """
-    config = getattr(module, "config", None)
-    kinds = {(each.dtype, each.device.type) for each in module.parameters()}
-    if config is None or kinds != {(torch.float32, "cpu")}:
+    kinds = {(each.dtype, each.device.type, each.requires_grad) for each in module.parameters()}
+    if kinds != {(torch.float32, "cpu", True)}:
         raise UnsupportedError(
-            "sizes are known of models of transformers, and rates are measured of fp32 on CPUs; give plans="
+            "rates are measured of models in fp32 on CPUs, of which all parameters are trained; give plans="
         )
-    return load_model(config)
+    return load_model(module)
 
 
 def _alone(module: nn.Module, among: AllRanks, make: Callable[..., Any]) -> tuple[Any, torch.optim.Optimizer]:

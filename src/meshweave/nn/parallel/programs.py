@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from meshweave.algorithms.block.parts import BlockParts
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sites import MoveSite, ProductSite, move_program, product_parts, site_problem
 from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.cache import description_bytes, program_bytes
+from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
@@ -40,12 +39,10 @@ def bound_program(
     calls: Mapping[str, Callable[..., Any]] | None = None,
     meets: bool = True,
     memory: Callable[[Program], Mapping[str, Tensor]] | None = None,
-    owner: object = None,
 ) -> BoundProgram:
     """Return a program bound on this rank, made at its first use or the first since it was dropped.
 
-    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors. Those
-    of a program with an owner do not count to what a context keeps, and end with the owner, who alone has the key.
+    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
@@ -54,10 +51,7 @@ def bound_program(
         with call_order(context).titled(made.name):
             tensors = {} if memory is None else memory(made)
             bound = bind(made, strategy.rank, tensors, context=context, calls=calls, meets=meets)
-        num_bytes = program_bytes(made) if owner is None else description_bytes(made)
-        cached = context.programs.put(ranks, key, bound, num_bytes)
-        if owner is not None:
-            weakref.finalize(owner, cached.release).atexit = False
+        cached = context.programs.put(ranks, key, bound, program_bytes(made))
     value: BoundProgram = cached.value
     return value
 
@@ -176,20 +170,35 @@ class SizedMove:
         bound.run({"x": x.detach()})
         return bound.outputs["y"].clone()
 
-    def bound(self, device: torch.device, owner: object = None) -> BoundProgram:
-        """Return the program on this rank; with an owner it is that one's alone, and so is this object."""
-
-        def written() -> Program:
-            program = move_program(self.site, self.strategy.mesh, DTYPES[self.dtype])
-            return program if self.is_whole else on_device(program, device)
-
-        def one_for_both(program: Program) -> Mapping[str, Tensor]:
-            shape = program.local_shape("y", self.strategy.rank)
-            return dict.fromkeys("xy", torch.empty(shape, dtype=self.dtype, device=device))
-
-        in_place = one_for_both if self.is_whole and self.site.is_sum else None
+    def bound(self, device: torch.device) -> BoundProgram:
+        """Return the program on this rank, which the context keeps."""
+        memory = partial(self._memory, device) if self._is_in_place else None
         meets = not self.is_whole
-        return bound_program(self, written, self.strategy, device, meets=meets, memory=in_place, owner=owner)
+        return bound_program(self, partial(self._written, device), self.strategy, device, None, meets, memory)
+
+    def bound_apart(self, device: torch.device, twin: BoundProgram | None = None) -> BoundProgram:
+        """Return the program on memory of its own, which the caller alone keeps; all ranks call it together.
+
+        Args:
+            twin: the one that `bound` returns, whose runs may be this one's on any rank; None for neither.
+        """
+        made = self._written(device)
+        memory = self._memory(device, made) if self._is_in_place else {}
+        context, rank = self.strategy.context(device), self.strategy.rank
+        return bind(made, rank, memory, context=context, meets=not self.is_whole, twin=twin)
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self.is_whole and self.site.is_sum
+
+    def _written(self, device: torch.device) -> Program:
+        program = move_program(self.site, self.strategy.mesh, DTYPES[self.dtype])
+        return program if self.is_whole else on_device(program, device)
+
+    def _memory(self, device: torch.device, program: Program) -> Mapping[str, Tensor]:
+        """Return memory in which a sum lies where its terms were."""
+        shape = program.local_shape("y", self.strategy.rank)
+        return dict.fromkeys("xy", torch.empty(shape, dtype=self.dtype, device=device))
 
 
 @lru_cache(4096)

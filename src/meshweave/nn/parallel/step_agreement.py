@@ -156,8 +156,8 @@ class StepAgreement:
             if given is not None and not given.is_meta:
                 own = checksum(given)
                 number = number + (int(own) if own.device.type == "cpu" else own) * (1 + at * _STRIDE)
-        if isinstance(number, int):
-            number = (number + 2**63) % 2**64 - 2**63
+                if isinstance(number, int):
+                    number = (number + 2**63) % 2**64 - 2**63
         number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
         ranks = self.strategy.mesh.ranks

@@ -116,7 +116,7 @@ class Trials:
             or names of strategies of one mesh axis. None for what the planner takes for fastest, with constants
             of this machine that it measures first.
         most: the most trials.
-        seconds: after which none begins; of them half at most for what is measured to plan.
+        seconds: after which none begins. What is measured to plan counts, but for half of them.
         steps: of a trial, after one that is not counted.
         within: the share by which another plan must be faster than plain data parallelism.
         results: a file beside the machine's constants, in which the first rank keeps measured times.

@@ -179,6 +179,7 @@ class ParameterUse:
         self._begins = set(itertools.accumulate((len(unit) for unit in units), initial=0))
         self._most_bytes = most_bytes
         self._buckets: dict[Any, list[_Divided]] = {}
+        self._last_kinds: Any = None
         self._rests: dict[tuple[int, ...], ParameterUse] = {}
 
     def __call__(self) -> list[Tensor]:
@@ -245,6 +246,11 @@ class ParameterUse:
         key = tuple([(each.dtype, each.requires_grad) for each in parameters])
         if key not in self._buckets:
             self._buckets[key] = self._divided(key)
+        if key != self._last_kinds:  # as others are frozen, or cast
+            for _, bucket in self._buckets.get(self._last_kinds, ()):
+                if bucket is not None:
+                    bucket.release()
+            self._last_kinds = key
         return self._buckets[key]
 
     def _divided(self, kinds: Sequence[tuple[torch.dtype, bool]]) -> list[_Divided]:
