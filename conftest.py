@@ -37,13 +37,13 @@ def frozen_modules() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks() -> Iterator[None]:
-    """Let the ranks of every launch in the tests be forks of a process that has imported torch."""
+    """Let the ranks of every launch in the tests be forks of two processes that have imported torch."""
     if importlib.util.find_spec("torch") is None:
         yield
         return
     from meshweave_lab.fork_server import fork_servers
 
-    with fork_servers(num_servers=1) as servers:
+    with fork_servers() as servers:
         servers.import_also(*_IMPORTED_ONCE)
         yield
 
