@@ -22,8 +22,6 @@ MEMORY_BYTES = 4 << 30
 """What a rank may use."""
 NUM_PLANNED = 3
 """Layouts that are tried, beside data parallelism alone."""
-STRATEGIES = ("megatron_sp", "megatron")
-"""Strategies for the ranks of a layer that a plan chooses among."""
 
 
 def transformer_of(size: ModelSize) -> mw.Transformer:
@@ -73,22 +71,8 @@ def planned(problem: mw.algorithms.StepProblem, sharing: float) -> list[tuple[mw
     """
     answer: list[object] = [None]
     if dist.get_rank() == 0:
-        plan = mw.plan(
-            problem.model,
-            problem.cluster,
-            batch=problem.batch,
-            sequence=problem.sequence,
-            dtype=problem.dtype,
-            stack=problem.stack,
-            cp=1,
-            zero=0,
-            recompute="none",
-            strategy=list(STRATEGIES),
-            order=("tensor", "context", "data", "pipeline"),
-        )
-        layouts = [mw.Parallelism(**row.degrees.model_dump()) for row in plan.step.ranked]
-        priced = [(vars(each), mw.nn.step_here_s(problem, each, sharing)) for each in layouts]
-        answer = [sorted(priced, key=lambda pair: pair[1])[:NUM_PLANNED]]
+        ranked = mw.nn.fastest_here(problem, sharing)
+        answer = [[(vars(layout), seconds) for layout, seconds in ranked[:NUM_PLANNED]]]
     dist.broadcast_object_list(answer)
     rows: list[Any] = answer[0]  # type: ignore[assignment]
     return [(mw.Parallelism(**degrees), seconds) for degrees, seconds in rows]

@@ -30,6 +30,7 @@ _HOME = {
     "nn.parallel.model": "ParallelModel",
     "nn.parallel.structure": "LayerMap ModelMap",
     "nn.parallel.machine_here": "MeasuredStep measure_step measured_problem step_here_s",
+    "nn.parallel.planned_here": "fastest_here",
     "nn.parallel.trials": "Trial Trials TrialTable run_trials",
     "nn.prove.differences": "Difference",
     "nn.prove.proof": "Proof",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from meshweave.nn.parallel.machine_here import measured_problem as measured_problem
     from meshweave.nn.parallel.machine_here import step_here_s as step_here_s
     from meshweave.nn.parallel.model import ParallelModel as ParallelModel
+    from meshweave.nn.parallel.planned_here import fastest_here as fastest_here
     from meshweave.nn.parallel.structure import LayerMap as LayerMap
     from meshweave.nn.parallel.structure import ModelMap as ModelMap
     from meshweave.nn.parallel.trials import Trial as Trial

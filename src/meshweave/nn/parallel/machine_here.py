@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshweave.algorithms.block.data_parallel import DataParallel
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
@@ -108,7 +109,7 @@ def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_
         return num_bytes / _MOST_BYTES * _sum_s(among, _MOST_BYTES, context, is_whole=is_whole)
     device = among.context.device
     mesh = init_device_mesh(device.type, (len(among.ranks),))
-    strategy = LayerStrategy.of("data_parallel", mesh, context=context)
+    strategy = LayerStrategy.of(DataParallel.name, mesh, context=context)
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
     site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
     bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)

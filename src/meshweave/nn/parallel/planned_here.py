@@ -12,19 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshweave.algorithms.block.data_parallel import DataParallel
+from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
-from meshweave.nn.parallel.machine_here import STACK, measure_step, measured_problem
+from meshweave.nn.parallel.machine_here import STACK, measure_step, measured_problem, step_here_s
 from meshweave.tune.step_search import plan
 
 _LOG = logging.getLogger(__name__)
 NUM_PLANNED = 2
 """The most plans with ranks that share layers."""
-STRATEGIES = ("megatron", "megatron_sp")
+STRATEGIES = (Megatron.name, MegatronSequence.name)
 """Strategies for the ranks of a layer that are chosen among."""
 
 
@@ -102,7 +104,7 @@ def _alone(module: nn.Module, among: AllRanks, make: Callable[..., Any]) -> tupl
     """Return a copy of a model on this rank by itself, and an optimizer of it that changes nothing."""
     shape = (len(among.ranks), 1)
     mesh = init_device_mesh(among.context.device.type, shape, mesh_dim_names=("ranks", "alone"))
-    alone = make(copy.deepcopy(module), "data_parallel", mesh["alone"], check=False)
+    alone = make(copy.deepcopy(module), DataParallel.name, mesh["alone"], check=False)
     trained = [each for each in alone.module.parameters() if each.requires_grad]
     return alone, torch.optim.AdamW(trained, lr=0.0)
 
@@ -120,18 +122,33 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
             _LOG.info("data parallelism is not predicted: %s", error)
     try:
-        answer = plan(
-            problem.model, problem.cluster, batch=problem.batch, sequence=problem.sequence, dtype=problem.dtype,
-            stack=problem.stack,
-            pp=1, cp=1, zero=0, recompute="none", strategy=list(STRATEGIES),
-            order=("tensor", "context", "data", "pipeline"),
-        )  # fmt: skip
+        ranked = fastest_here(problem, pp=1)
     except MeshweaveError as error:
         _LOG.info("no plan in which ranks share layers is tried: %s", error)
         return listed
+    shared = [(vars(each), seconds) for each, seconds in ranked if each.data != num_ranks]
+    return listed + shared[:NUM_PLANNED]
+
+
+def fastest_here(problem: StepProblem, sharing: float = 1.0, **fixed: Any) -> list[tuple[Parallelism, float]]:
+    """Return the best configuration of each set of degrees with its seconds, the fastest first, without ZeRO.
+
+    Args:
+        problem: made by `measured_problem`.
+        sharing: that of `MeasuredStep`.
+        fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
+
+    Raises as `meshweave.plan` does.
+    """
+    answer = plan(
+        problem.model, problem.cluster, batch=problem.batch, sequence=problem.sequence, dtype=problem.dtype,
+        stack=problem.stack, cp=1, zero=0, recompute="none", strategy=list(STRATEGIES),
+        order=("tensor", "context", "data", "pipeline"), **fixed,
+    )  # fmt: skip
     assert answer.step is not None
-    shared = [row for row in answer.step.ranked if row.degrees.data != num_ranks]
-    return listed + [(row.degrees.model_dump(), row.step_s) for row in shared[:NUM_PLANNED]]
+    layouts = [Parallelism(**row.degrees.model_dump()) for row in answer.step.ranked]
+    priced = [(each, step_here_s(problem, each, sharing)) for each in layouts]
+    return sorted(priced, key=lambda pair: pair[1])
 
 
 def _tuples(degrees: Mapping[str, Any]) -> dict[str, Any]:
