@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError
+from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.execute.torch.call_records import CallKind, ContextCalls, SharedCalls
 from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls
 from meshweave.execute.torch.context import TorchContext
@@ -300,6 +300,8 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
         try:
             yield
         except Exception as error:  # of the caller's functions, too: the others must not wait for this rank
+            if isinstance(error, RuntimeError) and not isinstance(error, MeshweaveError):
+                order.explain_failure()  # torch's own, as a group is formed with a rank that refuses
             # Of ranks that are lost or late all are told by their liveness, and the store may be lost with them.
             is_told = isinstance(error, RankLostError | DeadlineError) and context.liveness is not None
             if not is_told and not getattr(error, _SHARED, False):
