@@ -48,6 +48,8 @@ def test_weights_and_what_is_kept_are_sums_over_nodes() -> None:
 def test_terms_of_a_sum_meet_where_no_bias_is_between() -> None:
     options = {"gated": True, "norm": "rms", "parallel": True}
     beside = dense_layer(8, 4, 2, 4, 12, DenseForm(**options))  # type: ignore[arg-type]
-    assert beside.jointly_reduced == {"O", "F"} and sum(isinstance(node, EdgeSum) for node in beside.nodes) == 1
+    assert (
+        beside.jointly_reduced == {"O", "F"} and sum(isinstance(node, EdgeSum) for node in beside.nodes) == 1
+    )
     assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, biases=("out",))).jointly_reduced  # type: ignore[arg-type]
     assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, post_norms=True)).jointly_reduced  # type: ignore[arg-type]
