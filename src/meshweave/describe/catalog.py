@@ -36,7 +36,7 @@ def catalog_text(kind: str, name: str) -> str:
     """Return the TOML text of a catalog entry; `kind` is `clusters`, `models`, `kernels` or `gpus`.
 
     Raises:
-        DescriptionError: the catalog has no such entry; the error names the nearest one.
+        DescriptionError: the catalog has no such entry; the error names a similar one.
     """
     known = _names(kind)
     if name not in known:

@@ -41,7 +41,7 @@ def whole_float_to_int(value: object) -> object:
 
 
 def require_printable(value: str) -> str:
-    """Return a name. Raises ValueError for control characters: names are printed in one-line messages."""
+    """Return a name unchanged. Raises ValueError for control characters: names go into one-line messages."""
     if not value.isprintable():
         raise ValueError("not printable")
     return value
@@ -63,7 +63,7 @@ class FileModel(BaseModel):
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with a file: the path of its key (empty: the whole file), and what is wrong."""
+    """One error in a file: the path of its key (empty: the whole file), and what is wrong."""
 
     key: str
     message: str
@@ -146,7 +146,11 @@ def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
 
 
 def read_stdin(limit: Limit = FILE_BYTES) -> str:
-    """Return what stdin gives until it ends, as `read_text` does of a file. Raises DescriptionError."""
+    """Return what stdin gives until it ends.
+
+    Raises:
+        DescriptionError: it is too large, binary, or cannot be read.
+    """
     refuse_input(0, "stdin")
     binary = getattr(sys.stdin, "buffer", None)
     try:
@@ -166,7 +170,12 @@ def _decoded(data: bytes, file: str | Path, limit: Limit) -> str:
 
 
 def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
-    """Return the table that `text` contains; `kind` is `toml` or `json`. Raises DescriptionError."""
+    """Return the table that `text` contains; `kind` is `toml` or `json`.
+
+    Raises:
+        DescriptionError: the text is no table of this kind, or over a limit of size; `file` is what the error
+            names.
+    """
     if not text.strip():
         fail(file, "", f"is empty; give a {kind.upper()} description")
     if kind == "toml":
@@ -219,7 +228,11 @@ def _check_extent(data: dict[str, Any], file: str | Path) -> None:
 
 
 def load_table(path: str | Path) -> dict[str, Any]:
-    """Read and parse a file; JSON if its name ends in `.json`, else TOML. Raises DescriptionError."""
+    """Return the table in a file: JSON if its name ends in `.json`, else TOML.
+
+    Raises:
+        DescriptionError: the file cannot be read or parsed.
+    """
     if str(path).lower().endswith(".json"):
         return parse_table(read_text(path), path, "json")
     return parse_table(read_text(path, TOML_BYTES), path, "toml")
@@ -240,9 +253,10 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
 def validate_table(
     model: type[_M], data: Any, at: tuple[str | int, ...] = ()
 ) -> tuple[_M | None, list[Problem]]:
-    """Return `data` as an instance of `model` and no problems, or None and everything that is wrong with it.
+    """Return `data` as an instance of `model` and no problems, or None and all errors in it.
 
-    A misspelt key is both unknown and missing: it counts once, as the unknown key.
+    A misspelt key is both unknown and missing: it counts once, as the unknown key. `at` is the key path of
+    `data` in its file.
     """
     try:
         return model.model_validate(data), []

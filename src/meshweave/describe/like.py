@@ -11,9 +11,10 @@ from meshweave.describe.files import fail, format_value, parse_table
 
 
 def table_like(kind: str, data: dict[str, Any], file: str | Path) -> dict[str, Any]:
-    """Return a table laid over the entry that it is `like`: its own keys win, table by table; lists are replaced.
+    """Return a table merged over the catalog entry that its key `like` names: its keys win, lists are replaced.
 
-    A network of another kind than the entry's takes nothing from it. Without the key `like` the table is as it is.
+    A network of another kind than the entry's takes nothing from it. Without the key `like` the table is
+    unchanged.
 
     Args:
         kind: of the catalog, such as "clusters".

@@ -15,7 +15,7 @@ from statistics import median
 
 @dataclass(frozen=True)
 class RunScore:
-    """A predicted run.
+    """A published training run with the error of its prediction.
 
     Attributes:
         chip: name of the chip, as in its cluster's description.
@@ -56,7 +56,7 @@ def run_scores() -> tuple[RunScore, ...]:
 def runs_on(
     chip: str, stack: str = "", is_low: bool | None = None, *, fitted: bool = False
 ) -> tuple[RunScore, ...]:
-    """Return the runs on a chip that judge predictions, or those on which software was fitted.
+    """Return the runs on a chip that judge predictions; with `fitted` those that software was fitted on.
 
     Args:
         stack: the stack that they were predicted with; "" for all.
@@ -72,10 +72,10 @@ def runs_on(
 
 
 def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> str:
-    """Return how far predictions were off for published runs on a chip, of models on which nothing was fitted.
+    """Return in words how far predictions were off for published runs on a chip, of models not fitted on.
 
-    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own; with
-    products below 16 bits (`is_low`), or above.
+    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own;
+    with products below 16 bits (`is_low`), or above.
     """
     own = runs_on(chip, stack, is_low)
     scores = own or runs_on(chip, "", is_low)
@@ -96,9 +96,9 @@ def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> s
 
 
 def evidence_on(chip: str, stack: str = "") -> tuple[bool, str]:
-    """Return whether runs on a chip judge predictions, and what is known of them, in words.
+    """Return whether published runs on a chip judge predictions, and in words how far predictions were off.
 
-    Runs in 16 bits and below are told apart. With a stack its runs alone count.
+    Runs in 16 bits and below are told apart. With a `stack` only its runs count.
     """
     lows = [is_low for is_low in (False, True) if runs_on(chip, stack, is_low)]
     if lows:

@@ -60,10 +60,12 @@ class ProcessGrid:
     def over(
         cls, num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1, *, name: str = "grid"
     ) -> ProcessGrid:
-        """Return the grid of `num_ranks` ranks; by default as square as possible, with rows <= cols.
+        """Return the grid of `num_ranks` ranks in `replicas` replicas, each of `shape` (rows, cols).
+
+        Without `shape` it is as square as possible, with rows <= cols.
 
         Raises:
-            LayoutError: the replicas and `shape` (rows, cols) do not use every rank.
+            LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
         """
         if num_ranks < 1 or replicas < 1 or num_ranks % replicas:
             raise LayoutError(
@@ -83,7 +85,7 @@ class ProcessGrid:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of all replicas."""
+        """Return the number of ranks, over all replicas."""
         return self.rows * self.cols * self.replicas
 
     @cached_property
@@ -116,27 +118,53 @@ class ProcessGrid:
 
 
 def row_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of rows per rank of each replica. Raises LayoutError."""
+    """Return the layout of one block of rows per rank, in each of `replicas` replicas.
+
+    Raises:
+        LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.
+    """
     return ProcessGrid.over(num_ranks, (num_ranks // max(replicas, 1), 1), replicas).block_layout()
 
 
 def column_block(num_ranks: int, replicas: int = 1) -> Layout:
-    """Return the layout of one block of columns per rank of each replica. Raises LayoutError."""
+    """Return the layout of one block of columns per rank, in each of `replicas` replicas.
+
+    Raises:
+        LayoutError: a number is below 1, or `replicas` does not divide `num_ranks`.
+    """
     return ProcessGrid.over(num_ranks, (1, num_ranks // max(replicas, 1)), replicas).block_layout()
 
 
 def block_2d(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
-    """Return the layout of one block per process of the grid `shape` of each replica. Raises LayoutError."""
+    """Return the layout of one block per process of a grid `shape` (rows, cols), in each replica.
+
+    Without `shape` the grid is as square as possible, with rows <= cols.
+
+    Raises:
+        LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
+    """
     return ProcessGrid.over(num_ranks, shape, replicas).block_layout()
 
 
 def block_cyclic(
     tile: tuple[int, int], num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1
 ) -> Layout:
-    """Return the layout of tiles (rows, cols) dealt around the grid of each replica. Raises LayoutError."""
+    """Return the layout that deals tiles of `tile` (rows, cols) elements around a grid `shape`, in each replica.
+
+    Without `shape` (rows, cols) the grid is as square as possible, with rows <= cols.
+
+    Raises:
+        LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
+    """
     return ProcessGrid.over(num_ranks, shape, replicas).block_cyclic_layout(tile)
 
 
 def cyclic(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
-    """Return the layout of single elements dealt around the grid of each replica. Raises LayoutError."""
+    """Return the layout that deals single elements around a grid `shape` (rows, cols), in each replica.
+
+    Without `shape` the grid is as square as possible, with rows <= cols.
+
+    Raises:
+        LayoutError: a number is below 1, or the replicas and `shape` do not use every rank.
+    """
     return block_cyclic((1, 1), num_ranks, shape, replicas)

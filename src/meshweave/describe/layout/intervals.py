@@ -16,7 +16,7 @@ Intervals = tuple[Interval, ...]
 
 
 def num_indices(intervals: Iterable[Interval]) -> int:
-    """Return the number of elements."""
+    """Return the number of indices in the intervals, each counted as often as it occurs."""
     return sum(stop - start for start, stop in intervals)
 
 
@@ -71,7 +71,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def indices_at(intervals: Sequence[Interval], positions: Iterable[Interval]) -> Intervals:
-    """Return the global indices that an index list has at `positions`, which are ascending ranges."""
+    """Return the global indices that an index list has at `positions`, which are ascending ranges in it."""
     out: list[Interval] = []
     at = position = 0  # intervals[at] starts at this position
     for lo, hi in positions:

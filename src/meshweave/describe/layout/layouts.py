@@ -57,7 +57,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank along this mesh axis holds a term; the tensor is their reduction by `op`."""
+    """Every rank along this mesh axis holds a partial result; the tensor is their reduction by `op`."""
 
     op: str = "sum"
 
@@ -100,12 +100,12 @@ Placement = Shard | Replicate | Partial | Tile | StridedShard
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on `mesh`: one placement per mesh axis.
+    """How a tensor is placed on `mesh`: one placement per mesh axis.
 
-    With `folds`, placements name the dims of the *original* tensor, and every caller sees one dim per fold: the
-    row-major flattening of consecutive original dims, whose sizes the fold lists. An original of (4, 8, 16) seen
-    as (32, 16) has folds ((4, 8), (16,)); an empty fold is a dim of size 1. Every `shape` given to the methods is
-    the one that is seen.
+    With `folds`, placements name the dims of the *original* tensor, and every caller sees one dim per fold:
+    the row-major flattening of consecutive original dims, whose sizes the fold lists. An original of (4, 8,
+    16) seen as (32, 16) has folds ((4, 8), (16,)); an empty fold is a dim of size 1. Every `shape` given to
+    the methods is the one that is seen.
 
     Raises:
         LayoutError: the number of placements is not that of mesh axes, or a placement or fold is malformed.
@@ -162,9 +162,9 @@ class Layout:
 
     @property
     def shard_keys(self) -> list[tuple[int, ...]]:
-        """Return, for each rank of the mesh, its coordinates along the axes that cut the tensor.
+        """Return for each rank of the mesh its coordinates along the axes that shard the tensor.
 
-        Ranks with equal ones hold the same elements.
+        Ranks with equal coordinates there hold the same elements.
         """
         sizes = [
             range(size) if isinstance(placement, (Shard, Tile, StridedShard)) else (0,) * size
@@ -173,11 +173,13 @@ class Layout:
         return list(product(*sizes))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the shape of the shard of `rank`. Raises LayoutError as `intervals` does."""
+        """Return the shape of the shard of `rank` of a tensor of global `shape`. Raises as `intervals` does."""
         return tuple(map(num_indices, self.intervals(shape, rank)))
 
     def has_equal_shards(self, shape: Sequence[int]) -> bool:
-        """Return whether all shards surely have one shape: each cut divides its dim evenly.
+        """Return whether each placement divides its dim evenly, so that all shards have one shape.
+
+        False as well for placements for which that is not computed (`Tile`, `StridedShard`).
 
         Raises:
             LayoutError: `shape` is not that of the folds.
@@ -194,7 +196,7 @@ class Layout:
         return all(size % count == 0 for size, count in zip(sizes, parts, strict=True))
 
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
-        """Return the global indices of the local elements, one array per dim."""
+        """Return the global indices of the elements that `rank` holds, one array per dim, in local order."""
         return tuple(
             np.concatenate([np.arange(start, stop) for start, stop in dim] or [np.arange(0)])
             for dim in self.intervals(shape, rank)
@@ -202,7 +204,7 @@ class Layout:
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes along which local values are partial: terms of a reduction."""
+        """Return the names of the mesh axes along which ranks hold partial results."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         return tuple(axis for axis, placement in pairs if isinstance(placement, Partial))
 

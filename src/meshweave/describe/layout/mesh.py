@@ -81,7 +81,7 @@ class Mesh:
         return self.axes.index(name)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis. Raises LayoutError."""
+        """Return the number of ranks along an axis. Raises LayoutError if there is no such axis."""
         return self.shape[self.axis(axis)]
 
     def coords(self, rank: int) -> tuple[int, ...]:

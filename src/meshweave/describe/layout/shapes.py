@@ -27,13 +27,13 @@ def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]
 
 
 def near_square(count: int) -> tuple[int, int]:
-    """Return rows and columns of the mesh of `count` ranks that is nearest to a square, with no more rows."""
+    """Return (rows, columns) of the mesh of `count` ranks that is nearest to a square, with rows <= columns."""
     rows = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
     return rows, count // rows
 
 
 def device_meshes(num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Return all meshes (d1, d2) of so many devices, those with the smallest d2 first: ATP-1, ATP-2, ..."""
+    """Return all meshes (d1, d2) of `num_devices` devices, the smallest d2 first: ATP-1, ATP-2, ..."""
     small = [d for d in range(1, math.isqrt(num_devices) + 1) if num_devices % d == 0]
     divisors = sorted({*small, *(num_devices // d for d in small)})
     return tuple((num_devices // d2, d2) for d2 in divisors)

@@ -16,7 +16,7 @@ _DIM = re.compile(r"R|S\^?\{?([0-9]+)\}?")
 
 
 def layout_of_spec(spec: str, mesh: Mesh) -> Layout:
-    """Return the layout that a spec string names on `mesh`; several axes of one dim cut it in their order.
+    """Return the layout that a spec string such as "S0R" names on `mesh`; axes of one dim cut it in their order.
 
     Raises:
         LayoutError: the string is no spec, or names an axis twice, out of order, or one that the mesh lacks.

@@ -110,7 +110,7 @@ class Chip:
 
     @property
     def driver(self) -> Runtime:
-        """Return how much memory the runtime takes, such as that of CUDA: context and communicators."""
+        """Return the memory that the chip's runtime, such as CUDA, takes: context and communicators."""
         return RUNTIMES[self.runtime]
 
     def peak(self, dtype: str) -> float:
@@ -125,7 +125,7 @@ class Chip:
         )
 
     def flops_per_s(self, dtype: str, call: str = "") -> float:
-        """Return the FLOP/s of work in `dtype`: that of GEMMs, or of a kind of call that has its own."""
+        """Return the FLOP/s of work in `dtype`: that of GEMMs, or that of the kind `call` if it has its own."""
         for known, rate in self.call_flops_per_s:
             if known == call:
                 return rate

@@ -92,7 +92,11 @@ class ChipFile(FileModel):
     def chip(self, source: str, folder: Path | None = None) -> Chip:
         """Return the chip that this table describes; `source` stands in if the table names none.
 
-        `folder` is where files of kernels and GPUs are found from. Raises DescriptionError where there is none.
+        `folder` is where files of kernels and GPUs are found from.
+
+        Raises:
+            DescriptionError: a file that the table names does not exist or is wrong, or a value is out of
+                range.
         """
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s

@@ -65,7 +65,11 @@ class Cluster:
 
 
 def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
-    """Return the cluster that the table of a file describes. Raises DescriptionError with every problem."""
+    """Return the cluster that the table `data` describes; `file` is what errors name.
+
+    Raises:
+        DescriptionError: the description is wrong; the error lists every problem.
+    """
     top, network_file = read_cluster_file(table_like("clusters", data, file), file)
     try:
         return Cluster(

@@ -255,7 +255,7 @@ class HostFile(FileModel):
     waits: bool = Field(False, description="whether it waits for the end of each collective, true or false")
 
     def rates(self) -> HostRates:
-        """Return what the table says."""
+        """Return the rates that this table describes."""
         return HostRates(self.kernel_s, self.collective_s, self.transfer_s, self.layer_s, self.waits)
 
 

@@ -40,7 +40,7 @@ def is_phrase(text: str) -> bool:
 
 
 def phrase_table(phrase: str) -> tuple[dict[str, Any], int]:
-    """Return the table of a cluster file that a phrase means, and the chips that the phrase counts.
+    """Return the table of a cluster file that a phrase means, and the number of chips in the phrase.
 
     Raises:
         DescriptionError: the phrase has no such form, or no entry of the catalog is usual for the chip.

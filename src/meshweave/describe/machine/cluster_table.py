@@ -25,7 +25,7 @@ _SECTIONS = {SystolicConstants: "systolic", CpuProductConstants: "cpu_products"}
 
 
 def cluster_table(cluster: Cluster, *, whole: bool = True) -> dict[str, Any]:
-    """Return the table of a cluster file.
+    """Return the table of a cluster file that describes the cluster.
 
     Args:
         whole: whether constants of kernels and GPUs of files stand in the table; else it names them.

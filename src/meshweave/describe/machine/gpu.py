@@ -124,7 +124,9 @@ def is_catalog_gpu(name: str) -> bool:
 
 
 def gpu_reference(name_or_path: str | GpuFile, folder: Path | None = None) -> str:
-    """Return what names a GPU from anywhere: its catalog name, the path of a file from `folder`, or its JSON.
+    """Return a name of a GPU that holds in any folder: its catalog name, the path of its file, or its JSON.
+
+    A file is found from `folder`.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.

@@ -252,7 +252,7 @@ class CollectiveConstants:
 
 @dataclass(frozen=True, slots=True)
 class ProductTable:
-    """Measured products: the seconds of each (m, n, k), for a dtype.
+    """Measured products: the seconds of each (m, n, k), in one dtype.
 
     Raises:
         DescriptionError: there are no points, a point stands twice, or a value is out of range.
@@ -263,7 +263,7 @@ class ProductTable:
 
     @classmethod
     def of(cls, seconds: Mapping[tuple[int, ...], float], source: str = "") -> ProductTable:
-        """Return the table of the seconds of each (m, n, k)."""
+        """Return the table of measured `seconds`, by (m, n, k)."""
         return cls(tuple((m, n, k, time) for (m, n, k), time in seconds.items()), source)
 
     def __post_init__(self) -> None:
@@ -281,7 +281,7 @@ class ProductTable:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the least and the greatest m, n and k."""
+        """Return the (least, greatest) measured value of m, of n and of k."""
         columns = list(zip(*(point[:3] for point in self.points), strict=True))
         return tuple((min(column), max(column)) for column in columns)
 
@@ -324,22 +324,22 @@ class ChipKernels:
                 raise DescriptionError(f"{kind} of {' and '.join(names)}: one stands twice; give each once")
 
     def product(self, dtype: str) -> ProductModel | None:
-        """Return the constants of products in a dtype, None where there are none."""
+        """Return the constants of products in a dtype; None where there are none."""
         return dict(self.products).get(dtype)
 
     def sustained_of(self, dtype: str) -> float:
-        """Return the share of their rate that products in a dtype sustain in steady training."""
+        """Return the share (0 to 1) of their rate that products in a dtype sustain in steady training."""
         own = getattr(self.product(dtype), "sustained_share", None)
         return self.sustained_share if own is None else own
 
     def attention_of(self, dtype: str) -> AttentionConstants | None:
-        """Return the constants of attention in a dtype, None where there are none."""
+        """Return the constants of attention in a dtype; None where there are none."""
         return dict(self.attention).get(dtype)
 
     def collective(self, kind: str) -> CollectiveConstants | None:
-        """Return the constants of a kind of collective, None where there are none."""
+        """Return the constants of a kind of collective; None where there are none."""
         return dict(self.collectives).get(kind)
 
     def table(self, dtype: str) -> ProductTable | None:
-        """Return the measured products in a dtype, None where there are none."""
+        """Return the measured products in a dtype; None where there are none."""
         return dict(self.tables).get(dtype)

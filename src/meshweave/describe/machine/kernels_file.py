@@ -223,7 +223,11 @@ def _from_catalog(name: str) -> ChipKernels:
 
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels that a table describes. Raises DescriptionError with every problem of the file."""
+    """Return the kernels that a table describes; files that it names are found from `folder`.
+
+    Raises:
+        DescriptionError: the description is wrong; the error names `file` and lists every problem.
+    """
     top, problems = validate_table(KernelsFile, table_like("kernels", data, file))
     if top is None or problems:
         fail_with_all(file, problems)
@@ -231,7 +235,11 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
 
 
 def kernels_of(top: KernelsFile, file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels of a checked table, whose files are found from `folder`. Raises DescriptionError."""
+    """Return the kernels of a checked table, whose files are found from `folder`.
+
+    Raises:
+        DescriptionError: a file that it names does not exist or is wrong.
+    """
     for kind in ("products", "systolic", "cpu_products", "attention", "tables"):
         for at, entry in enumerate(getattr(top, kind)):
             unknown = [dtype for dtype in entry.dtypes if dtype not in KERNEL_DTYPES]

@@ -9,7 +9,7 @@ from meshweave.describe.machine.network import with_axes
 
 
 def best_product_rate(chip: Chip, dtype: str) -> float | None:
-    """Return the highest FLOP/s at which products in a dtype were measured; None where none were."""
+    """Return the highest FLOP/s of measured products in a dtype; None where none were measured."""
     if chip.kernels is None:
         return None
     constants, table = chip.kernels.product(dtype), chip.kernels.table(dtype)
@@ -19,7 +19,7 @@ def best_product_rate(chip: Chip, dtype: str) -> float | None:
 
 
 def unmeasured_kernels(chip: Chip, dtype: str) -> str:
-    """Return in one line at which rate products are priced that nobody measured; "" where somebody did."""
+    """Return in one line the rate at which products are priced where none were measured; "" where some were."""
     if best_product_rate(chip, dtype) is not None:
         return ""
     rate, peak = chip.flops_per_s(dtype), dict(chip.peak_flops_per_s).get(dtype)
@@ -31,7 +31,7 @@ def unmeasured_kernels(chip: Chip, dtype: str) -> str:
 
 
 def costs_left_out(cluster: Cluster) -> str:
-    """Return one sentence that names the communication which is free in a description; "" where there is none.
+    """Return one sentence that names the links whose launches cost nothing in a description; "" where none are.
 
     Links without launch and synchronisation let a tuner cut products as finely as it likes.
     """

@@ -21,10 +21,10 @@ from meshweave.describe.machine.tree import TreeNetwork
 
 
 def level_sizes(network: Network) -> tuple[int, ...] | None:
-    """Return the chips of a block of each level below the whole network, the smallest first.
+    """Return the number of chips in a block of each level below the whole network, the smallest first.
 
-    A host of a cluster of hosts, a package of a full mesh and each subtree of a tree are blocks; one switch has
-    none. None for tori and rings, whose links join neighbours.
+    A host of a cluster of hosts, a package of a full mesh and each subtree of a tree are blocks; one switch
+    has none. None for tori and rings, whose links join neighbours.
     """
     match network:
         case HostsNetwork():
@@ -61,9 +61,10 @@ def with_outer_links(network: Network, factor: float) -> Network:
 
 
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
-    """Return the names of the links of a cluster, the outermost first, and what makes them so many times as fast.
+    """Return for each level of links, outermost first, its name and a function that scales its rate.
 
-    Collectives inside a host have constants of their own where they were measured; their rates change too.
+    The function takes a factor and returns the changed cluster. Collectives inside a host have constants of
+    their own where they were measured; their rates change too.
     """
     network = cluster.network
 

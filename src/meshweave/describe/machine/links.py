@@ -107,9 +107,9 @@ class NetworkAxis:
         """Return the constants of a kind of communication along this axis.
 
         A kind without constants of its own takes those of all_gather, else of reduce_scatter; reduce asks
-        reduce_scatter first, accumulate send_recv. Broadcast, reduce, send_recv and accumulate use one direction
-        and take half the rate of a bidirectional ring. With neither, constants follow from the link:
-        `link_bytes_per_s` (times `num_directions` for a ring), `link_latency_s` and `launch_s`.
+        reduce_scatter first, accumulate send_recv. Broadcast, reduce, send_recv and accumulate use one
+        direction and take half the rate of a bidirectional ring. With neither, constants follow from the
+        link: `link_bytes_per_s` (times `num_directions` for a ring), `link_latency_s` and `launch_s`.
 
         Raises:
             DescriptionError: `kind` is unknown.
@@ -127,11 +127,11 @@ class NetworkAxis:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Return the bytes per second into a chip during an all-gather, at most what the links carry."""
+        """Return the bytes per second into a chip during an all-gather, at most the rate of its links."""
         return min(self.comm("all_gather").bytes_per_s, self.num_directions * self.link_bytes_per_s)
 
     def has_own_constants(self, kind: str) -> bool:
-        """Return whether a kind has constants of its own, so that none stand in."""
+        """Return whether a kind of communication has constants of its own, so that no others stand in."""
         return any(known == kind for known, _ in self.constants)
 
 
@@ -149,7 +149,7 @@ def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
 
 
 def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
-    """Return the axis that sets the pace of a ring over all of `axes`; the first of equals."""
+    """Return the axis that sets the pace of a ring over all of `axes`; of equally slow ones the first."""
     return min(axes, key=lambda axis: axis.ring_bytes_per_s)
 
 
@@ -169,7 +169,7 @@ def check_dims(num_dims: int) -> None:
 
 
 class AnyShapeNetwork:
-    """Base of networks that carry a mesh of every shape of as many ranks as there are chips."""
+    """Base of networks on which meshes of all shapes fit, if they have one rank per chip."""
 
     @property
     @abstractmethod
@@ -177,6 +177,6 @@ class AnyShapeNetwork:
         """Return the number of chips of the whole network."""
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
+        """Return all ordered factorisations of the number of chips. Raises LayoutError for `num_dims` below 1."""
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)

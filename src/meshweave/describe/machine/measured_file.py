@@ -94,17 +94,21 @@ class MeasuredKernels:
 
 
 def read_measured(path: str | Path) -> MeasuredKernels:
-    """Return the kernels of a file. Raises DescriptionError for the first bad row: file, line and column."""
+    """Return the kernels of a file.
+
+    Raises:
+        DescriptionError: a row is wrong; the error names file, line and column of the first one.
+    """
     return parse_measured(read_text(path), path)
 
 
 def shipped_measured(name: str) -> MeasuredKernels:
-    """Return the kernels of one of `SHIPPED`."""
+    """Return the measured kernels that come with the package under a name of `SHIPPED`."""
     return parse_measured((files("meshweave") / "catalog" / "kernels" / name).read_text("utf-8"), name)
 
 
 def parse_measured(text: str, file: str | Path) -> MeasuredKernels:
-    """Return the kernels of a file with this text. Raises DescriptionError as `read_measured` does."""
+    """Return the kernels in the text of a file. Raises DescriptionError as `read_measured` does."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]

@@ -88,7 +88,11 @@ class TorusNetwork:
                 yield owner, tuple(shape)
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh shapes in which mesh neighbours are torus neighbours. Raises LayoutError."""
+        """Return the mesh shapes in which mesh neighbours are torus neighbours.
+
+        Raises:
+            LayoutError: `num_dims` is below 1, or above the axes of a reconfigurable torus.
+        """
         check_dims(num_dims)
         if self.shape is not None:
             return tuple(dict.fromkeys(shape for _, shape in self._axis_assignments(num_dims)))
@@ -99,7 +103,7 @@ class TorusNetwork:
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it is).
+        """Return the links that mesh axis `i` of `num_dims` runs over; `shape` None is the torus as it is.
 
         Raises:
             LayoutError: the torus cannot carry that mesh.
@@ -116,11 +120,14 @@ class TorusNetwork:
         raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
 
     def with_chips(self, chips: int) -> TorusNetwork | HostsNetwork:
-        """Return the torus with another number of chips; several tori, as hosts, where one has not so many.
+        """Return the torus with another number of chips; several tori, as hosts, where one is too small.
 
-        Chips of one torus are then joined by one of its axes, both directions of it together, and each has a link
-        of its own to the others. Within one torus any number is a part of it; `check_sold` says what is sold.
-        Raises DescriptionError if the shape is fixed, or if several tori have no such number.
+        Chips of one torus are then joined by one of its axes, both directions of it together, and each has a
+        link of its own to the others. Within one torus any number is a part of it; `check_sold` knows which
+        sizes are sold.
+
+        Raises:
+            DescriptionError: the shape is fixed, or several tori have no such number.
         """
         if self.slices is not None and chips > self.max_chips:
             self.check_sold(chips)
@@ -135,7 +142,7 @@ class TorusNetwork:
         return replace(self, chips=chips)
 
     def check_sold(self, chips: int) -> None:
-        """Raise DescriptionError, with the nearest sizes, where no torus and no equal ones have so many."""
+        """Raise DescriptionError, with the nearest sizes, if neither one torus nor several have `chips` chips."""
         is_beyond = chips < self.min_chips or (chips > self.max_chips and self.slices is None)
         if is_beyond or self._slice_of(chips):
             return
@@ -181,7 +188,11 @@ class _OneLinkNetwork(AnyShapeNetwork):
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
+        """Return the links that mesh axis `i` runs over: the same for all axes.
+
+        Raises:
+            LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
+        """
         check_axis(i, num_dims, shape, self.num_chips)
         return self.link
 
@@ -191,7 +202,7 @@ class RingNetwork(_OneLinkNetwork):
     """`size` chips in one ring, two links each."""
 
     def with_chips(self, chips: int) -> RingNetwork:
-        """Return the ring of another number of chips. Raises DescriptionError."""
+        """Return the ring of another number of chips. Raises DescriptionError for less than one."""
         return replace(self, size=chips)
 
 
@@ -200,7 +211,7 @@ class SwitchNetwork(_OneLinkNetwork):
     """`size` chips, each with one full-duplex port into a switch that never blocks."""
 
     def with_chips(self, chips: int) -> SwitchNetwork:
-        """Return the switch with another number of chips. Raises DescriptionError."""
+        """Return the switch with another number of chips. Raises DescriptionError for less than one."""
         return replace(self, size=chips)
 
 
@@ -232,9 +243,12 @@ class HostsNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. A group that takes
-        every n-th rank leaves a host beside n - 1 others: with `shared` each has its share of the NICs (ATP,
-        equation 3), else a NIC. Raises LayoutError.
+        Without a shape, the last of several mesh axes is taken to be the one within a host. A group that
+        takes every n-th rank leaves a host beside n - 1 others: with `shared` each has its share of the NICs
+        (ATP, equation 3), else a NIC.
+
+        Raises:
+            LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.num_hosts == 1:
@@ -249,10 +263,12 @@ class HostsNetwork(AnyShapeNetwork):
         return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
 
     def with_chips(self, chips: int) -> HostsNetwork:
-        """Return the network of so many chips on the fewest hosts that they fill evenly.
+        """Return the network of `chips` chips on the fewest hosts that they fill evenly.
 
-        Where a part of each host is used (64 of 72), its NICs are used in the same share. Raises DescriptionError
-        where chips would leave more than half of each host idle.
+        Where a part of each host is used (64 of 72), its NICs are used in the same share.
+
+        Raises:
+            DescriptionError: chips would leave more than half of each host idle.
         """
         most = self.chips_per_host
         if chips <= most:
@@ -295,7 +311,10 @@ class FullMeshNetwork(AnyShapeNetwork):
     ) -> NetworkAxis:
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
-        A ring of chips in order uses each link once, so that one link sets its pace. Raises LayoutError.
+        A ring of chips in order uses each link once, so that one link sets its pace.
+
+        Raises:
+            LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.num_packages == 1:
@@ -307,7 +326,11 @@ class FullMeshNetwork(AnyShapeNetwork):
         )
 
     def with_chips(self, chips: int) -> FullMeshNetwork:
-        """Return the network of whole packages, or of one package of fewer chips. Raises DescriptionError."""
+        """Return the network of whole packages, or of one package of fewer chips.
+
+        Raises:
+            DescriptionError: `chips` is neither.
+        """
         if chips <= self.chips_per_package:
             return replace(self, num_packages=1, chips_per_package=chips)
         if chips % self.chips_per_package:
@@ -321,7 +344,7 @@ Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwor
 
 
 def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
-    """Return a network with every kind of link of it changed."""
+    """Return a network in which `change` is applied to every kind of link."""
     match network:
         case TorusNetwork():
             joined = network.slices and change(network.slices)

@@ -9,7 +9,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a chip's memory holds besides what the allocator of a framework hands out.
+    """The memory of a chip that the allocator of a framework does not hand out, in bytes.
 
     Attributes:
         context_bytes: of a process: driver, kernels that are loaded, and workspaces of libraries.

@@ -81,10 +81,12 @@ class TreeNetwork(AnyShapeNetwork):
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
         slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links: with
-        `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a ring
-        that uses both; else each has all. Latency is that of the level alone. Without a shape, the last of
-        several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
-        Raises LayoutError.
+        `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a
+        ring that uses both; else each has all. Latency is that of the level alone. Without a shape, the last
+        of several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
+
+        Raises:
+            LayoutError: the mesh has no axis `i`, or `shape` does not use all chips.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         stride, size = 1, self.num_chips

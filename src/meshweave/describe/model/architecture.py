@@ -13,7 +13,7 @@ NormPlaces = Literal["", "before and after"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What another program must be told to train the same model; None where a description does not say.
+    """What other software must be told to train the same model; None where a description does not say.
 
     Attributes:
         model_type: the family, as transformers names it; "" where it is none of them.
@@ -25,9 +25,9 @@ class Architecture:
         rotary_base, rotary_share: the base of rotary angles, and the share of a head that turns.
         rotary_scaling: how angles are scaled for longer sequences, as JSON; "" for not at all.
         window: the tokens that a token attends to in some layers; None for all of them.
-        windowed_layers: the layers that have the window; None for all of them.
-        residual: "" where the parts of a layer follow each other; "parallel" where both read the residual, each
-            after a norm of its own, and are added at once; "parallel with one norm" where they share it.
+        windowed_layers: the number of layers that have the window; None for all of them.
+        residual: "" where the parts of a layer follow each other; "parallel" where both read the residual,
+            each after a norm of its own, and are added at once; "parallel with one norm" where they share it.
         norms: "" where a norm precedes each part; "before and after" where one follows it, too.
         qk_norm: whether queries and keys are normalised.
         init_std: the standard deviation of initial weights.
@@ -57,7 +57,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class NotPriced:
-    """Something of a model that its price does not know, in a few words.
+    """A property of a model that predictions of time and memory leave out, in a few words.
 
     Attributes:
         beyond: only sequences of more tokens than this are priced wrongly for it; 0 for all.
@@ -68,7 +68,7 @@ class NotPriced:
 
 
 def positions_not_priced(positions: int, *, learned: bool) -> NotPriced:
-    """Return that sequences are longer than a model is made for."""
+    """Return the note that sequences beyond `positions` tokens are longer than a model is made for."""
     what = "learns" if learned else "is made for"
     return NotPriced(
         f"the model {what} {positions:,} positions: a longer sequence is priced as if it had more",

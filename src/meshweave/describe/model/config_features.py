@@ -126,12 +126,12 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value turns what a key stands for off."""
+    """Return whether a config's value means that the feature of its key is absent or turned off."""
     return value is None or value is False or value in (0, "", [], {}, "none")
 
 
 def refusal(data: Mapping[str, Any], *, is_known: bool) -> str | None:
-    """Return why a config is of no dense causal decoder, with its key, or None.
+    """Return why a config is not of a supported causal decoder, beginning with its key; None if it is.
 
     Families that are known to be causal may have `is_decoder = false`, as gpt_neox has.
     """
@@ -162,7 +162,7 @@ def _most(value: object) -> float:
 
 
 def other_layers(data: Mapping[str, Any]) -> str | None:
-    """Return which layers are no attention, or None."""
+    """Return which layers are not attention, in words with their key; None if all are attention."""
     kinds = layer_kinds(data)
     for key, names in kinds.items():
         other = next((name for name in names if name not in KINDS_OF_ATTENTION), None)
@@ -176,13 +176,13 @@ def other_layers(data: Mapping[str, Any]) -> str | None:
 
 
 def layer_kinds(data: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the lists of kinds of layers that a config has, by key."""
+    """Return the lists in a config that name the kind of each layer, by key."""
     lists = {key: data[key] for key in LAYER_KINDS if isinstance(data.get(key), list)}
     return {key: list(map(str, names)) for key, names in lists.items()}
 
 
 def window_of(data: Mapping[str, Any]) -> int | None:
-    """Return the window that some layers have, or None."""
+    """Return the tokens of the attention window that some layers have; None without a window."""
     if data.get("use_sliding_window") is False:
         return None
     kinds = layer_kinds(data)
@@ -193,14 +193,14 @@ def window_of(data: Mapping[str, Any]) -> int | None:
 
 
 def windowed_layers_of(data: Mapping[str, Any]) -> int | None:
-    """Return how many layers have the window, None for all of them."""
+    """Return the number of layers that have the window; None where all have it, or none."""
     kinds = next(iter(layer_kinds(data).values()), [])
     windowed = sum(name in KINDS_OF_WINDOWS for name in kinds)
     return windowed if window_of(data) is not None and 0 < windowed < len(kinds) else None
 
 
 def max_positions_of(data: Mapping[str, Any]) -> int | None:
-    """Return the positions that a model is made for, or None."""
+    """Return the most tokens of a sequence that a model is made for; None where its config does not say."""
     values = (data.get(key) for key in MAX_POSITIONS)
     return next((value for value in values if type(value) is int and 0 < value <= _MOST_TOKENS), None)
 
@@ -209,7 +209,7 @@ _MOST_TOKENS = 2**31
 
 
 def not_priced(data: Mapping[str, Any], hidden: int, *, is_known: bool, learned: bool) -> Iterator[NotPriced]:
-    """Yield what of a config has no price; `learned`: its positions are a table of weights."""
+    """Yield the properties of a config that predictions leave out; `learned` for a table of positions."""
     positions = max_positions_of(data)
     if positions is not None:
         yield positions_not_priced(positions, learned=learned)

@@ -62,8 +62,9 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a group
-    of heads, each of `width`, follow those of another; a gated W_1 has a gate and an input column by turns.
+    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a
+    group of heads, each of `width`, follow those of another; a gated W_1 has a gate and an input column by
+    turns.
     """
     gated, norm, biases = form.gated, form.norm, form.biases
     residual, per_group = Features("hidden", hidden), heads // kv_heads
@@ -113,7 +114,7 @@ def dense_layer(
 
 @lru_cache(maxsize=256)
 def dense_head(hidden: int, vocabulary: int, norm: NormKind) -> LayerGraph:
-    """Return the last norm and the product to logits."""
+    """Return the layer after all others: the last norm, and the product to logits."""
     residual, words = Features("hidden", hidden), Features("vocabulary", vocabulary)
     return LayerGraph(
         (

@@ -35,17 +35,17 @@ class Router(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the residual."""
+        """Return the features of its input: the residual."""
         return (Features("hidden", self.hidden),)
 
     @property
     def makes(self) -> Features:
-        """Return the choices of a token."""
+        """Return the features of its output: the `chosen` experts of a token."""
         return Features("choices", self.chosen)
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the matrix of scores (hidden, experts), and biases."""
+        """Return the weight matrix of the scores (hidden, experts), and biases."""
         columns = Features("choices", self.experts)
         modules = ((self.module, self.experts),) if self.module else ()
         weights = [NodeWeight("WR", (Features("hidden", self.hidden), columns), "whole", modules)]
@@ -56,30 +56,30 @@ class Router(LayerNode):
 
 @dataclass(frozen=True)
 class DispatchCopies(LayerNode):
-    """Copies of tokens where their experts are."""
+    """The dispatch: a copy of each token for each of its experts, sent to the rank of the expert."""
 
     hidden: int
     router: Router
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the residual, and the choices of a token."""
+        """Return the features of its inputs: the residual, and a token's chosen experts."""
         return Features("hidden", self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the copies of a token."""
+        """Return the features of its output: the copies of a token."""
         return Features("copies", self.router.chosen, self.hidden)
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the choices: the gradient of a token is the sum of those of its copies."""
+        """Return the edge of choices: the gradient of a token is the sum of those of its copies."""
         return self.ins[1:]
 
 
 @dataclass(frozen=True)
 class Experts(LayerNode):
-    """Feed-forward parts of `inner` features, of which each copy of a token meets one.
+    """Feed-forward parts of `inner` features, one per expert; each copy of a token passes through one.
 
     Attributes:
         biases: whether both products add one.
@@ -94,17 +94,17 @@ class Experts(LayerNode):
 
     @property
     def columns(self) -> int:
-        """Return the columns of the first product for each inner feature."""
+        """Return the columns of the first weight per inner feature: 2 if gated, else 1."""
         return 2 if self.gated else 1
 
     @property
     def makes(self) -> Features:
-        """Return the copies of a token."""
+        """Return the features of its output: the copies of a token."""
         return Features("copies", self.chosen, self.hidden)
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return both matrices of each expert, and their biases."""
+        """Return WE1 (up, or gate and up) and WE2 (down), each of all experts together, and biases BE1, BE2."""
         residual, many = Features("hidden", self.hidden), (self.experts, self.chosen)
         sides = Features("inner", self.inner, self.columns), Features("inner", self.inner)
         ends = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
@@ -121,18 +121,18 @@ class Experts(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what the first product makes, and the operand of the second, of all copies of a token."""
+        """Return the kept result of the first product and operand of the second, of all copies of a token."""
         return (Kept("experts", self.out, self.chosen * (self.columns + 1) * self.inner),)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the inner features of all copies of a token."""
+        """Return {"ffn": inner features of all copies of a token}."""
         return {"ffn": self.chosen * self.inner}
 
 
 @dataclass(frozen=True)
 class CombineCopies(LayerNode):
-    """The weighted sum of the copies of a token, where the token is.
+    """The combine: the weighted sum of the copies of a token, on the rank of the token.
 
     Copies are multiplied by their weights inside the experts, so that its gradient reads no copies.
     """
@@ -142,38 +142,38 @@ class CombineCopies(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the copies of a token, and its choices."""
+        """Return the features of its inputs: the copies of a token, and its chosen experts."""
         return Features("copies", self.router.chosen, self.hidden), self.router.makes
 
     @property
     def makes(self) -> Features:
-        """Return the residual."""
+        """Return the features of its output: the residual."""
         return Features("hidden", self.hidden)
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the choices."""
+        """Return the edge of choices, which its gradient reads."""
         return self.ins[1:]
 
 
 @dataclass(frozen=True)
 class SharedGate(LayerNode):
-    """A sigmoid for each token by which what the shared experts make is multiplied, as in Qwen2-MoE."""
+    """A sigmoid for each token by which the result of the shared experts is multiplied, as in Qwen2-MoE."""
 
     hidden: int
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return what the shared experts make, and the operand of the gate."""
+        """Return the features of its inputs: the shared experts' result, and the operand of the gate."""
         return Features("hidden", self.hidden), Features("hidden", self.hidden)
 
     @property
     def makes(self) -> Features:
-        """Return the residual."""
+        """Return the features of its output: the residual."""
         return Features("hidden", self.hidden)
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the column of the gate."""
+        """Return the weight of the gate, (hidden, 1)."""
         sides = Features("hidden", self.hidden), Features("choices", 1)
         return (NodeWeight("WG", sides, "whole", (("mlp.shared_expert_gate", 1),)),)

@@ -23,23 +23,23 @@ class HeadNorm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of queries, keys and values."""
+        """Return the features of its output: queries, keys and values."""
         return Features("heads", self.groups, (self.per_group + 2) * self.width)
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the gains of queries and of keys."""
+        """Return the gains of queries and of keys, (2, width)."""
         modules = tuple((f"self_attn.{name}_norm", self.width) for name in ("q", "k"))
         return (NodeWeight(self.gain, (Features("", 2), Features("", self.width)), "norm", modules),)
 
 
 @dataclass(frozen=True)
 class JointNorm(HeadNorm):
-    """Root-mean-square norms of all queries of a token and of all its keys, as in OLMoE; values pass."""
+    """Root-mean-square norms of all queries of a token and of all its keys, as in OLMoE; values pass unchanged."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the gains of queries and of keys."""
+        """Return the gains of all queries and of all keys."""
         sizes = self.groups * self.per_group * self.width, self.groups * self.width
         modules = tuple((f"self_attn.{name}_norm", size) for name, size in zip("qk", sizes, strict=True))
         return (NodeWeight(self.gain, (Features("", sum(sizes)),), "norm", modules),)
@@ -47,9 +47,9 @@ class JointNorm(HeadNorm):
 
 @dataclass(frozen=True)
 class SinkAttention(Attention):
-    """Attention of which each head has a learned score beside those of its keys, as in GPT-OSS."""
+    """Attention in which each head has a learned score besides those of its keys, as in GPT-OSS."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the score of each head."""
+        """Return the learned score of each head."""
         return (NodeWeight("SINK", (Features("", self.heads),), "bias", (("self_attn.sinks", self.heads),)),)

@@ -41,7 +41,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
 
     Raises:
         DescriptionError: sizes are missing or wrong; the error lists all of them.
-        UnsupportedError: the model is not a dense decoder-only transformer.
+        UnsupportedError: the model is not a decoder-only transformer of a supported kind.
     """
     own = model_type_of(data)
     if is_routed(data):
@@ -82,7 +82,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
 
 
 def model_name(file: str | Path) -> str:
-    """Return the name of a model in a file: that of the folder of a `config.json`, else the file's own."""
+    """Return the name of a model from its file: that of the folder of a `config.json`, else the file's own."""
     path = Path(file).absolute()
     if path.name.lower() != "config.json":
         return printable(path.stem)[:200]
@@ -93,7 +93,7 @@ def model_name(file: str | Path) -> str:
 def head_problems(
     hidden: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, kv_key: str
 ) -> Iterator[Problem]:
-    """Yield what is wrong with the heads of a model: each group and each head has a whole size."""
+    """Yield the errors in the head sizes of a model: each group and each head needs a whole size."""
     if num_heads % (num_kv_heads or num_heads):
         yield Problem(kv_key, f"{num_kv_heads} does not divide the {num_heads} heads; give a divisor")
     if head_dim is None and hidden % num_heads:
@@ -133,7 +133,7 @@ class _ConfigReader:
         return size
 
     def kv_heads(self) -> int | None:
-        """Return the number of key and value heads, None if there are as many as query heads."""
+        """Return the number of key and value heads; None if there are as many as query heads."""
         attention = self.data.get("attn_config")  # of MPT
         if isinstance(attention, dict):
             if attention.get("attn_type") == "multiquery_attention":
@@ -157,7 +157,7 @@ class _ConfigReader:
 
     @property
     def has_gated_ffn(self) -> bool:
-        """Whether the FFN is gated, by the family or else by the activation."""
+        """Return whether the FFN is gated, by the family or else by the activation."""
         if self.known:
             return self.known.is_gated
         return any(self.data.get(key) in _GATED_ACTIVATIONS for key in ACTIVATION)

@@ -14,31 +14,31 @@ from meshweave.describe.model.nodes import Attention, Features, Kept, Linear, No
 
 @dataclass(frozen=True)
 class LocalLinear(Linear):
-    """A product with a weight that every rank has whole, for the tokens that it has."""
+    """A product with a weight that every rank has whole; each rank multiplies its own tokens."""
 
     is_product = False
 
     @property
     def makes_terms(self) -> bool:
-        """Return False: its result is no sum over ranks."""
+        """Return False, always: its result is no partial sum."""
         return False
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the weight and the bias."""
+        """Return the weight, and the bias if there is one."""
         weight = NodeWeight(self.weight, (self.operand, self.result), "whole", self.modules)
         return (weight, NodeWeight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
 
 
 @dataclass(frozen=True)
 class LatentNorm(Norm):
-    """A norm of the first features of a latent, `features`; it has `others` besides, which are left out."""
+    """A norm of the first `features` features of a latent; the `others` after them are left out."""
 
     others: int = 0
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return all features of the latent."""
+        """Return the features of its input: all of the latent."""
         return (Features(self.features.dim, self.features.size + self.others),)
 
 
@@ -61,27 +61,27 @@ class LatentAttention(Attention):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of queries, of keys and values, and of the latent."""
+        """Return the features of its inputs: queries, keys with values, and the latent."""
         of_queries = Features("heads", self.heads, self.own + self.shared)
         of_keys = Features("heads", self.heads, self.own + self.value)
         return of_queries, of_keys, Features("latent", self.latent + self.shared)
 
     @property
     def makes(self) -> Features:
-        """Return the values of all heads."""
+        """Return the features of its output: the values of all heads."""
         return Features("heads", self.heads, self.value)
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what attention keeps: queries and keys are no one tensor here."""
+        """Return what is kept for the gradient, without joint queries and keys: they are no one tensor here."""
         return tuple(row for row in super().kept if row.kind != "joint")
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features of the values and of the keys of all heads."""
+        """Return {"heads": features of all heads' values, "keys": features of all heads' keys}."""
         return {"heads": self.makes.size, "keys": self.heads * (self.own + self.shared)}
 
 
 def mean_width(own: int, shared: int, value: int) -> int:
-    """Return the width of heads that have as many FLOPs: the mean of those of keys and of values."""
+    """Return the head width of plain attention with as many FLOPs: the mean of the widths of keys and values."""
     return (own + shared + value) // 2

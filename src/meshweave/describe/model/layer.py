@@ -32,12 +32,13 @@ Place = Literal["residual", "operand", "attention", "feed_forward", "experts"]
 
 @dataclass(frozen=True)
 class LayerGraph(Shown):
-    """Nodes in the order of the forward part. The first edge that is read is what the layer is given, the last
-    that is made is what it gives.
+    """The nodes of a layer in the order of the forward part.
+
+    The first edge that is read is the layer's input, the last that is made its output.
 
     Raises:
-        DescriptionError: an edge is made twice, read before it is made or never read, or the features that its
-            maker and a reader give it differ.
+        DescriptionError: an edge is made twice, read before it is made or never read, or the features that
+            its maker and a reader give it differ.
     """
 
     nodes: tuple[LayerNode, ...]
@@ -70,17 +71,17 @@ class LayerGraph(Shown):
 
     @property
     def input(self) -> str:
-        """Return the edge that the layer is given."""
+        """Return the name of the layer's input edge."""
         return self.nodes[0].ins[0]
 
     @property
     def output(self) -> str:
-        """Return the edge that the layer gives to the next one."""
+        """Return the name of the layer's output edge."""
         return self.nodes[-1].out
 
     @cached_property
     def features(self) -> dict[str, Features]:
-        """Return the features of every edge."""
+        """Return the features of every edge, by name."""
         return {self.input: self.nodes[0].takes[0], **{node.out: node.makes for node in self.nodes}}
 
     @cached_property
@@ -91,14 +92,15 @@ class LayerGraph(Shown):
         }
 
     def readers(self, edge: str) -> tuple[LayerNode, ...]:
-        """Return the nodes that read an edge, in their order."""
+        """Return the nodes that read an edge, in forward order."""
         return self._readers[edge]
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """Return for each term that is summed in place the sum that it is written as.
+        """Return for each edge that is written to the buffer of a sum the name of that sum.
 
-        That is the first term that a node makes for the sum alone, and whose own gradient does not read it.
+        Such an edge is the first term that a node makes for the sum alone, and whose own gradient does not
+        read it.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}
@@ -112,7 +114,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges whose terms on ranks meet those of another in a sum before all are reduced as one."""
+        """Return the edges with partial sums that each rank adds to others before one reduction of the total."""
         open_edges = {
             node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1
         }
@@ -121,7 +123,10 @@ class LayerGraph(Shown):
 
     @cached_property
     def variants(self) -> dict[str, int]:
-        """Return for every node, by what it makes, the number of its behaviour among nodes of its type."""
+        """Return for every node, by its output edge, the number of its settings among nodes of its type.
+
+        Nodes of one type with equal settings (`LayerNode.behaviour`) have the same number, from 0.
+        """
         known: dict[type[LayerNode], list[object]] = {}
         numbers = {}
         for node in self.nodes:
@@ -135,7 +140,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return all parameters, group by group, biases last."""
+        """Return all parameters, group by group (attention, feed-forward part), biases last in each group."""
         weights: list[NodeWeight] = []
         for group in dict.fromkeys(node.group for node in self.nodes):
             own = [weight for node in self.nodes if node.group == group for weight in node.parameters]
@@ -144,48 +149,51 @@ class LayerGraph(Shown):
 
     @cached_property
     def num_weights(self) -> int:
-        """Return the number of elements of the matrices that roles divide."""
+        """Return the number of elements of the matrices that tensor parallelism shards."""
         return sum(weight.size for weight in self.parameters if weight.kind == "matrix")
 
     @cached_property
     def num_whole_weights(self) -> int:
-        """Return the number of elements of the matrices that no role divides."""
+        """Return the number of elements of the matrices that every tensor-parallel rank has whole."""
         return sum(weight.size for weight in self.parameters if weight.kind == "whole")
 
     @cached_property
     def num_expert_weights(self) -> int:
-        """Return the number of elements of the matrices of all experts."""
+        """Return the number of elements of the matrices of all experts together."""
         return sum(weight.size for weight in self.parameters if weight.kind == "experts")
 
     @cached_property
     def num_active_weights(self) -> int:
-        """Return the number of elements of matrices that each token is multiplied by."""
+        """Return the number of matrix elements that each token meets, of experts those of the chosen ones."""
         kinds = ("matrix", "whole", "experts")
         return sum(weight.active_size for weight in self.parameters if weight.kind in kinds)
 
     @cached_property
     def num_experts(self) -> int:
-        """Return the experts that tokens are routed to; 1 for a layer without them."""
+        """Return the number of experts that tokens are routed to; 1 for a layer without experts."""
         return max(weight.experts for weight in self.parameters)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
-        """Return where tokens meet."""
+        """Return the attention nodes."""
         return tuple(node for node in self.nodes if isinstance(node, Attention))
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """Return the products with weights."""
+        """Return the nodes that are products with weights, those of experts left out."""
         return tuple(node for node in self.nodes if isinstance(node, Linear))
 
     def attention_flops(self, sequence: int, *, counts_masked: bool = False) -> int:
-        """Return the FLOPs of attention of a sequence, forward; `counts_masked`: over all pairs of tokens."""
+        """Return the FLOPs of attention of a sequence, forward; with `counts_masked` over all pairs of tokens."""
         pairs = (sequence * sequence if counts_masked else node.num_pairs(sequence) for node in self.nodes)
         return sum(node.attention_flops(count) for node, count in zip(self.nodes, pairs, strict=True))
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Return the sums of what nodes count, and the features of the residual."""
+        """Return features per token, summed over nodes, by which software stacks count the bytes that they move.
+
+        Keys are "residual", "heads", "keys" and "ffn".
+        """
         sums = Counter({"residual": self.features[self.input].size})
         for node in self.nodes:
             sums.update(node.counts)
@@ -193,15 +201,15 @@ class LayerGraph(Shown):
 
     @cached_property
     def kept_edges(self) -> tuple[str, ...]:
-        """Return the edges that gradients read."""
+        """Return the edges that gradients read, which are kept for the backward part."""
         return tuple(dict.fromkeys(edge for node in self.nodes for edge in node.reads_back))
 
     @cached_property
     def chosen_edges(self) -> tuple[tuple[str, int, bool], ...]:
-        """Return what selective checkpoints of operators keep.
+        """Return (edge, kept features, whether a gradient reads it) under selective checkpointing of operators.
 
-        Edges, how many of their features, and whether a gradient reads them: the input, results that their own
-        gradient reads (attention), and every second product; queries, keys, values, gate and input are one each.
+        Kept are the input, results that their own gradient reads (attention), and every second product;
+        queries, keys, values, gate and input are one product each.
         """
         whole = [self.input, *(node.out for node in self.nodes if node.out in node.reads_back)]
         products = [(node.out, size) for node in self.linears for _, size in node.modules][::2]
@@ -210,7 +218,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Return for every edge how it lies on ranks: as the residual, as operands of it, or as its group does."""
+        """Return for every edge its layout: the residual's, that of operands made of it, or its group's."""
         groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
         for edge, features in self.features.items():
             if features.dim == "copies":
@@ -221,11 +229,14 @@ class LayerGraph(Shown):
         return groups
 
     def kept(self, kinds: Collection[KeptKind]) -> Iterator[Kept]:
-        """Yield what is kept besides edges, of some kinds."""
+        """Yield what is kept for the backward part besides edges, of the given kinds."""
         return (row for node in self.nodes for row in node.kept if row.kind in kinds)
 
     def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:
-        """Return the bytes a token that are kept: all edges that gradients read, and what is of some kinds."""
+        """Return the bytes per token that are kept: edges that gradients read, and what is of the given kinds.
+
+        `item_bytes` are those of an activation, `keys` the keys that each token attends to.
+        """
         edges = sum(self.features[edge].size for edge in self.kept_edges) * item_bytes
         return edges + sum(row.num_bytes(item_bytes, keys) for row in self.kept(kinds))
 

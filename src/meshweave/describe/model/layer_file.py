@@ -38,7 +38,7 @@ class LayersFile(FileModel):
 
 
 def layers_table(runs: Runs) -> list[dict[str, Any]]:
-    """Return the tables that are read as these layers."""
+    """Return the tables of a model file from which these layers are read again."""
     return [{"count": count, "nodes": [_node_table(node) for node in graph.nodes]} for count, graph in runs]
 
 
@@ -48,7 +48,11 @@ def _node_table(node: LayerNode) -> dict[str, Any]:
 
 
 def layers_from(runs: list[LayersFile]) -> Runs:
-    """Return the layers of tables. Raises DescriptionError that names the run and the node."""
+    """Return the runs of equal layers that tables describe.
+
+    Raises:
+        DescriptionError: a table is wrong; the error names the run and the node.
+    """
     known = node_types() if runs else {}
     return tuple(
         (run.count, LayerGraph(tuple(_nodes(number, run, known)))) for number, run in enumerate(runs)

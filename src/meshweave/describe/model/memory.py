@@ -90,7 +90,7 @@ def step_flops(
 
 @dataclass(frozen=True)
 class ChipMemory:
-    """The share of one of `num_chips` chips: bytes that it holds and FLOPs that it computes per step, rounded up.
+    """The share of one of `num_chips` chips in a step: bytes that it holds and FLOPs of a step, rounded up.
 
     `activation_bytes` has an entry for each kind of recomputation.
     """
@@ -105,19 +105,19 @@ class ChipMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimiser states."""
+        """Return the bytes of weights, gradients and optimiser states on the chip."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def total_bytes(self, recompute: Recompute = "none") -> int:
-        """Return the bytes of states and activations under a kind of recomputation."""
+        """Return the bytes of states and activations on the chip, under a kind of recomputation."""
         return self.state_bytes + self.activation_bytes[recompute]
 
     def least_recompute(self, memory_bytes: int) -> Recompute | None:
-        """Return the least recomputation with which states and activations fit in `memory_bytes`, or None."""
+        """Return the least recomputation for which states and activations fit `memory_bytes`; None for none."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
-        """Return one line for people: bytes by kind against a chip's memory, and the recomputation that fits."""
+        """Return one line of text: bytes by kind against a chip's memory, and the recomputation that fits."""
         activations = self.activation_bytes
         kind = self.least_recompute(memory_bytes)
         if kind is None:

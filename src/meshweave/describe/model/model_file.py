@@ -96,7 +96,7 @@ class ArchitectureFile(FileModel):
 
 
 class NotPricedFile(FileModel):
-    """Something of a model that its price does not know."""
+    """A property of a model that predictions of time and memory leave out."""
 
     text: Words = Field(description="what it is, a string")
     beyond: int = Field(0, description="the most tokens of a sequence that it does not touch", ge=0)
@@ -148,7 +148,11 @@ class ConfigModelFile(FileModel):
 
 
 def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
-    """Return the model that a TOML table describes. Raises DescriptionError with every problem."""
+    """Return the model that a TOML table describes; `file` is what errors name.
+
+    Raises:
+        DescriptionError: the description is wrong; the error lists every problem.
+    """
     if "config" in data:
         return _from_config(data, file)
     table, problems = validate_table(ModelFile, data)
@@ -209,7 +213,7 @@ def _all_not_priced(table: ModelFile) -> tuple[NotPriced, ...]:
 
 
 def model_table(model: Transformer) -> dict[str, Any]:
-    """Return the table of a file that is read as this very model."""
+    """Return the table of a model file from which this very model is read again."""
     if model.config:
         return {"name": model.name, "source": model.source, "config": model.config}
     sizes = {
@@ -235,7 +239,7 @@ class ToDict(Protocol):
     """A config of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what its `config.json` has."""
+        """Return the contents of its `config.json`."""
 
 
 class HasConfig(Protocol):
@@ -243,7 +247,7 @@ class HasConfig(Protocol):
 
     @property
     def config(self) -> Any:
-        """Return its config."""
+        """Return its config, an object with `to_dict`."""
 
 
 ModelSource = str | Path | ToDict | HasConfig

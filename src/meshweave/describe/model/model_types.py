@@ -38,7 +38,7 @@ class KnownModelType:
 
 @lru_cache(maxsize=1)
 def model_type_table() -> dict[str, Any]:
-    """Return the table as the catalog has it."""
+    """Return the catalog's table of model families, by `model_type`."""
     text = (files("meshweave") / "catalog" / "model_types.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
@@ -56,13 +56,13 @@ def known_model_types() -> tuple[str, ...]:
 
 
 def known_model_type(name: str) -> KnownModelType | None:
-    """Return what is known of a family, None for one that is not known."""
+    """Return the facts on a family of models; None for a family that is not known."""
     entry = model_type_table()["known"].get(name)
     return None if entry is None else KnownModelType(**{**entry, "biases": tuple(entry["biases"])})
 
 
 def not_causal_reason(name: str) -> str | None:
-    """Return why a family is refused by its name: transformers has no causal language model of it; or None."""
+    """Return why a family is refused: transformers has no causal language model of that name; None if it has."""
     if name not in model_type_table()["not_causal"]:
         return None
     return f"model_type: '{name}' has no causal language model; only causal decoders of text are supported"

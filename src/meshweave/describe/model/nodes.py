@@ -37,7 +37,7 @@ class Features:
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements: `count` times `unit`."""
         return self.count * self.unit
 
 
@@ -61,12 +61,12 @@ class NodeWeight:
 
     @property
     def size(self) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters, those of all experts together."""
         return self.experts * math.prod(side.size for side in self.sides)
 
     @property
     def active_size(self) -> int:
-        """Return the number of parameters that a token meets."""
+        """Return the number of parameters that a token uses, of experts those of its chosen ones."""
         return self.size // self.experts * self.chosen
 
 
@@ -93,7 +93,7 @@ class Kept:
     by_keys: bool = False
 
     def num_bytes(self, item_bytes: int, keys: int) -> int:
-        """Return the bytes a token, where each has this many keys."""
+        """Return the bytes per token; `item_bytes` are an activation's, `keys` those that a token attends to."""
         return self.elements * (self.item_bytes or item_bytes) * (keys if self.by_keys else 1)
 
 
@@ -120,57 +120,57 @@ class LayerNode(ABC):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of what it reads: those of what it makes, where a node does not say."""
+        """Return the features of its inputs; here those of its output for each."""
         return (self.makes,) * len(self.ins)
 
     @property
     @abstractmethod
     def makes(self) -> Features:
-        """Return the features of the edge that the node makes."""
+        """Return the features of its output edge."""
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the parameters of the node."""
+        """Return the parameters of the node; () for none."""
         return ()
 
     @property
     def behaviour(self) -> tuple[object, ...]:
-        """Return what the functions of the node depend on: all fields but names."""
+        """Return the settings that the node's functions depend on: all fields but names."""
         names = ("out", "ins", "group", *self.labels)
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in names)
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that the gradient of the node reads."""
+        """Return the edges that the gradient of the node reads; here all its inputs."""
         return self.ins
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept for the gradient of the node besides edges."""
+        """Return what is kept for the gradient of the node besides edges; () for nothing."""
         return ()
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of what it adds to the gradient of its input; "" for that of the gradient."""
+        """Return the name of its term in the gradient of its input; "" for the default name."""
         return ""
 
     @property
     def makes_terms(self) -> bool:
-        """Return whether what it makes may be terms of a sum on ranks, which can be summed later."""
+        """Return whether its output may be partial sums on ranks, to be reduced later."""
         return False
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features a token by which software stacks count what they move in it, by what they are."""
+        """Return features per token, by what they are, with which software stacks count the bytes they move."""
         return {}
 
     def attention_flops(self, pairs: int) -> int:
-        """Return the FLOPs of so many pairs of tokens, forward; 0 where tokens do not meet."""
+        """Return the FLOPs of attention between `pairs` pairs of tokens, forward; 0 for other nodes."""
         del pairs
         return 0
 
     def num_pairs(self, sequence: int) -> int:
-        """Return how many pairs of tokens of a sequence the node computes with."""
+        """Return the pairs of tokens of one sequence that the node computes with; 0 without attention."""
         del sequence
         return 0
 
@@ -194,28 +194,28 @@ class Norm(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of the edge that the node makes."""
+        """Return the features of its output edge, those of its input."""
         return self.features
 
     @property
     def rows(self) -> int:
-        """Return how many parameters a feature, and how many statistics a token, the norm has."""
+        """Return the parameters per feature, and statistics per token: 2 for "layer", 1 for "rms"."""
         return 2 if self.kind == "layer" else 1
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return gain and bias (rows, features)."""
+        """Return gain and bias as one tensor (rows, features)."""
         modules = ((self.module, self.features.size),) if self.module else ()
         return (NodeWeight(self.gain, (Features("", self.rows), self.features), "norm", modules),)
 
     @property
     def input_gradient(self) -> str:
-        """Return the name of the term that the norm adds to the gradient of its input."""
+        """Return the name of the norm's term in the gradient of its input."""
         return f"DI{self.statistics[1:]}"
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return the copy of its input that some software makes."""
+        """Return the float32 copy of its input that some software keeps."""
         return (Kept("copy", self.ins[0], self.features.size, 4),)
 
 
@@ -241,7 +241,7 @@ class Linear(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of its operand."""
+        """Return the features of its operand, the only input."""
         return (self.operand,)
 
     @property
@@ -251,22 +251,22 @@ class Linear(LayerNode):
 
     @property
     def enters(self) -> bool:
-        """Return whether the product takes the residual, or latents, to inner features, and not back."""
+        """Return whether it leads from the residual, or latents, into inner features; else back out."""
         return self.operand.dim in ("hidden", *WITH_TOKENS)
 
     @property
     def makes_terms(self) -> bool:
-        """Return whether its result may be summed over ranks later: where no bias is added to it."""
+        """Return whether its result may be partial sums on ranks, to be reduced later: if it adds no bias."""
         return not self.bias
 
     @property
     def bias_name(self) -> str:
-        """Return the name of the bias."""
+        """Return the name of the bias, whether or not there is one."""
         return f"B{self.weight[1:]}"
 
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the weight and the bias."""
+        """Return the weight, and the bias if there is one."""
         weight = NodeWeight(self.weight, (self.operand, self.result), "matrix", self.modules)
         return (weight, NodeWeight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
 
@@ -293,27 +293,27 @@ class Attention(LayerNode):
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the features of queries, keys and values."""
+        """Return the features of its input: queries, keys and values of all groups."""
         return (Features("heads", self.groups, (self.per_group + 2) * self.width),)
 
     @property
     def makes(self) -> Features:
-        """Return the features of all heads."""
+        """Return the features of its output: all heads of queries."""
         return Features("heads", self.groups, self.per_group * self.width)
 
     @property
     def heads(self) -> int:
-        """Return the heads of queries."""
+        """Return the number of heads of queries."""
         return self.groups * self.per_group
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return the edges that attention reads and makes."""
+        """Return its input and output edges: its gradient reads both."""
         return (*self.ins, self.out)
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return the sums of softmax, or the scores after softmax and after dropout with their mask."""
+        """Return what is kept besides edges: softmax sums; or scores, dropped scores and their mask."""
         kinds: tuple[KeptKind, KeptKind] = ("scores", "dropped scores")
         scores = (Kept(kind, self.out, self.heads, by_keys=True) for kind in kinds)
         mask = Kept("score mask", self.out, self.heads, 1, by_keys=True)
@@ -322,22 +322,22 @@ class Attention(LayerNode):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the features of queries and of keys."""
+        """Return {"heads": features of all queries, "keys": features of all keys}, per token."""
         return {"heads": self.makes.size, "keys": self.groups * self.width}
 
     def num_pairs(self, sequence: int) -> int:
-        """Return the pairs of query and key of a sequence: those that its mask leaves."""
+        """Return the pairs of query and key of one sequence that the causal mask and the window leave."""
         reach = sequence if self.window is None else min(self.window, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach
 
     def mean_keys(self, sequence: int) -> int:
-        """Return for how many keys each query of a sequence is priced (Dao 2023, section 4.1)."""
+        """Return the keys per query that attention of a sequence is priced for (Dao 2023, section 4.1)."""
         if self.window is None or self.window >= sequence:
             return sequence // 2 + 1
         return -(-self.num_pairs(sequence) // sequence)
 
     def attention_flops(self, pairs: int) -> int:
-        """Return the FLOPs of both products of so many pairs of query and key."""
+        """Return the FLOPs of both products for `pairs` pairs of query and key, over all heads."""
         return 4 * pairs * self.heads * self.width
 
 
@@ -350,27 +350,27 @@ class Activation(LayerNode):
 
     @property
     def columns(self) -> int:
-        """Return the columns of a feature."""
+        """Return the input columns per feature: 2 if gated, else 1."""
         return 2 if self.gated else 1
 
     @property
     def takes(self) -> tuple[Features, ...]:
-        """Return the columns of all features."""
+        """Return the features of its input: `columns` for each inner feature."""
         return (Features("inner", self.inner, self.columns),)
 
     @property
     def makes(self) -> Features:
-        """Return the inner features."""
+        """Return the features of its output: the inner features."""
         return Features("inner", self.inner)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the inner features."""
+        """Return {"ffn": inner features per token}."""
         return {"ffn": self.inner}
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return the activated gate, by which the gradient of the input is multiplied."""
+        """Return the activated gate, by which the gradient of the input is multiplied; () if not gated."""
         return (Kept("gate", self.out, self.inner),) if self.gated else ()
 
 
@@ -384,15 +384,15 @@ class EdgeSum(LayerNode):
 
     @property
     def makes(self) -> Features:
-        """Return the features of the sum."""
+        """Return the features of the sum, those of each term."""
         return self.features
 
     @property
     def reads_back(self) -> tuple[str, ...]:
-        """Return nothing: gradients of the terms are that of the sum."""
+        """Return (): the gradient of each term is that of the sum."""
         return ()
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return a mask of dropout for each term but the first."""
+        """Return a dropout mask for each term but the first."""
         return tuple(Kept("mask", self.out, self.features.size, 1) for _ in self.ins[1:])

@@ -103,7 +103,7 @@ FAMILIES: Mapping[str, RoutedFamily] = {
 
 
 def is_routed(data: Mapping[str, Any]) -> bool:
-    """Return whether a config is of a family with experts that is known."""
+    """Return whether a config is of a known family of models with experts."""
     return model_type_of(data) in FAMILIES and any(not is_off(data.get(key)) for key in _COUNT)
 
 
@@ -112,7 +112,7 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
 
     Raises:
         DescriptionError: sizes are missing or wrong; the error lists all of them.
-        UnsupportedError: layers are no attention.
+        UnsupportedError: some layers are not attention.
     """
     if (reason := other_layers(data)) is not None:
         raise UnsupportedError(f"{file}: {reason}")
@@ -169,7 +169,7 @@ class _RoutedReader:
         return default
 
     def layer(self, number: int) -> LayerGraph:
-        """Return the layer of a number, from 0."""
+        """Return the layer with a number, from 0."""
         hidden = self.size("hidden_size")
         part = self._experts() if self.has_experts(number) else FeedForward(self.size(self.family.dense))
         heads = self._heads(number, hidden)
@@ -178,7 +178,7 @@ class _RoutedReader:
         return composed_layer(hidden, heads, part, self.family.norm)
 
     def has_experts(self, number: int) -> bool:
-        """Return whether a layer has experts."""
+        """Return whether the layer with a number, from 0, has experts."""
         data = self.data
         kinds = data.get("mlp_layer_types")
         if isinstance(kinds, list):
@@ -277,7 +277,7 @@ class _RoutedReader:
         return self.size("sliding_window", default=0) or None
 
     def not_priced(self) -> Iterator[NotPriced]:
-        """Yield what of the config has no price, or is not understood."""
+        """Yield the properties of the config that predictions leave out, or that are not understood."""
         hidden = self.size("hidden_size")
         left = {key: value for key, value in self.data.items() if key not in _READ}
         yield from not_priced(left, hidden, is_known=True, learned=False)

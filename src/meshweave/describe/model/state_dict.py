@@ -80,7 +80,8 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
 def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     """Return the layout of a parameter under FSDP and tensor parallelism, on a mesh (fsdp, tp).
 
-    Raises LayoutError.
+    Raises:
+        LayoutError: the mesh has other axes.
     """
     _check(mesh, "trainer", TRAINER_AXES)
     placements: dict[ParameterSharding, tuple[Placement, Placement]] = {
@@ -94,7 +95,8 @@ def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
 def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     """Return the layout of a parameter in replicas of a tensor-parallel server, on a mesh (replica, tp).
 
-    Raises LayoutError.
+    Raises:
+        LayoutError: the mesh has other axes.
     """
     _check(mesh, "server", SERVER_AXES)
     placements: dict[ParameterSharding, Placement] = {

@@ -37,9 +37,9 @@ class Transformer:
         source: where the sizes are from.
         tied_embeddings: whether input and output share one embedding table.
         architecture: what else defines it, for other software.
-        not_priced: what of it the price does not know.
-        layers: runs of equal layers in their order, (count, layer) each, where sizes do not say what they are;
-            sizes are then those of the last of them, with the inner features that a token meets.
+        not_priced: its properties that predictions of time and memory leave out.
+        layers: runs of equal layers in their order, (count, layer) each, where sizes do not say what they
+            are; sizes are then those of the last of them, with the inner features that a token meets.
         config: the config that these were read from, as JSON; "" where there is none.
 
     Raises:
@@ -83,7 +83,7 @@ class Transformer:
 
     @property
     def kinds(self) -> tuple[tuple[int, Transformer], ...]:
-        """Return how many layers are of each kind, and a model of layers of that kind alone."""
+        """Return for each kind of layer the number of layers, and a model whose layers are all of that kind."""
         if self.layers:
             counts: Counter[LayerGraph] = Counter()
             for count, graph in self.layers:
@@ -102,7 +102,7 @@ class Transformer:
 
     @cached_property
     def layer(self) -> LayerGraph:
-        """Return a layer; of several kinds the first. Biases are left out: products add them as they write."""
+        """Return the graph of a layer; of several kinds the first. Biases of products are left out."""
         if self.layers:
             return self.layers[0][1]
         own = self.architecture
@@ -130,7 +130,7 @@ class Transformer:
         return tuple(FcLayer(node.name, node.operand.size, node.result.size) for node in self.layer.linears)
 
     def not_priced_at(self, sequence: int) -> tuple[str, ...]:
-        """Return what the price of sequences of so many tokens does not know, a few words each."""
+        """Return the properties that predictions for sequences of this length leave out, a few words each."""
         return tuple(item.text for item in self.not_priced if sequence > item.beyond)
 
     @property
@@ -145,17 +145,17 @@ class Transformer:
 
     @property
     def num_active_parameters(self) -> int:
-        """Return the number of weights that a token meets: all but those of experts that it is not routed to."""
+        """Return the number of weights that a token uses: all but those of experts that it is not routed to."""
         return self._whole(lambda weight: weight.active_size) if self.layers else self.num_parameters
 
     @property
     def is_routed(self) -> bool:
-        """Return whether a layer has experts."""
+        """Return whether some layer has experts."""
         return any(graph.num_experts > 1 for _, graph in self.layers)
 
     @property
     def runs(self) -> tuple[tuple[int, LayerGraph], ...]:
-        """Return runs of equal layers in their order; of a model of sizes all kinds, in no order."""
+        """Return runs of equal layers in their order, (count, layer); without `layers`, kinds in no order."""
         return self.layers or tuple((count, kind.layer) for count, kind in self.kinds)
 
     @property

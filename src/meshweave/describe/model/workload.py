@@ -14,7 +14,11 @@ MAX_SIZE = 2**31
 
 @dataclass(frozen=True)
 class Workload:
-    """A global batch of `batch` sequences of `sequence` tokens each. Raises DescriptionError."""
+    """A global batch of `batch` sequences of `sequence` tokens each, in a dtype.
+
+    Raises:
+        DescriptionError: a size is below 1 or above `MAX_SIZE`, or the dtype is unknown.
+    """
 
     batch: int
     sequence: int
