@@ -35,11 +35,11 @@ def attention_seconds(
     num_bytes: ArrayLike,
     causal: bool,
 ) -> Array:
-    """Return the seconds of forward attention.
+    """Return the seconds of forward attention on one chip, in the shape of the broadcast sizes.
 
     Args:
         heads: query heads of all sequences of the batch.
-        queries, keys: of a sequence; with `causal`, the last query sees all keys.
+        queries, keys: number in a sequence; with `causal`, the last query sees all keys.
         width: elements of a head.
         num_bytes: bytes of Q, K, V and the result.
     """
@@ -67,7 +67,7 @@ def attention_s(
     num_bytes: int,
     causal: bool,
 ) -> float:
-    """Return the seconds of one forward attention; the launch of an empty one."""
+    """Return the seconds of one forward attention on one chip; of an empty one those of its launch."""
     if not heads * queries * keys * width:
         return constants.launch_s
     return float(attention_seconds(constants, heads, queries, keys, width, num_bytes, causal))

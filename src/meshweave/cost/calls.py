@@ -33,7 +33,7 @@ _PER_ELEMENT = {"norm": 7, "softmax": 5, "loss": 5, "elementwise": 1, "reduction
 
 
 def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
-    """Return the FLOPs of a call that declares none; 0 where it has no shape. `shape` may hold expressions.
+    """Return the FLOPs of a call that declares none; 0 without work or shape. `shape` may hold expressions.
 
     Raises:
         UnsupportedError: the kind of work or the number of sizes is none of `CALL_DIMS`.
@@ -62,7 +62,7 @@ def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
 
 
 def with_counts(work: Compute) -> Compute:
-    """Return the work with the FLOPs that it has: those declared, or else those counted here."""
+    """Return the work with its FLOPs: those declared, or else those of `call_flops`."""
     if work.flops or not work.call:
         return work
     flops = call_flops(work.call, work.part, work.shape)
@@ -71,7 +71,7 @@ def with_counts(work: Compute) -> Compute:
 
 
 def flops_per_s(chip: Chip, call: str, dtype: str) -> int:
-    """Return the FLOP/s of a chip for a kind of work ("" and "matmul": products) in a dtype ("": as products)."""
+    """Return the FLOP/s of a chip for a kind of call ("" or "matmul" for products) in a dtype ("" for any)."""
     return max(int(chip.flops_per_s(dtype, call)), 1)
 
 

@@ -25,9 +25,10 @@ Array = NDArray[np.float64]
 def collective_seconds(
     constants: CollectiveConstants, kind: str, num_chips: ArrayLike, num_bytes: ArrayLike
 ) -> Array:
-    """Return the seconds of a collective ("all_gather", "all_reduce", ...) among so many chips of one host.
+    """Return the seconds of a collective ("all_gather", "all_reduce", ...) among `num_chips` chips of one host.
 
-    `num_bytes` is the size of nccl-tests: of the whole result of an all-gather, of the whole input of the others.
+    `num_bytes` is the size of nccl-tests: of the whole result of an all-gather, of the whole input of the
+    others.
     """
     of = constants
     chips, size = np.broadcast_arrays(

@@ -46,7 +46,7 @@ NO_TRAFFIC = TileTraffic()
 
 
 def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
-    """Return the memory traffic of work with FLOPs.
+    """Return the bytes of memory traffic of work with FLOPs.
 
     A product has none where the chip names no `gemm_tile`. A call has the bytes that it declares, all of them
     beside its FLOPs.
@@ -70,10 +70,11 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
 def shape_s(work: Compute, chip: Chip) -> float | None:
     """Return the seconds of work by its shape; None where the chip has no constants for it.
 
-    The launch is included, but for a product that joins the kernel of the one before.
+    The launch is included, except of a product that is fused into the kernel before it.
 
     Raises:
-        UnsupportedError: the chip has a table of products, and `work` is outside of it; see `cost.product_table`.
+        UnsupportedError: the chip has a table of products, and `work` is outside of it; see
+            `cost.product_table`.
     """
     kernels = chip.kernels
     if kernels is None or not work.flops:
@@ -140,7 +141,7 @@ def _attention_s(constants: AttentionConstants, work: Compute) -> float:
 
 
 def engine_amount(work: Compute, chip: Chip) -> int:
-    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as work whose FLOPs are counted."""
+    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as `work`; its FLOPs must be counted."""
     seconds = shape_s(work, chip)
     if seconds is None:
         return engine_flops(work.flops, chip, work.call, work.dtype)

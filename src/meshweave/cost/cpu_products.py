@@ -36,7 +36,10 @@ _SHARPNESS = 4
 def cpu_product_seconds(
     constants: CpuProductConstants, m: Array, n: Array, k: Array, item_bytes: int, batch: Array
 ) -> Array:
-    """Return the seconds of products of (m, k) by (k, n), arrays of one shape; `batch` counts equal ones."""
+    """Return the seconds of products of (m, k) by (k, n) on one CPU thread; all arrays have one shape.
+
+    `batch` counts equal products in one call.
+    """
     of, lanes = constants, max(_LINE_BYTES // item_bytes, 1)
     a, b, c = (item_bytes * size for size in (m * k, k * n, m * n))
     flops = 2 * np.ceil(m / _ROWS) * _ROWS * np.ceil(n / lanes) * lanes * k

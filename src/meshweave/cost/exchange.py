@@ -43,10 +43,11 @@ class ExchangeConstants:
     """The constants of a dispatch or of a combine; the module docstring has the formula.
 
     Attributes:
-        base_s: seconds of an exchange of nothing.
-        unit_bytes_per_s: what a multiprocessor of the chip sends and receives; 0 where they set no limit.
-        inside_share, between_share: shares of the rates of links inside a host, and of NICs.
-        sent: how often own tokens count for the multiprocessors.
+        base_s: seconds of an exchange of no bytes.
+        unit_bytes_per_s: bytes per second that a multiprocessor of the chip sends and receives; 0 for no
+            limit.
+        inside_share, between_share: shares (0 to 1) of the rates of links inside a host, and of NICs.
+        sent: how often a rank's own tokens count as bytes through its multiprocessors.
     """
 
     base_s: float
@@ -58,10 +59,10 @@ class ExchangeConstants:
 
 @dataclass(frozen=True)
 class DispatchLibrary:
-    """What a library sends, its constants inside a host and between hosts, and what it takes.
+    """A library of dispatch and combine, with what it sends and its constants.
 
     Attributes:
-        inside, between: the constants of dispatch and of combine.
+        inside, between: (dispatch, combine) constants for ranks of one host, and of several.
         multiprocessors: the units that its kernels take from products that run beside them.
     """
 
@@ -74,7 +75,7 @@ class DispatchLibrary:
 
 @lru_cache(maxsize=1)
 def libraries() -> dict[str, DispatchLibrary]:
-    """Return the libraries of the catalog by name."""
+    """Return the dispatch libraries of the catalog by name."""
     table = parse_table((files("meshweave") / "catalog" / _FILE).read_text("utf-8"), _FILE, "toml")
     out = {}
     for name, entry in table["libraries"].items():
@@ -88,14 +89,17 @@ def _constants(entry: dict[str, Any]) -> tuple[ExchangeConstants, ExchangeConsta
 
 
 def library_of(name: str) -> DispatchLibrary:
-    """Return a library by its name. Raises UnsupportedError."""
+    """Return a dispatch library by its name. Raises UnsupportedError if the catalog has none of the name."""
     require_known(name, libraries(), "there is no dispatcher", UnsupportedError, "there are")
     return libraries()[name]
 
 
 @lru_cache(maxsize=4096)
 def share_with(parts: int, experts: int, chosen: int, groups: int, top_groups: int) -> float:
-    """Return the share of tokens of which one of `parts` equal parts of the experts has a chosen one."""
+    """Return the probability that a token has a chosen expert in one of `parts` equal parts of the experts.
+
+    A token chooses `chosen` of the experts in `top_groups` of `groups` groups.
+    """
     own, among, of_group = experts // parts, experts * top_groups // groups, experts // groups
     if own <= of_group:
         return top_groups / groups * (1 - _missing(among, own, chosen))
@@ -115,7 +119,7 @@ def _missing(among: int, own: int, chosen: int) -> float:
 
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """Bytes of a rank: its tokens, what arrives inside a host (its own among it), and what passes its NIC."""
+    """Bytes of one rank: of its own tokens, received inside its host (its own included), and through its NIC."""
 
     own: float
     arriving: float
@@ -123,7 +127,7 @@ class ExchangeBytes:
 
 
 def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeBytes:
-    """Return the bytes of an exchange over so many ranks in each of so many hosts."""
+    """Return the bytes of one rank in an exchange over `hosts` hosts with `per_host` ranks each."""
     sends, own = library_of(work.library).sends, float(work.tokens * work.part_bytes)
     limits = work.groups, work.top_groups
     if sends == "copies":
@@ -137,7 +141,7 @@ def exchange_bytes(work: CopyExchange, per_host: int, hosts: int) -> ExchangeByt
 
 
 def arriving_elements(work: CopyExchange) -> int:
-    """Return the elements of two bytes that arrive at a rank, of each token one copy, its own among them."""
+    """Return the elements of two bytes that a rank receives, one copy of each token, its own included."""
     share = share_with(work.num_ranks, work.experts, work.chosen, work.groups, work.top_groups)
     return round(work.tokens * work.part_bytes * work.load * share * work.num_ranks) // 2
 
@@ -145,7 +149,7 @@ def arriving_elements(work: CopyExchange) -> int:
 def bytes_s(
     of: ExchangeConstants, moved: ExchangeBytes, link: float, nic: float, multiprocessors: int
 ) -> float:
-    """Return the seconds of an exchange of so many bytes over links and NICs of these rates."""
+    """Return the seconds of an exchange of `moved` bytes; `link` and `nic` are bytes per second."""
     units = 0.0
     if of.unit_bytes_per_s and multiprocessors:
         units = (moved.own * of.sent + moved.arriving) / (multiprocessors * of.unit_bytes_per_s)
@@ -154,7 +158,7 @@ def bytes_s(
 
 
 def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
-    """Return the seconds of an exchange on hosts, None on another network or where groups lie unevenly."""
+    """Return the seconds of an exchange on hosts; None on other networks, or where groups lie unevenly."""
     network, span = machine.cluster.network, machine.host_span(work.axis)
     if not isinstance(network, HostsNetwork) or span is None:
         return None
@@ -168,7 +172,7 @@ def exchange_s(work: CopyExchange, machine: Machine) -> float | None:
 
 
 def as_all_to_all(work: CopyExchange) -> Transfer:
-    """Return the all-to-all that moves as many bytes, for networks without hosts."""
+    """Return an all-to-all of as many bytes per rank, for networks without hosts."""
     moved = exchange_bytes(work, work.num_ranks, 1)
     part = math.ceil(moved.arriving / max(work.num_ranks - 1, 1))
     return Transfer("all_to_all", work.axis, work.num_ranks, part)

@@ -97,10 +97,11 @@ class HostTopology:
 
     @classmethod
     def of_host_names(cls, host_names: Mapping[int, str], node: Cluster, hosts: Cluster) -> HostTopology:
-        """Return the host topology of ranks that run on the named hosts.
+        """Return the host topology of ranks that run on the hosts `host_names`, by rank.
 
         The links inside a host are those of `node`. The NICs are those of `hosts`. The ranks of a host are
-        assigned to its NICs round robin. A message between hosts has at least the latency of one inside a host.
+        assigned to its NICs round robin. A message between hosts has at least the latency of one inside a
+        host.
         """
         assert isinstance(hosts.network, HostsNetwork)
         inside, between = cls.of(node, 1), cls.of(hosts, 1)
@@ -127,19 +128,19 @@ class HostTopology:
 
     @property
     def packs(self) -> bool:
-        """Return whether strided pieces cost anything."""
+        """Return whether packing a strided piece takes time."""
         return self.pack_bytes_per_s > 0
 
     def packing_s(self, num_bytes: int) -> float:
-        """Return the seconds in which one end of a message packs or unpacks a strided piece."""
+        """Return the seconds in which one end of a message packs or unpacks a strided piece of `num_bytes`."""
         return self.pack_launch_s + num_bytes / self.pack_bytes_per_s if self.packs else 0.0
 
     def nic_transfer_s(self, num_bytes: int) -> float:
-        """Return the seconds that bytes take through one direction of a NIC, without latency."""
+        """Return the seconds of `num_bytes` through one direction of a NIC, without latency."""
         return num_bytes / self.nic_bytes_per_s
 
     def transfer_times(self, num_bytes: int, is_local: bool) -> TransferTimes:
-        """Return the times of a transfer of so many bytes; `is_local` for one that stays inside a host."""
+        """Return the times of a transfer of `num_bytes`; `is_local` if it stays inside a host."""
         intra_host_s = num_bytes / self.local_bytes_per_s
         if is_local:
             return TransferTimes(intra_host_s, intra_host_s, self.local_latency_s, self.local_latency_s)

@@ -32,12 +32,12 @@ class FoldedMachine(Machine):
 
     @property
     def copies(self) -> Mapping[str, int]:
-        """Return the copies by mesh axis."""
+        """Return how many copies of its ranks each folded mesh axis stands for, by axis."""
         return dict(self.folded)
 
     @property
     def priced(self) -> Machine:
-        """Return the machine whose groups are those that are priced."""
+        """Return the whole machine, whose groups are priced."""
         assert self.whole is not None
         return self.whole
 

@@ -40,7 +40,7 @@ _FILE = "grouped.toml"
 
 @dataclass(frozen=True)
 class GroupedConstants:
-    """What the time of experts depends on; the module docstring has the formula.
+    """The constants of the time of experts' grouped products; the module docstring has the formula.
 
     Attributes:
         units: processors that compute a tile each. A count of the hardware, not fitted.
@@ -64,14 +64,14 @@ class GroupedConstants:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The experts of a rank: arrays of equal length, one entry for each layer that is priced.
+    """The sizes of the experts of one rank: arrays of equal length, one entry for each layer that is priced.
 
     Attributes:
         tokens: of which the choices are made; 0 where choosing is priced elsewhere.
         hidden, inner: features.
         columns: of the first product for each inner feature.
-        rows: of all experts together; `active` of these have some.
-        tiles: for each of `TILE_ROWS` the tiles of rows.
+        rows: rows of all experts together; `active` experts have some.
+        tiles: for each of `TILE_ROWS` the number of tiles that the rows fill.
     """
 
     tokens: Array
@@ -84,7 +84,7 @@ class ExpertRows:
 
 
 def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) -> ExpertRows:
-    """Return one layer whose experts have equal rows."""
+    """Return the sizes of one layer with `rows` rows in all, divided evenly among `experts`."""
     active = float(min(experts, max(rows, 1)))
     tiles = active * np.ceil(rows / active / TILE_ROWS)[None, :]
     none, of_hidden, of_inner, of_columns, of_rows, of_active = (
@@ -94,7 +94,7 @@ def even_rows(rows: int, hidden: int, inner: int, experts: int, columns: int) ->
 
 
 def grouped_seconds(of: GroupedConstants, rows: ExpertRows) -> Array:
-    """Return the seconds of the forward part of experts."""
+    """Return for each layer the seconds of the forward part of its experts on one rank."""
     sizes = ((rows.columns * rows.inner, rows.hidden), (rows.hidden, rows.inner))
     total = sum((_product_seconds(of, rows, n, k) for n, k in sizes), np.zeros_like(rows.rows))
     elements = rows.hidden + (rows.columns + 1) * rows.inner
@@ -124,7 +124,7 @@ def _table() -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
-    """Return the constants of a chip's kernels in a dtype, or of those of a chip like it; None without any."""
+    """Return the constants of a chip's `kernels` in a dtype, or those of a chip like it; None without any."""
     table = _table()
     names = kernels, table.get("like", {}).get(kernels, "")
     entry = next((of for name in names if (of := table["chips"].get(name, {}).get(dtype))), None)
@@ -133,5 +133,8 @@ def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
 
 @lru_cache(maxsize=1 << 14)
 def grouped_s(of: GroupedConstants, shape: tuple[int, int, int, int, int]) -> float:
-    """Return the seconds of experts with even rows: of (rows, hidden, inner, experts, columns)."""
+    """Return the forward seconds of one rank's experts with even rows.
+
+    `shape` is (rows, hidden, inner, experts, columns), as of `even_rows`.
+    """
     return float(grouped_seconds(of, even_rows(*shape))[0])

@@ -10,5 +10,5 @@ from meshweave.describe.machine.host import HostRates
 
 
 def host_columns(host: HostRates) -> tuple[int, int, int, int]:
-    """Return the picoseconds of a kernel, a collective and a transfer, and 1 where the host waits, else 0."""
+    """Return the picoseconds of issuing a kernel, a collective and a transfer; and 1 if the host waits, else 0."""
     return to_ps(host.kernel_s), to_ps(host.collective_s), to_ps(host.transfer_s), int(host.waits)

@@ -55,10 +55,10 @@ _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
 
 @dataclass(frozen=True, slots=True)
 class SizedPrice:
-    """The price of a collective of one size: launch, picoseconds of each step, and bytes per second into a chip.
+    """The price of a collective of one size: launch and step in picoseconds, and bytes per second into a chip.
 
-    `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`, `TREE_OF_2_ROUTE`,
-    `TREE_OF_3_ROUTE` of `cost.machine`.
+    `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`,
+    `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.machine`.
     """
 
     algorithm: str
@@ -80,10 +80,12 @@ class _AlgorithmTime:
 def sized_price(
     machine: Machine, axis: str, kind: str, count: int, part_bytes: int, shared: bool = False
 ) -> SizedPrice | None:
-    """Return the price of a collective by its size; None where the constants of the axis hold.
+    """Return the price of a collective by its size; None where the constants of the axis are used instead.
 
     Args:
-        part_bytes: the largest part of a member; the whole input of an all-reduce.
+        kind: "all_gather", "all_reduce", ...
+        count: number of members.
+        part_bytes: bytes of the largest part of a member; of the whole input of an all-reduce.
         shared: whether all groups of the axis communicate at once.
     """
     network = machine.cluster.network

@@ -52,17 +52,20 @@ class Machine(PlacedMeshes):
 
     @classmethod
     def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
-        """Return the machine of a program: its meshes, and those of what it includes, on `cluster`."""
+        """Return the machine of a program: its meshes, and those of programs that it includes, on `cluster`.
+
+        With `logical` meshes that a torus does not carry are allowed. Raises LayoutError as the class does.
+        """
         return cls(cluster, program.expanded.meshes, logical)
 
     @property
     def copies(self) -> Mapping[str, int]:
-        """Return by mesh axis how many times more members its groups have, where images of them are left out."""
+        """Return by mesh axis how many times more members its groups have than are simulated; here none."""
         return {}
 
     @property
     def priced(self) -> Machine:
-        """Return the machine whose groups are those that are priced: this one."""
+        """Return the machine whose groups are priced: this one."""
         return self
 
     @cached_property
@@ -110,6 +113,10 @@ class Machine(PlacedMeshes):
 
         With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
         communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
+
+        Raises:
+            LayoutError: a mesh does not fit the cluster's network.
+            UnsupportedError: the machine has no meshes.
         """
         if name in self._axes:
             return self._axes[name][shared]
@@ -137,7 +144,7 @@ class Machine(PlacedMeshes):
         return self._constants_and_rate(axis, kind, shared)[0]
 
     def rate(self, axis: str, kind: str, shared: bool = False) -> int:
-        """Return the bytes per second into a chip during a collective, at most what its links carry.
+        """Return the bytes per second into a chip during a collective, at most the rate of its links.
 
         With `shared`, while all groups of the mesh axis communicate at once; see `axis`.
         """
@@ -160,7 +167,7 @@ class Machine(PlacedMeshes):
         return self.axis("")
 
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
-        """Return the constants of gets and puts, or if `adds` of accumulates, between two different ranks."""
+        """Return the constants of gets and puts between two different ranks; of accumulates if `adds`."""
         axis = self.axis_between(src, dst)
         one_sided = self._one_sided.get((axis, adds))
         if one_sided is None:
@@ -190,9 +197,10 @@ def mesh_machine(
     name: str = "tp",
     logical: bool = False,
 ) -> Machine:
-    """Return a machine for a skeleton: one mesh of `shape` on `cluster`.
+    """Return a machine with one mesh of `shape` on `cluster`, to price skeletons on.
 
-    Raises LayoutError where it does not fit.
+    Raises:
+        LayoutError: the mesh does not fit the cluster.
     """
     if math.prod(shape) > cluster.num_chips:
         raise LayoutError(f"mesh {shape} does not fit the {cluster.num_chips} chips of {cluster.name}")

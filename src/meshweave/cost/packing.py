@@ -25,7 +25,7 @@ from meshweave.ir.work import work_of
 
 
 def packing_ps(num_bytes: int, chip: Chip) -> int:
-    """Return the picoseconds in which one end of a message packs or unpacks a strided view of so many bytes."""
+    """Return the picoseconds in which one end of a message packs or unpacks a strided view of `num_bytes`."""
     rate = int(chip.pack_bytes_per_s)
     return to_ps(chip.pack_launch_s) + work_ps(num_bytes, rate) if num_bytes and rate else 0
 

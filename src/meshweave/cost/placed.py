@@ -80,7 +80,7 @@ class PlacedMeshes:
         return None if span is None or span.fewest else span
 
     def lies(self, axis: str) -> HostSpan | None:
-        """Return how the groups of a mesh axis lie on hosts, evenly or not; None where there are no hosts."""
+        """Return how the groups of a mesh axis lie on hosts, evenly or not; None without hosts or such an axis."""
         return self._host_spans.get(axis)
 
     @cached_property
@@ -103,7 +103,7 @@ class PlacedMeshes:
         return spans
 
     def uses_rails(self, axis: str) -> bool:
-        """Return whether collectives of a mesh axis use several NICs of a host at once."""
+        """Return whether a collective of a mesh axis uses several NICs of a host at once."""
         network, span = self.cluster.network, self.host_span(axis)
         if span is None or not isinstance(network, HostsNetwork):
             return False
@@ -111,7 +111,7 @@ class PlacedMeshes:
 
     @cached_property
     def has_rails(self) -> bool:
-        """Return whether collectives of some mesh axis use several NICs of a host at once."""
+        """Return whether a collective of some mesh axis uses several NICs of a host at once."""
         return any(self.uses_rails(axis) for axis in self._host_spans)
 
     @cached_property
@@ -167,7 +167,7 @@ class PlacedMeshes:
         return shared if route >= RING_ROUTE else own + shared
 
     def image_path(self, src: int, dst: int, route: int) -> tuple[Link, ...]:
-        """Return the links to an image of a rank; a machine that is not folded has none (`cost.folded`)."""
+        """Raise UnsupportedError, always: ranks of a machine that is not folded have no images (`cost.folded`)."""
         raise UnsupportedError(f"rank {dst} has no image: the machine is not folded")
 
     def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:
@@ -208,10 +208,10 @@ class PlacedMeshes:
 
     @staticmethod
     def link_weight(link: Link, route: int = 0) -> int:
-        """Return the bytes of a link's rate that each byte of a message on a route takes.
+        """Return the bytes of a link's rate that each byte of a message with this route takes.
 
-        All NICs of a host are counted four times, since a tree between two hosts sends about half of what a ring
-        sends, and one between three hosts three quarters.
+        All NICs of a host are counted four times, since a tree between two hosts sends about half of what a
+        ring sends, and one between three hosts three quarters.
         """
         return _NICS_WEIGHT.get(route, 4) if link[0].startswith("nics") else 1
 

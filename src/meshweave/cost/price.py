@@ -48,17 +48,17 @@ class Price:
 
     @property
     def fixed_ps(self) -> int:
-        """Return the picoseconds before anything flows."""
+        """Return the picoseconds before bytes or FLOPs flow: launch, synchronisation and packing."""
         return self.launch_ps + self.sync_ps + self.pack_ps
 
     @property
     def flow_ps(self) -> int:
-        """Return the picoseconds in which the amount flows."""
+        """Return the picoseconds in which bytes or FLOPs flow at the full rate."""
         return work_ps(self.amount, self.rate_per_s) if self.amount else 0
 
     @property
     def total_ps(self) -> int:
-        """Return the picoseconds of the op."""
+        """Return the picoseconds of the op on an idle machine."""
         return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.fill_drain_ps
 
 

@@ -29,12 +29,12 @@ _ITEM_BYTES = {"float32": 4, "float64": 8, "int8": 1, **dict.fromkeys(LOW_PRECIS
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a dtype that kernels have constants for; of 4 bits and their scales 1."""
+    """Return the bytes of an element in kernels of a dtype; 1 for dtypes of 4 bits with their scales."""
     return _ITEM_BYTES.get(dtype, 2)
 
 
 class TableInterpolation:
-    """A table of measured products with its base, ready to be asked."""
+    """A table of measured products with its model, ready for lookups."""
 
     def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
         self.table, self.constants, self.dtype = table, constants, dtype
@@ -49,7 +49,7 @@ class TableInterpolation:
         self._measured = {point[:3]: point[3] for point in table.points}
 
     def covers(self, m: int, n: int, k: int) -> bool:
-        """Return whether a product is within the ranges of m, n and k of the table."""
+        """Return whether a product is within the table's ranges of m, n and k."""
         return all(
             low <= size <= high for size, (low, high) in zip((m, n, k), self.table.ranges, strict=True)
         )
@@ -86,7 +86,7 @@ def _covariance(a: Array, b: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
-    """Return the interpolation of a table, made once."""
+    """Return the interpolation of a table; equal arguments return the same object."""
     return TableInterpolation(table, constants, dtype)
 
 

@@ -93,7 +93,7 @@ def product_seconds(
 
 
 def slowed(seconds: Array, slowdown: float) -> Array:
-    """Return what a kernel of so many seconds takes at the clock that it brings about."""
+    """Return kernel seconds with the slowdown of the clock (by heat and power) that so long a kernel causes."""
     result: Array = seconds * (1 + slowdown * np.log1p(seconds / _SLOW_AFTER_S))
     return result
 
@@ -102,7 +102,7 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 def product_s(
     constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
-    """Return the seconds of one product, or of a batch of equal ones; the launch of an empty one."""
+    """Return the seconds of one product, or of a batch of equal ones; of an empty one those of its launch."""
     if not m * n * k * num_products:
         return constants.launch_s
     return float(product_seconds(constants, m, n, k, item_bytes, num_products))

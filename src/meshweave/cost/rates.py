@@ -82,19 +82,19 @@ class RankRates:
         )
 
     def compute_s(self, flops: Amount, num_products: Amount) -> Amount:
-        """Return the seconds of so many products that have so many FLOPs together."""
+        """Return the seconds of `num_products` products with `flops` FLOPs in all."""
         return flops / self.flops_per_s + num_products * self.launch_s
 
     def link_s(self, num_bytes: Amount, num_messages: Amount) -> Amount:
-        """Return the seconds of messages one after another over the slowest link."""
+        """Return the seconds of messages with `num_bytes` in all, one after another over the slowest link."""
         return num_bytes / self.link_bytes_per_s + num_messages * self.link_latency_s
 
     def add_s(self, num_bytes: Amount) -> Amount:
-        """Return the seconds of additions in a rank's own memory: two terms are read, their sum is written."""
+        """Return the seconds of adding `num_bytes` in a rank's memory: two terms are read, the sum is written."""
         return 3 * num_bytes / self.memory_bytes_per_s
 
     def transfer_s(self, src: int, dst: int, num_bytes: int, *, accumulates: bool = False) -> float:
-        """Return the seconds of a copy or an accumulate between two ranks; 0 within a rank.
+        """Return the seconds of a copy or an accumulate of `num_bytes` between two ranks; 0 within a rank.
 
         The rate is that of the link between the two. The latency is left out, as in the roofline of Slicing
         Is All You Need, section 4.3.

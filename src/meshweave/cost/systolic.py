@@ -75,7 +75,7 @@ def _at_most(size: Array, bound: float) -> Array:
 
 
 def overlapped(first_s: Array, second_s: Array, power: float) -> Array:
-    """Return the seconds of two that run side by side: (a^p + b^p)^(1/p), at least both."""
+    """Return the seconds of two activities side by side: (a^p + b^p)^(1/p), at least the longer one."""
     longer, shorter = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
     result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
     return result

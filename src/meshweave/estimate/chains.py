@@ -45,12 +45,12 @@ _ALL = -1
 
 
 def has_chains(skeleton: Skeleton) -> bool:
-    """Return whether tasks of a skeleton are to be timed as chains."""
+    """Return whether some tasks of a skeleton are chains: broadcasts or reductions timed hop by hop."""
     return any(task.roots for _, task in skeleton.counted_tasks())
 
 
 def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
-    """Return the picoseconds of the launch of a chain, and of one packet over one hop."""
+    """Return two picoseconds: of the launch of a chain, and of one packet over one hop."""
     launch_ps = cost_ps(work.launch)
     return launch_ps, cost_ps(work.hop) - launch_ps
 
@@ -61,20 +61,20 @@ def is_buffered(work: Transfer, machine: Machine | None) -> bool:
 
 
 def link_burst_ps(work: Transfer, machine: Machine) -> int:
-    """Return the picoseconds that the links of a chain make up for once they were idle."""
+    """Return the picoseconds of full rate that an idle link of a chain saves up for a burst."""
     axis = machine.axis(work.axis)
     return to_ps(axis.burst_bytes / axis.link_bytes_per_s)
 
 
 def chain_period(members: int, packets: int, buffered: bool) -> int:
-    """Return after how many packets a chain follows the one before it, in a loop with roots in turn."""
+    """Return by how many packets a chain follows the one before it, in a loop whose roots take turns."""
     if members <= 2:
         return packets
     return packets + (1 if buffered else 2)
 
 
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
-    """Return the sizes of the mesh axes that have chains."""
+    """Return the sizes of the mesh axes that have chains, by axis."""
     return {
         task.work.axis: task.work.num_ranks
         for _, task in skeleton.counted_tasks()
@@ -83,7 +83,7 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
 
 
 def core_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
-    """Return the picoseconds until the last rank ends; send buffers and bursts are those of `machine`.
+    """Return the makespan in picoseconds, until the last rank ends; send buffers and bursts are `machine`'s.
 
     Raises:
         ProgramError: it takes longer than 64 bits of picoseconds, some 106 days.

@@ -8,7 +8,7 @@ from meshweave.trace import Span, Trace
 
 
 class TraceRecorder:
-    """Base of simulators that drive a program's `Issuer`: the issue and end time of each op."""
+    """Base of simulators that drive a program's `Issuer`: it records the issue and end time of each op."""
 
     def __init__(self, flow: Dataflow, *, hosted: bool = False) -> None:
         self.flow = flow
@@ -18,7 +18,11 @@ class TraceRecorder:
         self.ended_ps: dict[Node, int] = {}
 
     def trace(self) -> Trace:
-        """Return the spans of all ops. Raises ProgramError where some have not ended: the program deadlocks."""
+        """Return the spans of all ops.
+
+        Raises:
+            ProgramError: some ops have not ended, because the program deadlocks.
+        """
         if any(node not in self.ended_ps for node in self.flow.nodes()):
             raise self.issuer.deadlock_error()
         spans = []

@@ -25,7 +25,7 @@ CostPs = Callable[[Work], int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a program. The parts are sums over ops, whether they overlap or not."""
+    """Seconds of a program. Parts are sums over the ops of one rank, whether they overlap or not."""
 
     total_s: float
     compute_s: float
@@ -36,17 +36,17 @@ class Estimate:
 
     @property
     def communication_s(self) -> float:
-        """Return the seconds of launches, synchronisations and transfers."""
+        """Return the seconds of launches, synchronisations and transfers together."""
         return self.launch_s + self.sync_s + self.transfer_s
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which neither products nor calls run: what the rest adds."""
+        """Return the seconds in which neither products nor calls run: the total less `compute_s`."""
         return self.total_s - self.compute_s
 
 
 class TimedSkeleton:
-    """A skeleton with the durations of its tasks."""
+    """A skeleton whose tasks have durations."""
 
     __slots__ = ("_cost_ps", "_machine", "_skeleton")
 
@@ -54,10 +54,10 @@ class TimedSkeleton:
         self._skeleton, self._cost_ps, self._machine = skeleton, cost_ps, machine
 
     def lower_bound_ps(self) -> int:
-        """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`.
+        """Return a cheap lower bound on `total_ps`: the largest sum of durations in one lane.
 
-        A chain keeps its members for its launch and its packets at least; for its launch alone where a send buffer
-        takes the packets.
+        A chain keeps its members for its launch and its packets at least; for its launch alone where a send
+        buffer takes the packets.
         """
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
@@ -71,17 +71,20 @@ class TimedSkeleton:
         return max(lanes.values(), default=0)
 
     def total_ps(self) -> int:
-        """Return the makespan in picoseconds; exact."""
+        """Return the exact makespan in picoseconds."""
         return core_ps(self._skeleton, self._cost_ps, self._machine)
 
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:
-    """Return the makespan in picoseconds where each op of a task takes `cost_ps(work)`; exact."""
+    """Return the exact makespan in picoseconds of a skeleton whose ops take `cost_ps(work)` each."""
     return TimedSkeleton(skeleton, cost_ps, machine).total_ps()
 
 
 def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
-    """Return the time of a skeleton on a machine. Raises UnsupportedError as `cost.price.price` does."""
+    """Return the time of a skeleton on a machine without contention, in parts.
+
+    Raises UnsupportedError as `cost.price.price` does.
+    """
     prices: dict[Work, Price] = {}
     totals: dict[Work, int] = {}
 

@@ -62,7 +62,7 @@ class TaskSpan:
 
 
 def task_spans(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> tuple[TaskSpan, ...] | None:
-    """Return when each task runs, in order of issue, where an op takes `cost_ps(work)`; see `skeleton_ps`.
+    """Return when each task runs, in order of issue; each of its ops takes `cost_ps(work)` picoseconds.
 
     None where broadcasts are chains, whose members are busy for a part of the time only.
     """
@@ -118,7 +118,7 @@ class _Follower:
         return self.known[work]
 
     def run(self, skeleton: Skeleton, part: tuple[str, ...] = ()) -> None:
-        """Follow all turns from where the lanes are."""
+        """Follow all turns of a skeleton, from the times at which its lanes are free."""
         reach = max(
             (back for p in skeleton.phases for t in p.tasks if isinstance(t, Task) for _, back in t.after),
             default=0,
@@ -152,7 +152,7 @@ class _Follower:
                 turn += 1
 
     def ended(self) -> _Times:
-        """Return when each rank has ended."""
+        """Return the picoseconds at which each rank has ended."""
         return self._latest([np.zeros(tuple(self.grid.values()), np.int64), *self.lanes.values()])
 
     def _free(self, lane: str) -> _Times:

@@ -27,7 +27,7 @@ from meshweave.trace import Trace
 
 
 class UncontendedSimulator(TraceRecorder):
-    """A simulator in which every op has engines and links to itself."""
+    """A simulator in which every op has engines and links to itself: no contention."""
 
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
         super().__init__(flow)
@@ -39,7 +39,7 @@ class UncontendedSimulator(TraceRecorder):
         self.chain_ends: dict[int, list[int]] = defaultdict(list)
 
     def run(self) -> Trace:
-        """Return the trace of the program. Raises ProgramError where it deadlocks."""
+        """Return the trace of the program. Raises ProgramError if it deadlocks."""
         for node in self.issuer.start():
             self._issue(node)
         while self.events:
@@ -117,7 +117,7 @@ class UncontendedSimulator(TraceRecorder):
         self._push(cost.total_ps, nodes, first)
 
     def packing_ps(self, node: Node) -> int:
-        """Return the picoseconds that both ends of a send pack."""
+        """Return the picoseconds in which both ends of a send pack and unpack."""
         joint, op = self.flow.joint(node), self.flow.op(node)
         assert joint is not None and isinstance(op, Send)
         return self._message_price(joint.members, op).pack_ps

@@ -17,7 +17,7 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 @dataclass(frozen=True)
 class UniversalEstimate:
-    """The seconds of each phase, and of products and transfers of the slowest rank in the middle phase."""
+    """The seconds of three phases; of the middle one also those of the slowest rank's products and transfers."""
 
     before_s: float
     during_s: float
@@ -32,7 +32,7 @@ class UniversalEstimate:
 
 
 def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
-    """Return the time of a universal product with a volume, at the rates of its ranks."""
+    """Return the seconds of a universal product, from what its ranks compute and move and from their rates."""
     during_s, compute_s, transfer_s = max(_overlapped_s(load, rates) for load in volume.during.values())
     return UniversalEstimate(
         _exposed_s(volume.before, rates), during_s, _exposed_s(volume.after, rates), compute_s, transfer_s

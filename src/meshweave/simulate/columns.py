@@ -53,12 +53,16 @@ class Columns(TemplateColumns):
         super().__init__(program, copies)
 
     def most_messages(self, rows: Column) -> int:
-        """Return about how many messages ops take, at most, given their numbers in the template."""
+        """Return about how many messages ops send, at most; `rows` are their numbers in the template."""
         counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
         return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
     def describe_op(self, op: ops.Op) -> None:
-        """Add an op as written. Raises ProgramError for names that are not declared, or what has no price."""
+        """Add a column entry for an op as written.
+
+        Raises:
+            ProgramError: the op uses names that are not declared, or has no price.
+        """
         super().describe_op(op)
         self._ops.append(op)
         require_local_operands(op)
@@ -70,23 +74,23 @@ class Columns(TemplateColumns):
             self.has_pair_costs = True
 
     def group_price(self, row: Column) -> int:
-        """Return the row of constants of a group of positions."""
+        """Return the number of the row of constants for a group of positions."""
         return self.price(axis_of(self.program, tuple(self.ranks[row].tolist())))
 
     def price(self, axis: str) -> int:
-        """Return the row of constants of a mesh axis; "" for none."""
+        """Return the number of the row of constants for a mesh axis; "" for none. A new axis gets a new row."""
         if axis not in self.priced_axes:
             self.priced_axes.append(axis)
         return self.priced_axes.index(axis)
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the row of FLOP rates of a kind of work ("": products) in a dtype."""
+        """Return the number of the row of FLOP rates for a kind of call ("" for products) in a dtype."""
         if (work, dtype) not in self.rated_work:
             self.rated_work.append((work, dtype))
         return self.rated_work.index((work, dtype))
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set FLOPs, bytes and FLOP rate of a call."""
+        """Set the FLOPs, bytes and FLOP rate of a call in `fields`."""
         counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
         number = self.expressions.number
         fields[FLOPS], fields[NBYTES] = number(counted), number(op.bytes)
@@ -94,11 +98,11 @@ class Columns(TemplateColumns):
         fields[RATE] = self.rate(op.work, call_dtype(self.program, op))
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
-        """Return the sizes that the time of a call may depend on."""
+        """Return the sizes that the time of a call may depend on; () if it has no such sizes."""
         return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
-        """Return the works of which the core gives `rows`, flat (`Core.works`)."""
+        """Return the works that the core numbers in `rows`, a flat array (`Core.works`)."""
         out = []
         for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
             op = self._ops[row]

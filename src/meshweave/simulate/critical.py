@@ -44,7 +44,7 @@ class PathSegment:
 
     Attributes:
         launch_ps, sync_ps: the parts of it that are launch and synchronisation.
-        slowed_ps: the time beyond that of the same op alone on an idle machine.
+        slowed_ps: its picoseconds beyond those of the same op alone on an idle machine.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return the category of the time that is neither launch nor synchronisation, one of `CATEGORIES`."""
+        """Return one of `CATEGORIES`: what the segment does besides launch and synchronisation."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind == "wait":
@@ -90,7 +90,7 @@ class CriticalPath:
 
     @cached_property
     def ps_by_category(self) -> dict[str, int]:
-        """Return the picoseconds of each category, which sum exactly to the duration."""
+        """Return the picoseconds of the path by category; they sum exactly to the duration."""
         parts = dict.fromkeys(CATEGORIES, 0)
         for step in self.segments:
             parts["launch"] += step.launch_ps
@@ -100,7 +100,7 @@ class CriticalPath:
 
     @cached_property
     def transfer_ps_by_axis(self) -> dict[str, int]:
-        """Return the picoseconds of transfer by mesh axis, the largest first."""
+        """Return the picoseconds of transfer on the path by mesh axis, the largest first."""
         axes: dict[str, int] = defaultdict(int)
         for step in self.segments:
             if step.category == "transfer":
@@ -109,12 +109,12 @@ class CriticalPath:
 
     @cached_property
     def slowed_ps(self) -> int:
-        """Return the picoseconds that shared links, shared memory and late neighbours added to the segments."""
+        """Return the picoseconds that shared links, shared memory and late neighbours add to the path."""
         return sum(step.slowed_ps for step in self.segments)
 
     @property
     def duration_over_bound(self) -> float | None:
-        """Return the duration divided by the largest lower bound; None if there is no bound above 0."""
+        """Return the duration divided by the largest lower bound, 1 or more; None if no bound is above 0."""
         most = self.bounds[0].time_ps if self.bounds else 0
         return self.duration_ps / most if most else None
 
@@ -187,7 +187,7 @@ class _BackwardWalk:
         self.seen: set[int] = set()
 
     def segments(self) -> Iterator[PathSegment]:
-        """Yield the segments from the end of the run back to its start."""
+        """Yield the segments of the critical path, from the end of the run back to its start."""
         if not self.run.num_ops or not self.run.duration_ps:
             return
         at: int | None = int(np.argmax(self.ended))

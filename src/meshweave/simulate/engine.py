@@ -50,13 +50,14 @@ _IDLE = "too many statements"
 
 
 def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Simulation:
-    """Return the simulation of a program on a machine with contention; its times are those of plain Python.
+    """Return the simulation of a program on a machine, with contention; its times are integer picoseconds.
 
     Args:
         limited: refuse a program that takes more than seconds, as `base.limits` says.
 
     Raises:
-        ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a limit.
+        ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a
+            limit.
         UnsupportedError: the machine cannot place a group.
     """
     program = program.expanded

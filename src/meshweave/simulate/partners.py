@@ -32,7 +32,7 @@ class Partners:
         return 0 if partner is None else int(min(self.issued[partner], self.ended[op]) - self.issued[op])
 
     def rank_and_index(self, op: int) -> tuple[int, int]:
-        """Return the global rank of an op and its index in the rank's ops."""
+        """Return the global rank of an op, and its position among the rank's ops."""
         position = int(np.searchsorted(self.run.starts, op, side="right")) - 1
         return int(self.run.ranks[position]), op - int(self.run.starts[position])
 

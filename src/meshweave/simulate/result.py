@@ -24,7 +24,7 @@ PARTS = ("compute_s", "copy_s", "launch_s", "sync_s", "transfer_s", "wait_s")
 class LinkUse:
     """The load of one direction of a link, NIC or port.
 
-    `utilisation` is `carried_bytes` over the bytes that the link could have carried during the run.
+    `utilisation` (0 to 1) is `carried_bytes` over the bytes that the link could have carried during the run.
     """
 
     link: Link
@@ -103,7 +103,7 @@ class Simulation(Shown):
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds in which a rank does not compute: what communication, copies and waiting add."""
+        """Return the seconds in which a rank does not compute: exposed communication, copies and waiting."""
         spans = sorted(
             (span.start_ps, span.end_ps) for span in self.spans(rank) if span.kind in ("matmul", "call")
         )
@@ -114,7 +114,7 @@ class Simulation(Shown):
         return to_s(self.duration_ps - busy)
 
     def spans(self, rank: int) -> Iterable[Span]:
-        """Yield the spans of one rank in program order."""
+        """Yield the spans of the ops of one rank in program order."""
         position = self.position(rank)
         begin, stop = int(self.starts[position]), int(self.starts[position + 1])
         issued = self.outputs["issued_ps"][begin:stop].tolist()
@@ -132,7 +132,7 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return every link that a message of the program can take, with what it carried."""
+        """Return for every link that a message of the program can take the bytes that it carried."""
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]

@@ -12,7 +12,7 @@ from meshweave.simulate.result import PARTS, LinkUse, Simulation
 
 @dataclass(frozen=True)
 class LinkClass:
-    """All links of one kind and direction together; utilisations are shares of what a link could have carried."""
+    """All links of one kind and direction together; utilisations (0 to 1) are shares of what they could carry."""
 
     name: str
     count: int
@@ -22,7 +22,7 @@ class LinkClass:
 
 
 def link_classes(run: Simulation) -> list[LinkClass]:
-    """Return the links by axis (level, NIC or port) and direction, the busiest first."""
+    """Return the links grouped by axis (level, NIC or port) and direction, the busiest group first."""
     uses_of: dict[str, list[LinkUse]] = defaultdict(list)
     for use in run.links:
         kind, _, axis, direction = use.link
@@ -45,7 +45,7 @@ def link_classes(run: Simulation) -> list[LinkClass]:
 
 
 def busiest_links(run: Simulation, count: int) -> list[LinkUse]:
-    """Return the links with the largest utilisation; equal ones in the order of chips."""
+    """Return the `count` links with the largest utilisation; equal ones in the order of chips."""
     return sorted(run.links, key=lambda use: (-use.utilisation, use.link))[:count]
 
 
