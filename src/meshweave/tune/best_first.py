@@ -89,7 +89,10 @@ class BestFirst:
         self._number = 0
 
     def run(self, parts: Iterable[Any]) -> None:
-        """Search parts one after the other. Ctrl-C ends the search with the best so far, once there is one."""
+        """Search all parts, one after the other; the result is in `rows`.
+
+        Ctrl-C ends the search and leaves the best so far; it is raised while there is none.
+        """
         try:
             for part in parts:
                 self._search(part)
@@ -107,7 +110,7 @@ class BestFirst:
         return sorted(self.rows.values(), key=self._key)
 
     def answer_early(self, parts: Iterable[Any]) -> None:
-        """Price a config of some parts that the search is not run with, and which remember what they have seen.
+        """Price one config from other parts, for an answer if `run` is interrupted before it prices any.
 
         Of the first few branches of each part the one with the least bound is looked at first.
         """

@@ -43,7 +43,7 @@ LoweredTo = Literal["none", "rings", "chains"]
 
 @dataclass(frozen=True)
 class SimulationCase:
-    """A program on a machine.
+    """A program on a machine, to be simulated.
 
     Attributes:
         title: heading of the run by itself.
@@ -62,12 +62,12 @@ class SimulationCase:
 
     @property
     def num_ops(self) -> int:
-        """Return about how many ops the program has: those of the first rank, times the ranks."""
+        """Return an estimate of the number of ops: those of the first rank, times the ranks."""
         return num_ops(self.program)
 
     @property
     def centre(self) -> int:
-        """The rank in the middle of the first mesh, which has no special place in any ring."""
+        """Return the rank in the middle of the first mesh, which has no special place in any ring."""
         mesh = self.program.meshes[0]
         position = 0
         for size in mesh.shape:
@@ -77,7 +77,7 @@ class SimulationCase:
 
 @dataclass(frozen=True)
 class SimulatedCase:
-    """A case with its run. `ranks` are those to show; `closed_form_s` is None where it was not wanted."""
+    """A case with its simulation. `ranks` are those to show; `closed_form_s` is None if it was not asked for."""
 
     case: SimulationCase
     run: Simulation
@@ -87,18 +87,18 @@ class SimulatedCase:
 
     @property
     def over_closed_form(self) -> float | None:
-        """By which fraction the run takes longer than without contention; None where that is not known."""
+        """Return simulated time over the time without contention, less 1; None where that is not known."""
         return self.run.duration_s / self.closed_form_s - 1 if self.closed_form_s else None
 
     @property
     def chip(self) -> str:
-        """`chip (8, 8)`: the mesh coordinates of the first rank shown."""
+        """Return the mesh coordinates of the first rank shown, in words: `chip (8, 8)`."""
         rank = self.ranks[0]
         mesh = next(mesh for mesh in self.run.program.meshes if rank in mesh)
         return f"chip ({', '.join(map(str, mesh.coords(rank)))})"
 
     def timeline(self, rank: int, title: str, note: str = "") -> RankTimeline:
-        """Return the lanes of one rank, to be drawn."""
+        """Return the lanes of one rank, for a picture with this title and note."""
         return rank_timeline(self.run, rank, title, note)
 
     def link_classes(self) -> list[LinkClass]:
@@ -106,7 +106,7 @@ class SimulatedCase:
         return link_classes(self.run)
 
     def busiest_links(self, count: int) -> list[LinkUse]:
-        """Return the links with the largest share of what they could have carried."""
+        """Return the `count` links with the largest utilisation."""
         return busiest_links(self.run, count)
 
     def mean_parts(self) -> dict[str, float]:
@@ -192,15 +192,16 @@ def simulate_case(
 def program_case(
     program: Program, cluster: str, *, logical: bool = False, lowered_to: LoweredTo = "none"
 ) -> SimulationCase:
-    """Return a program as a case.
+    """Return a program as a case to be simulated.
 
     Args:
         cluster: name or file of a cluster; without ":N" it gets as many chips as the program has ranks.
         logical: lay meshes on a torus that does not carry them, over links of several hops.
+        lowered_to: the lowering that the program goes through first; "none" for none.
 
     Raises:
-        MeshweaveError: the program declares what makes no sense; the cluster is unknown or cannot carry its
-            meshes.
+        MeshweaveError: the program is not consistent or has no mesh, or the cluster is unknown or cannot
+            carry its meshes.
     """
     if not program.meshes:
         raise ProgramError("a program without a mesh runs on no ranks")
@@ -226,7 +227,7 @@ def plan_cases(
     logical: bool = False,
     lowered_to: LoweredTo = "none",
 ) -> list[SimulationCase]:
-    """Return products of a plan as cases, by algorithm and pass.
+    """Return products of a plan as cases to be simulated, by algorithm and pass.
 
     Args:
         cluster: name or file of a cluster; None for the plan's own.

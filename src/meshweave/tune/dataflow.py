@@ -25,7 +25,7 @@ class LayerDataflow:
 
 
 def layer_dataflows(entry: Matmul2d, layers: Sequence[FcLayer], tokens: int) -> list[LayerDataflow]:
-    """Return the dataflow of each layer of a block: the algorithm's own, or that of phase 1."""
+    """Return the dataflow of each layer of a block: the algorithm's own, or the one chosen by size (phase 1)."""
     own = entry.own_stationary
     if own:
         reason = f"the layout of {entry.title}, whatever the sizes"
@@ -44,7 +44,8 @@ def block_products(
 ) -> list[Matmul2dProblem]:
     """Return the products of a block on a mesh: three passes per layer, layer by layer.
 
-    Raises LayoutError as `Matmul2dProblem` does.
+    Raises:
+        LayoutError: a size, the mesh or the dtype fits no `Matmul2dProblem`.
     """
     return [
         pass_problem(

@@ -43,7 +43,7 @@ class ProductTimeline:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """A plan, and what it was chosen from.
+    """A plan with the alternatives that it was chosen from.
 
     Attributes:
         titles: name of every candidate in tables and pictures, by algorithm.
@@ -52,8 +52,10 @@ class PlanExplanation:
         sliced: the candidate that `slice_curves` are for; None where no candidate slices anything.
         slice_curves: by layer and pass of `sliced`, on its mesh.
         own_timelines: all products of the best candidate.
-        compared_timelines: the forward product of the largest layer with every candidate that can be simulated.
-        are_reduced: whether timelines ran on meshes of about `reduced_ranks` ranks instead of the planned ones.
+        compared_timelines: the forward product of the largest layer with every candidate that can be
+            simulated.
+        are_reduced: whether timelines ran on meshes of about `reduced_ranks` ranks instead of the planned
+            ones.
     """
 
     plan: Plan
@@ -70,11 +72,13 @@ class PlanExplanation:
 
 
 def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> PlanExplanation:
-    """Return what a plan made for `cluster` was chosen from.
+    """Return the alternatives that a plan made for `cluster` was chosen from.
 
     Every mesh shape is tuned again for the curves and products are simulated for the timelines, which takes
-    about as long as planning did. Raises UnsupportedError for an algorithm or collective that the cluster has
-    no constants for.
+    about as long as planning did.
+
+    Raises:
+        UnsupportedError: an algorithm or collective has no constants on the cluster.
     """
     best, others = plan.best, plan.candidates[1:]
     num_shapes = sum(len(mesh_shapes(candidate, cluster)) for candidate in plan.candidates)
@@ -119,7 +123,7 @@ def _sliced_candidate(plan: Plan) -> Candidate | None:
 
 
 def title_of(candidate: Candidate) -> str:
-    """Return what tables and pictures call a candidate: "Wang", or "Wang[S=meshslice]" for a follower."""
+    """Return the name of a candidate in tables and pictures: "Wang", or "Wang[S=meshslice]" for a follower."""
     return PRODUCTS_2D[candidate.entry_name].title + candidate.algorithm.removeprefix(candidate.entry_name)
 
 
@@ -139,7 +143,7 @@ def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]
 
 
 def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
-    """Return by algorithm the time of one block over all mesh shapes of the cluster."""
+    """Return by algorithm the time of one block on each mesh shape of the cluster."""
     shapes = {c.algorithm: mesh_shapes(c, cluster) for c in plan.candidates}
     total, done = sum(map(len, shapes.values())), 0
     out: dict[str, MeshCurve] = {}
@@ -160,7 +164,7 @@ def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -
 
 
 def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str, dict[str, SliceCurve]]:
-    """Return by layer and pass the time over slice counts, on the mesh of a candidate."""
+    """Return by layer and pass the time for each slice count, on the mesh of a candidate."""
     entry, shape = PRODUCTS_2D[candidate.entry_name], candidate.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
     out: dict[str, dict[str, SliceCurve]] = {}
@@ -185,7 +189,7 @@ def _problem(plan: Plan, item: PassPlan, shape: tuple[int, ...]) -> Matmul2dProb
 
 
 def largest_layer(candidate: Candidate) -> LayerPlan:
-    """Return the layer with the most FLOPs; the first of equals."""
+    """Return the layer of a candidate with the most FLOPs; the first of equals."""
     return max(candidate.layers, key=lambda layer: layer.in_features * layer.out_features)
 
 
@@ -267,7 +271,7 @@ def same_local_product(
 
 
 def resized(cluster: Cluster, num_ranks: int) -> Cluster:
-    """Return a cluster of as many chips as there are ranks, or as it is where it does not come in that size."""
+    """Return the cluster with `num_ranks` chips; unchanged where it does not come in that size."""
     with suppress(DescriptionError):
         return cluster if num_ranks == cluster.num_chips else cluster.with_chips(num_ranks)
     return cluster

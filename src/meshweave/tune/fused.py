@@ -46,9 +46,10 @@ class FusedChoice:
 
 
 def fused_choices(problem: UniversalProblem, cluster: Cluster) -> Iterator[FusedChoice]:
-    """Yield each algorithm that takes a product, with tiles of several sizes, simulated on `cluster`.
+    """Yield each fused algorithm that takes a product, with tiles of several sizes, simulated on `cluster`.
 
-    On a mesh of several axes the product falls into rings (`ring_problems`), which are simulated side by side.
+    On a mesh of several axes the product consists of rings (`ring_problems`), which are simulated side by
+    side.
     """
     rings = ring_problems(problem)
     if not rings:
@@ -75,9 +76,10 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
     """Return the algorithm and tiles with the least simulated time; of equals the first.
 
     Args:
-        by_tiles: whether only products that communicate tile by tile are chosen among, not their rivals.
+        by_tiles: whether to choose only among products that communicate tile by tile.
 
-    Raises LayoutError where no fused product takes the layouts.
+    Raises:
+        LayoutError: no fused product takes the layouts.
     """
     choices = [one for one in fused_choices(problem, cluster) if one.tiles is not None or not by_tiles]
     if not choices:
@@ -86,7 +88,7 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
 
 
 def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -> FusedChoice | None:
-    """Return the fused product that is simulated to be fastest, None where `program` is as fast or none fits.
+    """Return the fastest fused product in simulation; None if `program` is as fast or none fits.
 
     Rings of more than `MAX_RING` ranks are not tried.
 
@@ -105,7 +107,7 @@ def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -
 
 
 def side_by_side(programs: Sequence[Program]) -> Program:
-    """Return one program that runs several, each on ranks of its own; the one itself where there is one."""
+    """Return one program that runs several, each on ranks of its own; a single one is returned unchanged."""
     first = programs[0]
     if len(programs) == 1:
         return first
@@ -162,5 +164,5 @@ def _numbered(program: Program, number: int) -> Program:
 
 
 def simulated_s(program: Program, cluster: Cluster) -> float:
-    """Return the seconds that a program in messages is simulated to take on a cluster."""
+    """Return the simulated seconds of a program in messages on a cluster."""
     return float(simulate(program, Machine.of(cluster, program)).duration_s)

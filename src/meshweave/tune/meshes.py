@@ -33,7 +33,7 @@ def formed_shapes(entry: Matmul2d, cluster: Cluster) -> list[Shape]:
 
 
 class MeshSearchSpace:
-    """A cluster with meshes laid on it: machines and prices, each made once for all algorithms."""
+    """A cluster with meshes laid on it; machines and prices are cached for all algorithms."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -41,7 +41,7 @@ class MeshSearchSpace:
         self._prices: dict[Hashable, OpPrices] = {}
 
     def shapes(self, entry: Matmul2d) -> list[Shape]:
-        """Return the shapes that algorithm and cluster can form; flat ones where there are no others."""
+        """Return the mesh shapes that algorithm and cluster allow; flat ones only where there are no others."""
         both = formed_shapes(entry, self.cluster)
         return [shape for shape in both if min(shape) > 1] or both
 
@@ -52,7 +52,7 @@ class MeshSearchSpace:
         return self._machines[shape]
 
     def prices(self, shape: Shape) -> OpPrices:
-        """Return the prices on a mesh; those share them whose axes have the same links and lie alike on hosts."""
+        """Return the price cache of a mesh; meshes whose axes have the same links and hosts share one."""
         machine = self.machine(shape)
         names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
         key = tuple((machine.axis(name, shared=True), machine.lies(name)) for name in names)
@@ -102,7 +102,7 @@ class BlockOnMesh:
         return sum(count * self._lower_bounds[problem] for problem, count in self._counts.items())
 
     def total_ps(self, limit_ps: int | None) -> int | None:
-        """Return the picoseconds of all products at their best configs, or None if they exceed the limit.
+        """Return the picoseconds of all products at their best configs; None if they exceed `limit_ps`.
 
         Each product's part is made more exact in two rounds, until the sum is exact or over the limit.
         """

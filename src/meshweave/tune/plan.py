@@ -134,7 +134,7 @@ class Plan(Shown, Record):
 
     @property
     def best(self) -> Candidate:
-        """Return the fastest algorithm. Raises DescriptionError where this is no plan of products."""
+        """Return the fastest algorithm. Raises DescriptionError for a plan of a step."""
         if not self.candidates:
             raise DescriptionError(
                 "this is the plan of a step, and has no products; plan those with: meshweave plan --products"
@@ -143,13 +143,13 @@ class Plan(Shown, Record):
 
     @property
     def step(self) -> StepsRecord:
-        """Return the ranked configurations of a step. Raises DescriptionError where this is a plan of products."""
+        """Return the ranked configurations of a step. Raises DescriptionError for a plan of products."""
         if self.steps is None:
             raise DescriptionError("this is a plan of products; plan a step with: meshweave plan")
         return self.steps
 
     def candidate(self, algorithm: str) -> Candidate:
-        """Return the candidate of one algorithm. Raises DescriptionError where the plan has none."""
+        """Return the candidate of one algorithm. Raises DescriptionError if the plan has none."""
         for candidate in self.candidates:
             if candidate.algorithm == algorithm:
                 return candidate
@@ -157,7 +157,7 @@ class Plan(Shown, Record):
         raise DescriptionError(f"the plan has no algorithm '{algorithm}'; it has {known}")
 
     def summary(self, price: float | None = None) -> str:
-        """Return what the plan comes to, in some lines: the best, what is next to it and why, and what to do next.
+        """Return some lines of text: the best choice, the runner-up and why it is slower, and what to do next.
 
         Args:
             price: of a chip-hour, in dollars, which adds the price of tokens.
@@ -196,5 +196,5 @@ class Plan(Shown, Record):
         return f"Plan({headline(self)}: {outcome(self)})"
 
     def save(self, path: Path) -> None:
-        """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
+        """Write the plan as JSON to `path`. Raises DescriptionError if the file cannot be written."""
         write_file(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")

@@ -25,7 +25,7 @@ _OF_THE_PLAN = ("model", "cluster", "batch", "sequence", "dtype", "overlap")
 
 
 def describe(model: Transformer, cluster: Cluster, problem: StepProblem | None = None) -> DescriptionRecord:
-    """Return the description of what a plan is made for."""
+    """Return the description of the model and cluster, and for a step the problem, that a plan is made for."""
     settings = {} if problem is None else _settings(problem)
     return DescriptionRecord(model=model_table(model), cluster=cluster_table(cluster), settings=settings)
 
@@ -61,7 +61,11 @@ def planned_model(plan: Plan) -> Transformer:
 
 
 def planned_cluster(plan: Plan) -> Cluster:
-    """Return the cluster of a plan, likewise. Raises DescriptionError."""
+    """Return the cluster of a plan: its own, or that of the catalog where the file is older than descriptions.
+
+    Raises:
+        DescriptionError: the description is wrong, or the catalog has no such cluster.
+    """
     if plan.description is not None:
         return cluster_from(plan.description.cluster, "description.cluster")
     if plan.cluster not in clusters():
@@ -73,7 +77,11 @@ def planned_cluster(plan: Plan) -> Cluster:
 
 
 def planned_problem(plan: Plan, cluster: Cluster | None = None) -> StepProblem:
-    """Return the problem of the plan of a step, on its own cluster or another one. Raises DescriptionError."""
+    """Return the problem of the plan of a step, on its own cluster or on `cluster`.
+
+    Raises:
+        DescriptionError: the description is wrong, or the catalog has no such model or cluster.
+    """
     settings = dict(plan.description.settings) if plan.description else {}
     if "product_dtype" in settings:  # as files of before have it
         settings["precision"] = settings.pop("product_dtype")
@@ -128,7 +136,7 @@ def _stack(given: Any) -> SoftwareStack:
 
 
 def catalog_differences(plan: Plan) -> tuple[str, ...]:
-    """Return a sentence for each description of a plan that is not the one which the catalog has by its name."""
+    """Return a sentence for each description of a plan that differs from the catalog's entry of its name."""
     if plan.description is None:
         return ()
     sentences = []
@@ -151,7 +159,7 @@ def _is_catalog_cluster(plan: Plan) -> bool:
 
 
 def check_description(plan: Plan, file: str | Path) -> None:
-    """Raise DescriptionError where the description of a plan in a file is wrong, or is not of that plan."""
+    """Raise DescriptionError if the description of a plan in a file is wrong, or is not of that plan."""
     if plan.description is None:
         return
     try:

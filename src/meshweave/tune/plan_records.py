@@ -64,7 +64,7 @@ class DegreesRecord(Record):
 
     @property
     def num_chips(self) -> int:
-        """Return the product of the degrees."""
+        """Return the number of chips: the product of the degrees."""
         tensor = self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
         return self.data * self.pipeline * self.context * tensor
 
@@ -94,12 +94,12 @@ class StepRecord(Record):
     mfu_all_pairs: Share | None = None
 
     def usd_per_million_tokens(self, usd_per_chip_hour: float) -> float:
-        """Return what a million tokens cost at a price of an hour of one chip."""
+        """Return the dollars that a million tokens cost, from those of an hour of one chip."""
         return usd_per_chip_hour / 3600 / self.tokens_per_s_per_chip * 1e6
 
 
 class SensitivityRecord(Record):
-    """What a change of the machine makes of a plan.
+    """The effect of a change of the machine on a plan.
 
     Attributes:
         change: the change, in words.
@@ -163,12 +163,12 @@ class StepsRecord(Record):
     ideal: StepRecord | None = None
 
     def reason_above(self, *utilizations: float) -> str:
-        """Return why the highest of some utilizations is above the ceiling; "" where it is not."""
+        """Return why the highest of the utilizations (0 to 1) is above the ceiling; "" if it is not."""
         return "" if self.ceiling is None or max(utilizations) <= self.ceiling else self.above_ceiling
 
     @property
     def limit_text(self) -> str:
-        """Return the memory of a chip, and what of it stays free, in words."""
+        """Return the memory of a chip and the reserve that stays free, in words."""
         whole = format_bytes(self.memory_limit_bytes + self.reserve_bytes)
         return f"{whole}, {format_bytes(self.reserve_bytes)} kept free" if self.reserve_bytes else whole
 
@@ -179,10 +179,10 @@ class StepsRecord(Record):
 
     @property
     def runner_up(self) -> StepRecord | None:
-        """Return the next configuration, or None."""
+        """Return the second fastest configuration; None if there is one only."""
         return self.ranked[1] if len(self.ranked) > 1 else None
 
 
 def degrees_of(fields: Any) -> DegreesRecord:
-    """Return the record of anything with the fields of a configuration."""
+    """Return the record of any object with the fields of a configuration, such as a `Parallelism`."""
     return DegreesRecord(**{name: getattr(fields, name) for name in DegreesRecord.model_fields})

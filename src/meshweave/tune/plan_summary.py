@@ -41,7 +41,7 @@ class Planned(Protocol):
 
 
 def headline(plan: Planned) -> str:
-    """Return what is planned: model, chips, and tokens of a step."""
+    """Return in words what is planned: model, chips, and tokens of a step."""
     return (
         f"{plan.model} on {counted(plan.num_chips, 'chip')} of {plan.cluster}: "
         f"{counted(plan.batch, 'sequence')} of {plan.sequence} tokens, {plan.dtype}"
@@ -49,7 +49,7 @@ def headline(plan: Planned) -> str:
 
 
 def outcome(plan: Planned) -> str:
-    """Return what was chosen, and how long it takes."""
+    """Return in words what was chosen, and how long it takes."""
     if plan.steps is None and not plan.candidates:
         return "nothing that fits"
     if plan.steps is None:

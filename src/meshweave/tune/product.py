@@ -34,11 +34,11 @@ class OpPrices(dict[Work, int]):
         return price_ps
 
     def timed(self, skeleton: Skeleton) -> TimedSkeleton:
-        """Return a skeleton whose tasks have the seconds of these prices."""
+        """Return a skeleton whose tasks have durations at these prices."""
         return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
-        """Return whether an algorithm's lower bound holds: bounds of chains know no send buffers."""
+        """Return whether `floor` is a lower bound on this machine: bounds of chains do not know send buffers."""
         if not self.machine.cluster.send_buffer_bytes:
             return True
         works = (task.work for _, task in floor.counted_tasks())
@@ -77,7 +77,7 @@ class TunedProduct:
 
     @property
     def margin_text(self) -> str:
-        """Return the runner-up and its loss in words, as in "S=6 is 0.8 % slower"."""
+        """Return the runner-up and how much slower it is in words, as in "S=6 is 0.8 % slower"."""
         if self.runner_up is None:
             return ""
         other = str(self.runner_up)
@@ -109,13 +109,13 @@ class ConfigSearch:
         return self._order[0][0]
 
     def best(self) -> tuple[int, int]:
-        """Return (picoseconds, number) of the fastest config; of equals the first."""
+        """Return (picoseconds, number of the config) of the fastest config; of equals the first."""
         if self._best is None:
             self._best = self.ranked(1)[0]
         return self._best
 
     def ranked(self, count: int) -> list[tuple[int, int]]:
-        """Return (picoseconds, number) of the `count` fastest configs, or of as many as there are."""
+        """Return (picoseconds, number of the config) of the `count` fastest configs, or of all there are."""
         fastest: list[tuple[int, int]] = []
         for floor in self._order:
             if len(fastest) == count and floor > fastest[-1]:

@@ -13,7 +13,7 @@ from meshweave.ir.program import Program
 
 
 def num_ops(program: Program) -> int:
-    """Return about how many ops a program has on all ranks: as many on each as on the first."""
+    """Return an estimate of the number of ops of a program on all ranks: those of the first, times the ranks."""
     return len(program.ranks) * sum(1 for _ in program.expanded.unbound_ops_on_rank(program.ranks[0]))
 
 
@@ -34,22 +34,22 @@ class RankedConfig:
 
     @property
     def seconds(self) -> float:
-        """Return the simulated seconds, or else the estimated ones."""
+        """Return the simulated seconds, or the estimated ones if it was not simulated."""
         return self.simulated[0] if self.simulated else self.estimate.total_s
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which neither products nor calls run, simulated or else estimated."""
+        """Return the seconds in which neither products nor calls run on the first rank, simulated or estimated."""
         return self.simulated[1] if self.simulated else self.estimate.exposed_s
 
     @cached_property
     def program(self) -> Program:
-        """Return the program."""
+        """Return the program of the config."""
         return self.algorithm.program(self.problem, self.config)
 
     @cached_property
     def traffic_bytes(self) -> dict[str, int]:
-        """Return the bytes that the first rank moves, by mesh axis."""
+        """Return the bytes that the first rank communicates, by mesh axis."""
         return self.algorithm.traffic(self.problem, self.config, self.program.ranks[0])
 
     @cached_property

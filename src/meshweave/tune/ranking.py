@@ -24,7 +24,7 @@ from meshweave.tune.ranked import RankedConfig, num_ops
 
 
 def solvers(problem: Hashable, names: Sequence[str] | None = None) -> dict[str, Algorithm[Any, Any]]:
-    """Return the algorithms that solve a problem, all or those named.
+    """Return by name the algorithms that solve a problem: all, or those of `names`.
 
     Raises:
         UnsupportedError: a name is unknown, or a named algorithm refuses the problem.
@@ -92,11 +92,11 @@ def simulate_best(
     count: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[RankedConfig]:
-    """Return the configs with the first `count` simulated, these the fastest first, and the others after them.
+    """Return the configs with the first `count` of them simulated and sorted by that; the others follow.
 
     Raises:
-        UnsupportedError: the machine cannot place a group, or one of the programs has more ops than are simulated
-            here, each within about a minute; then none is.
+        UnsupportedError: the machine cannot place a group, or one of the programs has more ops than are
+            simulated here, each within about a minute; then none is.
     """
     for config in ranked[:count]:
         if (ops := num_ops(config.program)) > SIMULATED_OPS.most:
@@ -112,7 +112,7 @@ def simulate_best(
 
 
 def simulated_config(config: RankedConfig, cluster: Cluster) -> RankedConfig:
-    """Return a config with the simulated seconds of its program, contention included."""
+    """Return the config with the simulated seconds of its program, contention included."""
     machine = config.algorithm.machine(config.problem, config.config, cluster)
     trace = simulate(config.program, machine)
     return replace(config, simulated=(trace.duration_s, trace.exposed_s(config.program.ranks[0])))

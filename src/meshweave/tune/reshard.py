@@ -48,7 +48,7 @@ class ReshardCandidate:
 
     @property
     def simulated_s(self) -> float | None:
-        """Return the simulated seconds, if it is simulated."""
+        """Return the simulated seconds; None if it was not simulated."""
         return None if self.simulation is None else self.simulation.duration_s
 
     @cached_property
@@ -58,14 +58,14 @@ class ReshardCandidate:
 
     @cached_property
     def peak_memory(self) -> tuple[int, int, int]:
-        """Return (rank, bytes before and after together, bytes of scratch) of the rank that needs most."""
+        """Return (rank, bytes of its shards before and after, bytes of scratch) of the rank that needs most."""
         plan = self.plan
         needs = ((plan.local_bytes(rank), plan.scratch_bytes(rank), rank) for rank in plan.problem.ranks)
         local, scratch, rank = max(needs, key=lambda need: (need[0] + need[1], -need[2]))
         return rank, local, scratch
 
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Return the rank of each host that moves most between hosts, for the busiest hosts, ascending."""
+        """Return for the busiest hosts the rank that moves the most bytes between hosts, ascending."""
         moved: dict[int, int] = {}
         for scheduled in self.plan.multicasts:
             for hop in self.plan.strategy.host_hops(scheduled.multicast):
@@ -97,15 +97,17 @@ def compare_reshards(
     on_planned: Progress = no_progress,
     on_simulated: Progress = no_progress,
 ) -> ReshardComparison:
-    """Plan a problem by each strategy with each order and choose the fastest plan.
+    """Return the plans of a problem by each strategy with each order, and the fastest one as chosen.
 
-    That is the fastest in simulation if all candidates are simulated, else by prediction; of equals the first.
+    That is the fastest in simulation if all candidates are simulated, else by prediction; of equals the
+    first.
 
     Args:
         cluster: the machine, rank r being its chip r.
         strategies: names in `algorithms.reshard.STRATEGIES`.
         orders: names in `algorithms.reshard.order.ORDERS`.
-        simulate_all: whether every candidate is simulated, message by message, unless its program is too large.
+        simulate_all: whether every candidate is simulated, message by message, unless its program is too
+            large.
         simulate_chosen: whether the chosen one is.
         on_planned, on_simulated: called after each candidate.
 
@@ -167,7 +169,7 @@ def simulate_candidate(candidate: ReshardCandidate, cluster: Cluster) -> Reshard
 
 
 def fastest(candidates: Sequence[ReshardCandidate]) -> ReshardCandidate:
-    """Return the fastest in simulation where all are simulated, else by prediction; the first of equal ones."""
+    """Return the fastest candidate in simulation if all are simulated, else by prediction; of equals the first."""
     if all(candidate.simulation is not None for candidate in candidates):
         return min(candidates, key=lambda candidate: candidate.simulated_s or 0.0)
     return min(candidates, key=lambda candidate: candidate.plan.predicted_s)

@@ -50,7 +50,7 @@ class _ModelSearch:
         return [] if shapes and self._lacks(entry, shapes[0]) else shapes
 
     def missing_text(self, entries: Mapping[str, Matmul2d]) -> str:
-        """Return why algorithms without mesh shapes have none, by name: no such mesh, or no such dataflow."""
+        """Return in words why algorithms without mesh shapes have none: no such mesh, or no such dataflow."""
         cluster, no_mesh, reasons = self.space.cluster, [], []
         for name, entry in entries.items():
             if shapes := self.space.shapes(entry):
@@ -69,11 +69,11 @@ class _ModelSearch:
         return sorted(needed.difference(entry.dataflows))
 
     def dataflows(self, entry: Matmul2d) -> list[LayerDataflow]:
-        """Return the dataflow of each layer under an algorithm."""
+        """Return the dataflow of each layer if an algorithm runs it."""
         return layer_dataflows(entry, self.layers, self.workload.tokens)
 
     def problems(self, entry: Matmul2d, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the products of a block under an algorithm on a mesh, layer by layer."""
+        """Return the products of a block if an algorithm runs them on a mesh of `shape`, layer by layer."""
         workload = self.workload
         return block_products(self.layers, self.dataflows(entry), workload.tokens, shape, workload.dtype)
 
@@ -86,15 +86,15 @@ def plan_model(
     progress: Progress = lambda done, total: None,
     counts: SearchCounts | None = None,
 ) -> Plan:
-    """Tune every algorithm for the fully connected layers of one block, forward and both backward products.
+    """Return a plan of all algorithms, tuned for the fully connected layers of one block, forward and backward.
 
     Args:
-        algorithms: names of 2D products; None takes all. `wang[S=meshslice]` and `summa[S=meshslice]` run at the
-            slice counts that MeshSlice takes for the same product, and are added where both are named. An
-            algorithm that has no mesh shape on this cluster or lacks a dataflow of these layers is left out; the
-            plan's `note` says so.
+        algorithms: names of 2D products; None takes all. `wang[S=meshslice]` and `summa[S=meshslice]` run at
+            the slice counts that MeshSlice takes for the same product, and are added where both are named. An
+            algorithm that has no mesh shape on this cluster or lacks a dataflow of these layers is left out;
+            the plan's `note` says so.
         progress: called with (done, total) after each mesh shape of each algorithm.
-        counts: is filled with what the search looks at.
+        counts: filled with the numbers of configs and skeletons that the search looks at.
 
     Raises:
         UnsupportedError: a name is unknown, or no algorithm has a mesh shape and the dataflows.

@@ -33,7 +33,7 @@ def product_title(layer: str, name: str, algorithm: str, config: Matmul2dConfig)
 
 
 def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
-    """Return `names`, all of them layers of the plan. Raises DescriptionError that names the nearest one."""
+    """Return `names` if all are layers of the plan. Raises DescriptionError that names a similar one if not."""
     known, names = [layer.name for layer in plan.best.layers], tuple(names)
     for name in names:
         require_known(name, known, "the plan has no layer", DescriptionError, "it has")
@@ -41,7 +41,7 @@ def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
-    """Return the passes of these names, in the order of training. Raises DescriptionError."""
+    """Return the passes of these names, in the order of training. Raises DescriptionError for an unknown name."""
     names = tuple(names)
     for name in names:
         require_known(name, PASSES, "there is no pass", DescriptionError, "give all or")
@@ -49,7 +49,7 @@ def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
 
 
 def select_candidates(plan: Plan, algorithms: Sequence[str] | None) -> list[Candidate]:
-    """Return the candidates of these algorithms, or all. Raises DescriptionError that names the nearest one."""
+    """Return the candidates of these algorithms, or all. Raises DescriptionError for one that the plan lacks."""
     if algorithms is None:
         return [plan.best, *plan.candidates[1:]]
     known = [candidate.algorithm for candidate in plan.candidates]

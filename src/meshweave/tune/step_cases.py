@@ -18,7 +18,7 @@ from meshweave.tune.plan_description import planned_problem
 
 
 def planned_step(plan: Plan, cluster: str | None = None, place: int = 1, stack: str | None = None) -> Step:
-    """Return a configuration of the plan of a step, priced anew with the plan's own settings.
+    """Return a configuration of the plan of a step, priced again with the plan's own settings.
 
     Args:
         cluster: name or file of a cluster; None for the plan's own, with as many chips as it had.
@@ -43,11 +43,11 @@ def planned_step(plan: Plan, cluster: str | None = None, place: int = 1, stack: 
 
 
 def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:
-    """Return a configuration of the plan of a step as a case.
+    """Return a configuration of the plan of a step as a case to be simulated.
 
     Raises:
-        DescriptionError: as `planned_step`.
-        LayoutError: likewise.
+        DescriptionError: there is no such cluster, or the ranking has no such place.
+        LayoutError: the configuration does not fit the cluster.
         UnsupportedError: no program is written for steps of this kind.
     """
     step = planned_step(plan, cluster, place)

@@ -35,7 +35,7 @@ another stack; or whether it runs."""
 
 
 class SupportLine(BaseModel):
-    """One thing that a plan needs, what is known of it, and the evidence or the reason."""
+    """One item of support: its subject, a verdict, and the evidence or the reason in words."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,7 +45,7 @@ class SupportLine(BaseModel):
 
 
 class Support(BaseModel):
-    """What is known of a model on a cluster.
+    """The support for training a model on a cluster: what is measured, modelled, executed or refused.
 
     Attributes:
         prediction: kernels, links, recipes of precision, what of the model has no price.
@@ -72,7 +72,7 @@ class Support(BaseModel):
 def support_of(
     model: Transformer, cluster: Cluster, *, sequence: int = 2048, dtype: str = "bfloat16"
 ) -> Support:
-    """Return what is known of training a model on a cluster.
+    """Return the support for training a model on a cluster, by subject.
 
     Args:
         sequence: tokens of a sequence, on which it depends which windows and positions count.

@@ -107,13 +107,13 @@ class _EstimatedVariant:
 
     @classmethod
     def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
-        """Return a config of a problem with what it moves and how long it takes at these rates."""
+        """Return a config of a problem with its bytes and its seconds at these rates."""
         slicing = Slicing(problem, config)
         moved = volume(slicing)
         return cls(slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing))
 
     def key(self, objective: Objective) -> tuple[float, float]:
-        """Return what to sort by: bytes, then seconds, or the reverse; infinite where replicas may differ."""
+        """Return the sort key, bytes then seconds or the reverse; infinite where replicas of C may differ."""
         if not self.is_certain:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)
@@ -205,9 +205,7 @@ def _fitting(
 
 
 def extra_bytes(problem: UniversalProblem, config: UniversalConfig) -> int:
-    """Return the most bytes that a rank allocates beside A, B and C: panels in transit, sums of partial
-    operands.
-    """
+    """Return the most bytes that a rank allocates besides A, B and C: fetched panels, sums of partial operands."""
     program = universal_program(problem, config)
     return max(
         sum(

@@ -31,7 +31,7 @@ def sizes_of(problem: Matmul2dProblem) -> ProductSizes:
 
 
 def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a plan holds: each requested one once, then the unrolled ones that these imply.
+    """Return the names that a plan holds: each requested one once, then the unrolled ones that follow from them.
 
     Raises:
         UnsupportedError: a name is unknown, or there is none.
@@ -47,10 +47,10 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
 
 
 def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
-    """Return the entry called `name` in `UNROLLED`, at these slice counts.
+    """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
-    It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both cut
-    the same dim of the same product.
+    It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both
+    cut the same dim of the same product.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 

@@ -13,7 +13,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def to_deepspeed(row: PlannedRow) -> Export:
-    """Return the configuration. Raises UnsupportedError where DeepSpeed has no such strategy."""
+    """Return the DeepSpeed configuration of a row. Raises UnsupportedError if DeepSpeed has no such strategy."""
     plan, degrees = row.plan, row.degrees
     row.require_megatron("DeepSpeed")
     row.require_dense("DeepSpeed")

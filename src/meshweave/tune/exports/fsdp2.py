@@ -19,7 +19,8 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 def to_accelerate(row: PlannedRow) -> Export:
     """Return the file for `accelerate launch --config_file FILE.json`.
 
-    Raises UnsupportedError where accelerate has no such strategy.
+    Raises:
+        UnsupportedError: accelerate has no such strategy.
     """
     plan, degrees = row.plan, row.degrees
     sizes, left_out = _mesh(row, "accelerate")
@@ -57,7 +58,8 @@ def to_accelerate(row: PlannedRow) -> Export:
 def to_axolotl(row: PlannedRow) -> Export:
     """Return the settings of parallelism, batch and precision for a file of axolotl; JSON is YAML too.
 
-    Raises UnsupportedError where axolotl has no such strategy.
+    Raises:
+        UnsupportedError: axolotl has no such strategy.
     """
     plan, degrees = row.plan, row.degrees
     sizes, left_out = _mesh(row, "axolotl")

@@ -25,7 +25,8 @@ _LAYERS = {
 def to_hugging_face(row: PlannedRow) -> Export:
     """Return the `tp_plan` for `from_pretrained` of a model whose layers are named as Llama's.
 
-    Raises UnsupportedError where transformers has no such strategy.
+    Raises:
+        UnsupportedError: transformers has no such strategy.
     """
     row.require_megatron("transformers")
     row.require_dense("transformers")
@@ -103,9 +104,9 @@ _CONFIGS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config_of(model: Transformer) -> tuple[dict[str, Any], set[str]]:
-    """Return the `config.json` of a model, and the fields that it tells; none of a family with names of its own.
+    """Return the `config.json` of a model, and the fields of the model that it holds.
 
-    A model of no family has that of a Llama.
+    Both are empty for a family with key names of its own. A model of no family has the config of a Llama.
     """
     own = model.architecture
     if own.model_type not in ("", *_CONFIGS):

@@ -42,7 +42,7 @@ _PRECISIONS = {"--bf16": "bf16_mixed", "--fp16": "fp16_mixed"}
 
 
 def to_megatron_bridge(row: PlannedRow) -> Export:
-    """Return the overrides. Raises UnsupportedError where Megatron Core has no such strategy."""
+    """Return the Megatron Bridge overrides of a row. Raises UnsupportedError if it has no such strategy."""
     arguments: dict[str, Any] = {}
     flags: list[str] = []
     left_out: list[str] = []

@@ -16,7 +16,7 @@ _DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 
 
 def to_megatron_lm(row: PlannedRow) -> Export:
-    """Return the arguments for `pretrain_gpt.py`. Raises UnsupportedError where it has no such strategy."""
+    """Return the arguments for `pretrain_gpt.py`. Raises UnsupportedError if Megatron-LM has no such strategy."""
     left_out: list[str] = []
     flags: list[str] = []
     settings: dict[str, Any] = {}
@@ -30,7 +30,7 @@ def to_megatron_lm(row: PlannedRow) -> Export:
 
 
 def environment_of(row: PlannedRow) -> dict[str, str]:
-    """Return the variables without which Megatron-LM refuses the arguments on Hopper and what was before it.
+    """Return the environment variables that Megatron-LM demands for the arguments on Hopper and older chips.
 
     One hardware queue lets the host order products and communication; Megatron-FSDP wants several.
     """
@@ -41,9 +41,10 @@ def environment_of(row: PlannedRow) -> dict[str, str]:
 def add_degrees(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str], target: str
 ) -> set[str]:
-    """Add Megatron Core's arguments of a step; return the settings of the price that they tell.
+    """Add Megatron Core's arguments for a row to the collections; return the priced settings that they hold.
 
-    Raises UnsupportedError where Megatron Core has no such strategy or schedule.
+    Raises:
+        UnsupportedError: Megatron Core has no such strategy or schedule.
     """
     plan, degrees = row.plan, row.degrees
     row.require_megatron(target)

@@ -19,7 +19,7 @@ _OF_ROTARY = ("rotary_base", "rotary_share")
 
 
 def defining(model: Transformer) -> dict[str, Any]:
-    """Return all that defines a model, by the name of the field: sizes and architecture."""
+    """Return the fields that define a model, by name: sizes and architecture."""
     sizes = {item.name: getattr(model, item.name) for item in fields(model)}
     own = {item.name: getattr(model.architecture, item.name) for item in fields(model.architecture)}
     sizes["layers"] = ", ".join(
@@ -29,7 +29,10 @@ def defining(model: Transformer) -> dict[str, Any]:
 
 
 def model_left_out(model: Transformer, told: Collection[str], target: str) -> list[str]:
-    """Return sentences of what defines a model and is not among the fields that an export tells."""
+    """Return a sentence for each field that defines a model and that an export does not hold.
+
+    `told` are the fields that it holds, `target` is the other software.
+    """
     values = defining(model)
     untold = [
         f"{name} = {printable(value)}"
@@ -58,7 +61,7 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
 
 
 def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[str]:
-    """Return sentences of what the step was priced with, its stack apart, and an export does not tell."""
+    """Return a sentence for each setting of the priced step, its stack apart, that an export does not hold."""
     sentences = [
         f"The step is priced with {name} = {printable(value)}, which {target} is not told here."
         for name, value in row.settings.items()
@@ -74,5 +77,5 @@ def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[s
 
 
 def order_sentence(order: Collection[str], theirs: str) -> str:
-    """Return a sentence of an order of ranks that other software does not have."""
+    """Return a sentence on an order of ranks that other software, whose order is `theirs`, does not have."""
     return f"The order of ranks is {', '.join(order)}, innermost first; {theirs}."

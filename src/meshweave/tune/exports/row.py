@@ -45,12 +45,16 @@ class PlannedRow:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what the step was priced with where that is not the default."""
+        """Return the priced step's settings that differ from the defaults, by name."""
         return self.plan.description.settings if self.plan.description else {}
 
     @property
     def tensor(self) -> int:
-        """Return how many ranks share a layer. Raises UnsupportedError where they are a mesh of two axes."""
+        """Return the number of ranks that share a layer.
+
+        Raises:
+            UnsupportedError: they are a mesh of two axes.
+        """
         tensor = self.degrees.tensor
         first, second = (tensor, 1) if isinstance(tensor, int) else tensor
         if min(first, second) > 1:
@@ -61,27 +65,27 @@ class PlannedRow:
 
     @property
     def accumulated(self) -> int:
-        """Return the micro-batches of a rank in a step."""
+        """Return the number of micro-batches of a replica in a step."""
         return self.plan.batch // (self.degrees.micro_batch * self.degrees.data)
 
     @property
     def num_layers_per_stage(self) -> int | None:
-        """Return the layers of a stage of the pipeline, or None where stages differ."""
+        """Return the number of layers of each pipeline stage; None where stages differ."""
         stages = self.degrees.pipeline * self.degrees.virtual_stages
         return None if self.model.num_layers % stages else self.model.num_layers // stages
 
     @property
     def schedule(self) -> PipelineAlgorithm:
-        """Return the schedule of so many stages a rank. Raises UnsupportedError where it is unknown."""
+        """Return the schedule for the row's stages per rank. Raises UnsupportedError if it is unknown."""
         return SCHEDULES.named(self.degrees.schedule).for_stages(self.degrees.virtual_stages)
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Return whether tensor-parallel ranks divide tokens between products, as Megatron-LM's option does."""
+        """Return whether tensor-parallel ranks shard activations by tokens between products, as in Megatron-LM."""
         return self.tensor > 1 and SEQUENCE_INNER in STRATEGIES.named(self.degrees.strategy).roles
 
     def require_megatron(self, target: str) -> None:
-        """Raise UnsupportedError where layers are shared otherwise than Megatron does it along one axis."""
+        """Raise UnsupportedError if layers are sharded otherwise than Megatron-LM does it, along one axis."""
         strategy = STRATEGIES.named(self.degrees.strategy)
         if self.tensor > 1 and not set(strategy.roles) <= {INNER, SEQUENCE_INNER, IDLE}:
             raise UnsupportedError(
@@ -90,13 +94,13 @@ class PlannedRow:
             )
 
     def require_no_pipeline(self, target: str) -> None:
-        """Raise UnsupportedError where layers are divided among stages, for software without pipelines."""
+        """Raise UnsupportedError if layers are divided into stages, for software without pipelines."""
         if self.degrees.pipeline > 1:
             raise UnsupportedError(
                 f"{target} has no pipelines of stages; mw.pipeline runs {self.degrees.schedule}"
             )
 
     def require_dense(self, target: str) -> None:
-        """Raise UnsupportedError where experts have ranks of their own."""
+        """Raise UnsupportedError if experts have ranks of their own, for software without expert degrees."""
         if self.degrees.expert > 1 or self.degrees.expert_tensor > 1:
             raise UnsupportedError(f"the settings of {target} written here have no degrees of experts")

@@ -10,7 +10,7 @@ from meshweave.tune.exports.row import Export, PlannedRow
 
 
 def to_torchtitan(row: PlannedRow) -> Export:
-    """Return the overrides of a config. Raises UnsupportedError where torchtitan has no such strategy."""
+    """Return the torchtitan config overrides of a row. Raises UnsupportedError if it has no such strategy."""
     plan, degrees = row.plan, row.degrees
     row.require_megatron("torchtitan")
     left_out: list[str] = []

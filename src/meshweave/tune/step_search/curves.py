@@ -24,7 +24,7 @@ LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A step at one place of a curve.
+    """The price of a step at one place of a curve.
 
     Attributes:
         x: chips, sequences, or the rate of links over that of the cluster.

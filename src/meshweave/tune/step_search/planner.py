@@ -119,9 +119,9 @@ def plan(
 
 
 def space_options(fixed: dict[str, Any], stack: SoftwareStack) -> SpaceOptions:
-    """Return the options of a space for a stack from values, or lists of values, by name.
+    """Return the options of a search for a stack; `fixed` has values, or lists of values, by name.
 
-    Raises as `SpaceOptions.of_stack` does.
+    Raises UnsupportedError and DescriptionError as `SpaceOptions.of_stack` does.
     """
     chosen: dict[str, Any] = {}
     for name, value in fixed.items():
@@ -144,7 +144,12 @@ def plan_step(
     sensitivity: bool = False,
     progress: Progress = no_progress,
 ) -> Plan:
-    """Return the plan of a step problem; see `plan`. Raises as it does."""
+    """Return the plan of a step problem; arguments as of `plan`.
+
+    Raises:
+        DescriptionError: a size or option is wrong.
+        UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
+    """
     memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
     limit = problem.usable_bytes(memory_bytes)
     check_problem(problem)
@@ -231,7 +236,7 @@ def _ideal(ranking: StepRanking) -> StepRecord | None:
 
 
 def step_record(step: Step) -> StepRecord:
-    """Return the record of a step."""
+    """Return the record of a step, as plan files hold it."""
     peak = asdict(step.memory.peak)
     return StepRecord(
         degrees=degrees_of(step.parallelism),
@@ -251,12 +256,12 @@ def step_record(step: Step) -> StepRecord:
 
 
 def parallelism_of(record: StepRecord) -> Parallelism:
-    """Return the configuration of a record."""
+    """Return the configuration in the record of a step."""
     return Parallelism(**dict(record.degrees))
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of a ranking with the links of each level of twice and of half the rate."""
+    """Return the times of a ranking with the links of each level at twice and at half their rate."""
     problem = ranking.space.problem
     records = []
     for name, with_rate in link_levels(problem.cluster):

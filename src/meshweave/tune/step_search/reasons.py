@@ -44,7 +44,7 @@ _LEAST_SHARE = 0.02
 
 
 def refusal_text(ranking: StepRanking) -> str:
-    """Return one line: why no configuration is ranked, and what would be right."""
+    """Return one line of text: why no configuration is ranked, and what would help."""
     problem = ranking.space.problem
     chips = problem.cluster.num_chips
     start = f"no configuration of {problem.model.name} on {counted(chips, 'chip')} of {problem.cluster.name}"
@@ -137,7 +137,7 @@ def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, which ends in s where there are several."""
+    """Return a number with its noun, with a plural s unless it is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -145,7 +145,7 @@ _OF_EXPERTS = (("ep", "expert"), ("etp", "expert_tensor"))
 
 
 def choice_text(choice: object) -> str:
-    """Return a configuration in words: degrees, then what is not the default of them."""
+    """Return a configuration in words: its degrees, then the settings that are not the defaults."""
     record = choice if isinstance(choice, DegreesRecord) else None
     fields = dict(record) if record is not None else vars(choice)
     tensor = fields["tensor"]
@@ -171,7 +171,7 @@ def choice_text(choice: object) -> str:
 
 
 def order_text(fields: dict[str, object]) -> str:
-    """Return the order of degrees of more than one rank in words; "" where it is that of the default."""
+    """Return in words the order of the degrees above 1; "" if it is the default."""
     sizes = {name: fields[name] for name in ("data", "pipeline", "context", "tensor")}
     order = [name for name in fields["order"] if sizes[name] != 1]  # type: ignore[attr-defined]
     usual = [name for name in ("tensor", "context", "data", "pipeline") if sizes[name] != 1]
@@ -179,7 +179,7 @@ def order_text(fields: dict[str, object]) -> str:
 
 
 def difference_text(best: StepRecord, other: StepRecord) -> str:
-    """Return what another configuration costs beside the best: the parts that differ most, largest first."""
+    """Return in words how much slower another configuration is than the best, with the parts that differ most."""
     slower = other.step_s - best.step_s
     parts = {
         name: other.parts_s.get(name, 0.0) - best.parts_s.get(name, 0.0)
@@ -195,7 +195,7 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
 
 
 def defaults_text(steps: StepsRecord) -> str:
-    """Return what `mw.step` gives by its defaults, and which of them are not the best's; "" where all are."""
+    """Return in words what `mw.step` gives with its defaults, and which differ from the best; "" if none do."""
     if steps.defaults is None:
         reason = steps.defaults_refused
         return f"mw.step by its defaults cannot be laid out: {reason}" if reason else ""
@@ -219,13 +219,13 @@ def _value_text(value: object) -> str:
 
 
 def losses(record: StepRecord) -> Sequence[tuple[str, float]]:
-    """Return the parts of a step besides computing, with their share of its time, the largest first."""
+    """Return (part, share of the step's time from 0 to 1) for all parts but computing, the largest first."""
     lost = ((name, seconds / record.step_s) for name, seconds in record.parts_s.items() if name != "compute")
     return sorted(lost, key=lambda item: -item[1])
 
 
 def advice(steps: StepsRecord) -> str:
-    """Return one sentence: what takes most besides computing, and what would lessen it."""
+    """Return one sentence: the largest part of the step besides computing, and what would lessen it."""
     name, share = next(iter(losses(steps.best)), ("", 0.0))
     if share < _LEAST_SHARE:
         rate = steps.best.mfu * steps.best.step_s / max(steps.best.parts_s.get("compute", 0.0), 1e-12)

@@ -17,7 +17,7 @@ _MOST_TIMES = 64
 
 
 def remedies_text(ranking: StepRanking) -> str:
-    """Return of the smallest configuration what its bytes are, and what would make it fit; "" without one.
+    """Return in words the bytes of the smallest configuration, and what would make it fit; "" if there is none.
 
     Each remedy is a configuration whose memory was counted. Fewer chips, or longer sequences, may do too.
     """

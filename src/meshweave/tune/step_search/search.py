@@ -25,14 +25,14 @@ NUM_ROWS = 12
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A configuration that fits, with its step."""
+    """A configuration that fits the memory, with its step."""
 
     parallelism: Parallelism
     step: Step
 
     @property
     def time_s(self) -> float:
-        """Return the seconds of the step."""
+        """Return the seconds of one step."""
         return self.step.time_s
 
     @property
@@ -42,7 +42,7 @@ class PricedStep:
 
     @property
     def row_key(self) -> tuple[object, ...]:
-        """Return what configurations share of which the ranking shows only the fastest: degrees and strategy."""
+        """Return degrees and strategy, as a key; a ranking shows the fastest configuration of each."""
         return row_key(self.parallelism)
 
 
@@ -115,7 +115,7 @@ class StepSearch(BestFirst):
         return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
 
     def ranking(self) -> StepRanking:
-        """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
+        """Return the ranking of the search. Ctrl-C ends it with the best so far, once there is one."""
         tree = self._tree
         self.answer_early(tree.apart().parts)
         self.run(tree.parts)
@@ -150,7 +150,7 @@ def _priced(ranked: RankedConfig) -> PricedStep:
 
 
 def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
-    """Return those of which no other is both as fast and as small, the fastest first."""
+    """Return the configurations of which no other is both as fast and as small, the fastest first."""
     front: list[PricedStep] = []
     for each in sorted(priced, key=_rank_key):
         if not front or each.memory_bytes < front[-1].memory_bytes:
