@@ -236,11 +236,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return self.functions(problem)
 
     def operands(self, problem: ProblemT, config: ConfigT, inputs: Arrays) -> Arrays:
-        """Return the input tensors of a config's program, from the inputs of `reference`; here the same."""
+        """Return the input tensors of a config's program from those of `reference`; here they are the same."""
         return inputs
 
     def results(self, problem: ProblemT, config: ConfigT, outputs: Arrays) -> Arrays:
-        """Return the outputs as `reference` returns them, from those of a config's program; here the same."""
+        """Return outputs as `reference` returns them, from those of a config's program; here they are the same."""
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:

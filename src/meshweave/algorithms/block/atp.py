@@ -25,9 +25,9 @@ class Atp(BlockAlgorithm):
     roles = (INNER, HIDDEN)
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield chunks as other strategies do, their sums scattered by a reduce-scatter, then by an all-reduce.
+        """Yield configs by number of chunks, first with a reduce-scatter of sums, then with an all-reduce.
 
-        The paper's is the all-reduce, after which each rank takes its part. On one column both are the same.
+        The paper's is the all-reduce, after which each rank takes its shard. On one column both are the same.
         """
         yield from super().candidates(problem, cluster)
         if problem.mesh_shape[1] > 1:

@@ -28,7 +28,7 @@ _FAMILIES = ("gpt", "llama")
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Where the experts of a layer are, for what is priced of it.
+    """How the experts of a layer are divided over ranks, for its price.
 
     Attributes:
         expert: ranks that share the experts; each has as many.
@@ -36,10 +36,11 @@ class ExpertRanks:
         load: copies of tokens that the most loaded rank gets over those that ranks get on average.
         dispatcher: how copies travel, a name of `cost.exchange`.
         grouped: whether one kernel multiplies for all experts, and activates between its products.
-        loads: for a program, copies of each rank of a group over the average: the first one's is `load`; () where
-            all have as many.
-        mesh: for a program, the ranks of a block on a mesh with the axes "rank" and "tensor" of those that share
-            experts and each of them, where there are several, and others; None where work alone is counted.
+        loads: for a program, copies of each rank of a group over the average: the first one's is `load`; ()
+            where all have as many.
+        mesh: for a program, the ranks of a block on a mesh with the axes "rank" and "tensor" of those that
+            share experts and each of them, where there are several, and others; None where work alone is
+            counted.
     """
 
     expert: int = 1

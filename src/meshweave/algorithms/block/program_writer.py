@@ -144,9 +144,9 @@ class ProgramWriter(BlockWriter):
     def end_site(self) -> None:
         """Let what follows wait for all ops written so far; only if the writer `is_by_sites`.
 
-        The first op of a site in each lane waits for what the last ops of the site before wrote in other
-        lanes. An op that reads neither that nor something of its own site gets an empty call before it, which
-        reads it. The transfers of a ring need no such call, since the compute lane reads all of them before
+        The first op of a site in each lane waits for the last ops of the site before in other lanes. An op
+        that reads neither their outputs nor something of its own site gets an empty call before it, which
+        reads them. The transfers of a ring need no such call, since the compute lane reads all of them before
         attention ends.
         """
         self.cut()
@@ -184,7 +184,7 @@ class ProgramWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of function `fn` for the current chunk; `work` and `shape` say how it is priced."""
+        """Write a call of function `fn` for the current chunk; `work`, `part` and `shape` say how it is priced."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 

@@ -219,7 +219,7 @@ class SkeletonWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add the task of a call for the current chunk; `work` and `shape` say how it is priced."""
+        """Add the task of a call for the current chunk; `work`, `part` and `shape` say how it is priced."""
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
@@ -300,10 +300,10 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield each turn, or the first one and groups of the others where there are many.
+        """Yield the number of each turn; of many turns the first one, and groups that stand for the others.
 
-        A group ends before what it gives to the next begins, which is within 1 % of the time turn by turn. There
-        are as many groups, modulo 2, as turns, because two slots take turns.
+        A group ends before the next one begins to need its results, which is within 1 % of the time turn by
+        turn. There are as many groups, modulo 2, as turns, because two slots take turns.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):

@@ -70,7 +70,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield configs that cut a rank's batch into 1, 2 and 4 chunks, or into as many as it allows."""
+        """Yield configs that cut a rank's batch into 1, 2 and 4 chunks, or fewer if it has fewer sequences."""
         batch = self.max_chunks(problem)
         sizes = (-(-batch // count) for count in (1, 2, 4) if count <= batch)
         yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
@@ -151,7 +151,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk, for any number of sequences, not only those of `problem`."""
+        """Return the tasks of rank 0 in one chunk, for any number of sequences. Raises as `program` does."""
         self._check(problem, BlockConfig())
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 

@@ -188,7 +188,7 @@ class BlockWriter(ABC):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Write a call of function `fn` for the current chunk; `work` and `shape` say how it is priced."""
+        """Write a call of function `fn` for the current chunk; `work`, `part` and `shape` say how it is priced."""
 
     @abstractmethod
     def timed(

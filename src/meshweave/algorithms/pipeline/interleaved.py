@@ -37,7 +37,7 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return None
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return 1F1B over the stages of each rank, in rounds of as many micro-batches as there are ranks."""
+        """Return 1F1B over the stages of each rank, in rounds of about as many micro-batches as ranks."""
         ranks, count = problem.num_ranks, problem.micro_batches
         rounds = round_sizes(count, ranks)
         orders = tuple(_order(rank, problem.stages_of(rank), ranks, rounds) for rank in range(ranks))
@@ -48,7 +48,7 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
         return micro_batches % num_ranks == 0
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return for each rank its most stashes: one more than forwards before its first backward, at most all."""
+        """Return for each rank its most stashes: the forwards before its first backward, at most all."""
         ahead = (per_rank - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
         most = micro_batches * per_rank
         return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
@@ -62,7 +62,7 @@ INTERLEAVED_1F1B = InterleavedOneForwardOneBackward()
 
 
 def round_sizes(micro_batches: int, ranks: int) -> list[int]:
-    """Return the number of micro-batches in each round, at most `ranks`."""
+    """Return the micro-batches of each round: about `ranks`, more where `ranks` does not divide them."""
     rounds = max(1, micro_batches // ranks)
     size, left = divmod(micro_batches, rounds)
     return [size + (number < left) for number in range(rounds)]

@@ -140,8 +140,8 @@ class ReshardWriter:
     def completion_piece(self, rank: int) -> TensorPiece | None:
         """Return the piece of this multicast whose arrival at a rank lets the next multicast begin.
 
-        That is the last but one if the last is short, so that the NIC is busy while the signal travels. It is None
-        where only scalars arrived, which delay nobody.
+        That is the last but one if the last is short, so that the NIC is busy while the signal travels. It is
+        None where only scalars arrived, which no rank waits for.
         """
         last, before = self._arrived.get(rank, (None, None))
         return before if last is not None and before is not None and last.num_bytes <= LEAD_BYTES else last

@@ -60,7 +60,8 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
         folds: whether one replica is simulated for all, if they are alike and each is in hosts of its own.
 
     Raises:
-        UnsupportedError: products in another dtype, or sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: products in another dtype or with collectives inside, sizes that tensor-parallel
+            ranks do not share evenly, or with experts a `zero_group` or exchanges beside another micro-batch.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -135,7 +136,10 @@ class StepPieces:
 
 
 def step_pieces(step: Stages) -> StepPieces:
-    """Return the parts of the program of a step, on one of its replicas. Raises UnsupportedError as `lay_step`."""
+    """Return the parts of the program of a step, on one of its replicas.
+
+    Raises UnsupportedError as `lay_step`, and for layers with experts or latent attention.
+    """
     if has_timed_layers(step.problem):
         raise UnsupportedError(
             "programs of layers with experts or latent attention do not say what they hold"
@@ -144,7 +148,10 @@ def step_pieces(step: Stages) -> StepPieces:
 
 
 def write_step(step: Stages) -> WrittenStep:
-    """Return the program of a step on all chips, to be executed. Raises UnsupportedError as `lay_step`."""
+    """Return the program of a step on all chips, to be executed.
+
+    Raises UnsupportedError as `lay_step`, and for layers with experts or latent attention.
+    """
     if has_timed_layers(step.problem):
         raise UnsupportedError(REFUSAL)
     return _StepWriter(step, 1).written()

@@ -155,9 +155,9 @@ def framework_memory(
     """Return the bytes on a chip of each pipeline rank; `step_memory` computes layers and stashes.
 
     Args:
-        layers: the layers of each pipeline rank.
+        layers: the number of layers of each pipeline rank.
         stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
-        ranks: the ranks to count; None for all.
+        ranks: the pipeline ranks to count; None for all.
         recompute: what the forward part keeps; None for what the parallelism says.
     """
     counts = rank_parameters(problem, parallelism, layers)
@@ -192,11 +192,11 @@ def least_held(
     stashes: tuple[int, ...],
     ranks: Sequence[int],
 ) -> Memory:
-    """Return what the program of a step holds at least on some pipeline ranks: states, and what layers keep.
+    """Return a lower bound of what the program of a step holds on a chip of some pipeline ranks.
 
-    Nothing is kept that the program does not keep: scores, masks, a second tensor of the gate. When as many
-    micro-batches are kept as ever are, a backward part begins: it has the gradient of the residual, what the first
-    of its layers has computed again, and under ZeRO-3 the weights of that layer. Arguments are those of
+    It counts weights, their states, and what layers keep, but no scores, masks or second tensor of the gate.
+    When most micro-batches are kept, a backward part begins: it has the gradient of the residual, what the
+    first of its layers has computed again, and under ZeRO-3 the weights of that layer. Arguments are those of
     `framework_memory`.
     """
     known = problem.cache("bare")

@@ -69,7 +69,7 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
 def stalls_s(
     block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the seconds that a layer's forward and backward part gain because the host waits for collectives.
+    """Return the seconds by which host waits for collectives lengthen a layer's forward and backward part.
 
     `added_s` are seconds that the software adds to the two parts. Both results are 0 for a host that does not
     wait.

@@ -219,7 +219,7 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds per layer and micro-batch that overlap beyond single sites (products) hides.
 
-    They are what a plan of overlap "layers" counts on, and a model whose sites run one by one does not do.
+    A plan of overlap "layers" counts on them; a model whose sites run one by one does not have them.
     """
     own = layer_time(problem, parallelism)
     by_sites = layer_time(replace(problem, overlap="sites"), parallelism)

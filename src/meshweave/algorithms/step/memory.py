@@ -185,7 +185,7 @@ def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
 
 
 def residual_is_whole(parallelism: Parallelism) -> bool:
-    """Return whether every tensor-parallel rank holds the whole residual of its micro-batch."""
+    """Return whether every tensor-parallel rank holds the residual of all tokens that its group works on."""
     return num_parts_of(parallelism)("residual") == parallelism.context
 
 

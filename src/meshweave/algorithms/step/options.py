@@ -57,7 +57,7 @@ class StepOptions(ProblemOptions, total=False):
 
 
 class PlanOptions(ProblemOptions, total=False):
-    """The keywords of `mw.plan` that say what is fixed: a value, or a list of values to choose among."""
+    """The keywords of `mw.plan` that fix a choice: a value, or a list of values to choose among."""
 
     data: int | list[int]
     dp: int | list[int]

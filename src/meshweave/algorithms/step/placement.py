@@ -29,9 +29,9 @@ Axis = tuple[str, int, int]
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
-    """Return a machine whose mesh has these axes (name, size, stride in chips), and others between them.
+    """Return a machine with a mesh of these axes (name, size, stride in chips), filled up between them.
 
-    Axes of experts lie across those, in a mesh of their own.
+    Axes of experts are of a second mesh, over the same chips.
     """
     chips = _part(cluster, max((size * stride for _, size, stride in (*axes, *expert_axes)), default=1))
     meshes = [_mesh(MESH, axes, chips.num_chips)]

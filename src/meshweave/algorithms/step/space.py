@@ -106,7 +106,7 @@ class SpaceOptions:
 
     @classmethod
     def of_stack(cls, stack: SoftwareStack, **given: Any) -> SpaceOptions:
-        """Return options with what a stack executes where nothing is given: `given` are attributes.
+        """Return options with `given` attributes, and for all others what a stack executes.
 
         Raises as the class does, and UnsupportedError where the stack does not execute what is given.
         """

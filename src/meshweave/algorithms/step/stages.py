@@ -99,10 +99,11 @@ class Stages:
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
-        """Return the times of the stages and of the transfers between them, for one micro-batch, in picoseconds.
+        """Return the times of stages and of transfers between them, for one micro-batch, in picoseconds.
 
-        Where gradients are not timed apart, that of inputs has recomputation and half of the rest, that of
-        weights the other half. A stack that waits for its sends has transfers in the times of stages.
+        Where the two gradients are not timed apart, the input gradient has recomputation and half of the
+        rest, the weight gradient the other half. A stack that waits for its sends has transfers in the times
+        of stages.
         """
         ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:

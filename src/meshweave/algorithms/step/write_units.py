@@ -79,7 +79,8 @@ def write_units(
         experts: the ranks of a block as `block_of_piece` has them.
 
     Raises:
-        UnsupportedError: the backward program of a unit cannot be separated from its forward program.
+        UnsupportedError: a strategy has no forward and backward programs of this kind
+            (`BlockAlgorithm.parts`).
     """
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
 

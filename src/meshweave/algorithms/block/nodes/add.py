@@ -28,7 +28,7 @@ class AddRecord(NodeRecord[EdgeSum]):
         yield Sum(at.out, tuple(map(at.layer.edge, at.node.ins)))
 
     def gradient_meanings(self, at: NodePlace[EdgeSum], roles: Roles) -> Iterator[Meaning]:
-        """Yield nothing: the gradient of the sum is that of each term."""
+        """Yield nothing: each term has the gradient of the sum."""
         yield from ()
 
     def compute(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
@@ -36,7 +36,7 @@ class AddRecord(NodeRecord[EdgeSum]):
         known[at.out] = np.sum([known[at.layer.edge(edge)] for edge in at.node.ins], 0)
 
     def compute_gradient(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
-        """Do nothing: the gradient of the sum is that of each term."""
+        """Do nothing: each term has the gradient of the sum."""
 
     def kernels(self, at: NodePlace[EdgeSum], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield an addition for each term but the first, which is already in the buffer of the sum."""
@@ -45,7 +45,7 @@ class AddRecord(NodeRecord[EdgeSum]):
             yield Kernel(move_work(elements, sizes.problem.dtype, "add"), "forward")
 
     def write(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
-        """Write the addition of terms that are partial sums, its reduction, and the addition of others."""
+        """Write the sum of terms that are partial sums, its reduction over ranks, and the sum with the others."""
         out, layer, ops = writer.out(at), at.layer, writer.writer
         terms = [layer.edge(edge) for edge in at.node.ins if layer.home(edge) != at.out]
         in_parts = [
@@ -62,4 +62,4 @@ class AddRecord(NodeRecord[EdgeSum]):
             ops.add(out, writer.stored[name])
 
     def write_gradient(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
-        """Write nothing: the gradient of the sum is that of each term."""
+        """Write nothing: each term has the gradient of the sum."""

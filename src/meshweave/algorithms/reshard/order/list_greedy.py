@@ -23,9 +23,10 @@ PASS_WORK = 3_000
 
 
 def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> JobSchedule:
-    """Return the best schedule of some passes of list scheduling, of which the first is not random.
+    """Return the best schedule of at most `rounds` passes of list scheduling, of which the first is not random.
 
     It ends early where a pass meets `goal`, a makespan in the unit of durations; by default a lower bound.
+    `seed` is that of the random choices.
     """
     goal = exclusive_bound(jobs) if goal is None else goal
     if rounds is None:
