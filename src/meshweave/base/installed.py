@@ -41,7 +41,9 @@ def offered(group: str, name: str) -> Any | None:
 
 
 def offered_names(group: str) -> tuple[str, ...]:
-    """Return the names that installed packages offer, those of this repository first, in their order."""
+    """Return the names that installed packages offer in a group: this repository's in their order, then
+    others sorted.
+    """
     names = {point.name for point in entry_points(group=group)}
     ours = [name for groups in OFFERED.values() for name in groups.get(group, ()) if name in names]
     return (*ours, *sorted(names.difference(ours)))

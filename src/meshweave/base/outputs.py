@@ -40,10 +40,11 @@ class CommandOutputs:
     notes: list[str] = field(default_factory=list)
 
     def claim(self, path: Path, option: str) -> None:
-        """Note that an option names this output.
+        """Record that `option` of this command writes the file `path`.
 
         Raises:
-            DescriptionError: no file can be written there, or another option, or stdout, has the same.
+            DescriptionError: no file can be written there, the command has read it, or another option or
+                stdout writes it.
         """
         check_writable(path)
         real = os.path.realpath(path)
@@ -90,7 +91,10 @@ def outputs_of_command() -> Iterator[CommandOutputs]:
 
 
 def claim_output(path: Path, option: str) -> None:
-    """Claim an output of this command, as `CommandOutputs.claim` does. Raises DescriptionError."""
+    """Record that `option` of this command writes the file `path`, as `CommandOutputs.claim`.
+
+    Raises DescriptionError where no file can be written there, or the command reads or writes it otherwise.
+    """
     outputs.claim(path, option)
 
 

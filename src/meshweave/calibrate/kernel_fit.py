@@ -70,7 +70,8 @@ def fit_constants(
     """Return the constants that give the measured seconds best, rounded to four digits.
 
     Args:
-        seconds_of: the seconds of all samples, from constants by name.
+        free: the constants to fit, by name.
+        seconds_of: returns the seconds of all samples, from constants by name.
         measured, weights: the seconds and the weight of each sample.
     """
     names = list(free)

@@ -150,7 +150,7 @@ def plan_sweep(
 
     Raises:
         LayoutError: the mesh is not one of two axes with all chips, or the network cannot carry it.
-        DescriptionError: sizes of less than 64 bytes.
+        DescriptionError: a size is not from 64 bytes to 1 GiB.
     """
     if len(mesh_shape) != 2 or math.prod(mesh_shape) != cluster.num_chips or cluster.num_chips < 2:
         shape = "x".join(map(str, mesh_shape))

@@ -201,7 +201,7 @@ def _largest_difference(result: Any, expected: Any) -> float:
 
 
 def log_path(folder: str | Path, rank: int) -> Path:
-    """Return the file in which a rank logs."""
+    """Return the file in `folder` that `rank` logs to."""
     return Path(folder) / f"rank-{rank}.jsonl"
 
 

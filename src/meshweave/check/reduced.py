@@ -87,7 +87,7 @@ def reduce_products(
     *,
     where_too_small: Literal["grow", "drop slices"] = "grow",
 ) -> Iterator[ReducedProduct]:
-    """Yield each product at reduced size, in order.
+    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order; without one it says `skipped`.
 
     Args:
         max_dim: sizes are reduced in proportion until no dim is larger.

@@ -132,14 +132,15 @@ def run(
     """Execute a layer of a plan at reduced size on local processes, and check its numbers and its order of events.
 
     Args:
-        cluster: the machine that the prediction beside the measurement is made for. By default these processes:
-            constants are measured in turns with the runs (`check.local_constants`).
+        cluster: the machine that the prediction beside the measurement is made for. By default these
+            processes: constants are measured in turns with the runs (`check.local_constants`).
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
         num_ranks: local processes.
         max_dim: sizes are reduced in proportion until no dim is larger.
         repeat: measured runs of each program, after one to warm up.
+        num_ring_directions: of the rings that collectives run as; 0 leaves them to gloo.
         seed: seed of the operands.
         timeout_s: seconds after which everything is stopped.
 

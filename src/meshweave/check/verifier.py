@@ -144,6 +144,7 @@ def verify(
         layers: of a plan, which to check; None for all.
         algorithms: of a plan, which to check; None for all.
         max_dim: sizes of a plan are reduced in proportion until no dim is larger.
+        num_ring_directions: of the rings that collectives on processes run as; 0 leaves them to gloo.
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         on_processes: whether to run on processes at all.

@@ -75,7 +75,7 @@ def run_numpy(
         seed: None runs events in program order where lanes and edges leave a choice, a number in one of the
             other legal orders.
         calls: the functions that `call` ops name; see `execute.calls`.
-        flow: `ir.dataflow.analyse(program)`, where the caller has it already.
+        flow: the result of `ir.analysis.dataflow.analyse(program)`, where the caller has it already.
 
     Raises:
         BindError: inputs or calls are missing or do not fit.

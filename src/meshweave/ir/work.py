@@ -301,7 +301,9 @@ def _collective(program: Program, op: ops.DataCollective) -> Transfer:
 
 
 def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
-    """Return the bytes of a box of `shape` but with `size` elements along `dim`, in the dtype of a buffer."""
+    """Return the bytes of a part of a tensor of `shape` with `size` elements along `dim`, in the dtype of a
+    buffer.
+    """
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 

@@ -193,10 +193,10 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return the number that stands for a value in the arguments of ops; equal values have one.
+    """Return the integer that stands for a value in the arguments of ops; equal values have one.
 
-    Such ops are for what a module knows when it is made, a product at its site, while sizes come with each call. A
-    compiled graph holds the numbers. A value is kept as long as the process lives.
+    Ops take it for what a module knows when it is made, such as a product at its site. A compiled graph holds
+    the integers. A value is kept as long as the process lives.
     """
     if value not in _NUMBERS:
         _NUMBERS[value] = len(_VALUES)

@@ -59,14 +59,15 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layout:
-    """Return how a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
+    """Return the layout of a DTensor on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side`
+    None).
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
     Raises:
-        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard, Replicate,
-            Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch, which takes them
-            for a shard order, would gather otherwise than it cut them.
+        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard,
+            Replicate, Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch,
+            which takes them for a shard order, would gather otherwise than it cut them.
     """
     spec = compat.spec_of(tensor) if isinstance(tensor, DTensor) else tensor
     if spec.tensor_meta is None:
@@ -151,7 +152,7 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
 
 
 def require_dtensors(a: object, b: object) -> None:
-    """Raise LayoutError where an operand of `matmul` is no DTensor."""
+    """Raise LayoutError where a or b, the operands of `matmul`, is no DTensor."""
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
 

@@ -108,12 +108,12 @@ class ExpertExchange:
         Collective among the ranks; it waits for the counts of all on the host, once.
 
         Args:
-            x: the own tokens, (tokens, hidden).
-            choices: their different experts, integers (tokens, top_k); -1 for none.
+            x: this rank's tokens, (tokens, hidden).
+            choices: the experts of each token, distinct integers (tokens, top_k); -1 for none.
 
         Raises:
-            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds of
-                them, or have other exchanges.
+            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds
+                of them, or have other exchanges.
             BindError: another rank refuses what it was given.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -125,7 +125,9 @@ class ExpertExchange:
         return rows, handle
 
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
-        """Return for each own token the sum of its rows, each times its gate, (tokens, hidden).
+        """Return for each of this rank's tokens the sum of its rows, each times its gate, (tokens, hidden).
+
+        Collective.
 
         Args:
             x: what experts made of the rows of the dispatch, in their order, as wide and of the same dtype.

@@ -45,7 +45,7 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return a product on a ring, bound to memory of its own at the first of its kind by all ranks of the ring.
+    """Return a product on a ring, bound to memory of its own. Collective at the first of its kind on the ring.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.

@@ -129,11 +129,12 @@ class DTensorMove:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, source: ShardSpec, target: ShardSpec) -> DTensorMove:
-        """Return the move of a tensor that lies as `source` says before its sums are made.
+        """Return the move of a tensor with the placements of `source`, partial sums among them, to those of
+        `target`.
 
         Raises:
             LayoutError: the placements do not fit the tensor, or `target` is partial.
-            BindError: the dtype does not move.
+            BindError: tensors of the dtype cannot be moved.
         """
         shape, prefix = tuple(map(int, tensor.shape)), f"{name}: " if name else ""
         check_dtype(tensor.dtype, prefix)

@@ -57,6 +57,7 @@ def bar_chart(
     """Return an SVG of horizontal bars from 0 on one linear scale; "" where there are none.
 
     Args:
+        x_label: what the scale is, with its unit.
         mark_names: what the first and the second mark of each bar mean; two at most.
         bar_name, spread_name: what a bar's length and its whisker mean; "" for no whiskers.
         line_at, line_name: x of a line through all groups, such as a bound, and what it means.

@@ -55,12 +55,12 @@ def step_page(
     timelines: Sequence[tuple[str, StepTimeline]] = (),
     curves: Sequence[StepCurve] = (),
 ) -> str:
-    """Return the page of the plan of a step.
+    """Return the HTML page of the plan of a step.
 
     Args:
         choice_text: writes a configuration in words.
-        difference: what the runner-up costs; "" without one.
-        advice: what to do next.
+        difference: what the runner-up costs, in words; "" without one.
+        advice: what to do next, in words.
         timelines: titles and timelines, of which the first is shown when the page opens.
         curves: of the first configurations of the ranking.
     """

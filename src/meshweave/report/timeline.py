@@ -50,7 +50,10 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
 
 
 def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
-    """Return an SVG of the lanes of one rank, several traces under each other on one scale of time."""
+    """Return an SVG of the lanes of one rank: (title, trace) pairs under each other on one scale of time.
+
+    `width` is in pixels.
+    """
     lane_height, gap, left, top = 22, 34, 96, 28
     longest = max((trace.duration_s for _, trace in traces), default=0.0) or 1e-12
     rows: list[str] = []

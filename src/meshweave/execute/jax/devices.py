@@ -71,7 +71,7 @@ class DeviceMesh:
         self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
 
     def number(self, rank: int) -> int:
-        """Return the number of a rank's device, row-major."""
+        """Return the index of a rank's device in the mesh, row-major."""
         return self._number[rank]
 
     def coordinate(self, rank: int, axis: str) -> int:

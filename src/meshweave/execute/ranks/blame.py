@@ -133,12 +133,12 @@ class HeartbeatWatch:
             self.stopped_before = self.in_state("stopped")
 
     def in_state(self, *states: State) -> list[int]:
-        """Return the ranks whose last beat carried one of `states`."""
+        """Return the ranks whose last heartbeat has one of these states."""
         return [rank for rank, beat in self.beats.items() if beat is not None and beat.state in states]
 
     @property
     def silent(self) -> list[int]:
-        """The ranks that are `alive` by their last heartbeat, but did not beat for `stale_s` or have ended."""
+        """The ranks whose last heartbeat is `alive`, but that ended or have been silent for `stale_s` seconds."""
         return [rank for rank in self.beats if self._is_silent(rank) and not self._has_left(rank)]
 
     def _is_silent(self, rank: int) -> bool:

@@ -100,7 +100,7 @@ class Heart:
                 self._watches.remove(watch)
 
     def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
-        """Return a watch of some ranks that every beat feeds from here on."""
+        """Return a watch of some ranks, which every beat feeds from now on; silent after `stale_s` seconds."""
         watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
         self._watches.append(watch)
         self._wake.set()
@@ -135,7 +135,7 @@ class Heart:
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank has said farewell."""
+        """Whether this rank has told the others that it leaves, for whatever reason."""
         return self._state != "alive"
 
     def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:

@@ -210,7 +210,7 @@ class Liveness:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has said farewell, or its store has ended."""
+        """Whether this rank has told the others that it leaves, or its store has ended."""
         return self._closed or self.heart.store_gone
 
     @property

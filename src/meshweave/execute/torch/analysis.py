@@ -57,7 +57,7 @@ class RankAnalysis:
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether the program runs over a remote memory."""
+        """Whether a remote memory carries the program's one-sided ops and fences."""
         return self.has_memory and bool(self.exposed)
 
     # -- order among this rank's ops -------------------------------------------------------------------------

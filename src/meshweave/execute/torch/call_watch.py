@@ -80,7 +80,7 @@ class CallWatch:
                 self._thread.start()
 
     def remove(self, watched: WatchedCalls) -> None:
-        """Look after the calls of a context no more; the thread ends with the last of them."""
+        """Stop looking after the calls of a context; the thread ends with the last one."""
         with self._lock:
             self._watched.discard(watched)
         self._wake.set()
@@ -293,7 +293,7 @@ class WatchedCalls:
         return f"calls are out of order, and ranks wait for each other: {waits}"
 
     def close(self) -> None:
-        """Leave the groups of the context alone from here on: they are about to be destroyed."""
+        """Stop ending the context's waits: its process groups are about to be destroyed."""
         with self._abort_lock:
             self._is_closed = True
 

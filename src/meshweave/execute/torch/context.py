@@ -198,7 +198,8 @@ class TorchContext:
     def beside(self) -> TorchContext:
         """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
 
-        It has the deadline, liveness and observers of this one, ends with it, and is broken when it is.
+        It has the deadline, liveness and observers of this one. It ends with this one, and where one fails,
+        both do.
         """
         new = TorchContext(
             liveness=self.liveness or False,

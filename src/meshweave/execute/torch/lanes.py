@@ -86,7 +86,7 @@ class LaneRun:
         self.stopped = True
 
     def reset(self) -> None:
-        """Begin a run: no step is complete."""
+        """Set the number of completed steps to 0, for a new run."""
         self.done, self.stopped = 0, False
         self.spans = []
 

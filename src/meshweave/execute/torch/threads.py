@@ -56,7 +56,7 @@ def num_threads_set(count: int) -> Iterator[None]:
 
 
 def with_num_threads(count: int | None, action: Action) -> Action:
-    """Return an action that runs another one with `count` threads; None leaves it as it is."""
+    """Return an action that runs `action` with `count` threads for a product; None returns `action` itself."""
     if count is None:
         return action
 

@@ -106,7 +106,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a resolved view bound to the tensor that holds its buffer slot."""
+    """Return a resolved view as tensors that alias `buffer`, the tensor that holds its buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None

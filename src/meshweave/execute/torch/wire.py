@@ -311,6 +311,8 @@ class Wire:
         return to_wire(packed, order), after
 
     def native_dtype(self, view: View) -> torch.dtype:
-        """Return the dtype in which the transport's collectives carry a view's elements; gloo's have no int16."""
+        """Return the dtype in which collectives carry a view's elements: int32 for int16, which gloo lacks,
+        else its own.
+        """
         dtype = self.binder.view(view).dtype
         return torch.int32 if dtype == torch.int16 else dtype

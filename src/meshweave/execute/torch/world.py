@@ -192,7 +192,7 @@ class SignedStore:
         self._store, self._limit_s = store, limit_s
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
+        """Write the value of a key, signed."""
         self._call(partial(self._store.set, key, sign(key, value)))
 
     def check(self, keys: Sequence[str]) -> bool:

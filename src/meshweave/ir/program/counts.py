@@ -79,7 +79,7 @@ def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
 
 
 def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, NDArray[np.int64]]:
-    """Return the entries of every table. Raises ProgramError where some are missing or are not allowed."""
+    """Return the entries of every table of counts. Raises ProgramError where some are missing or not allowed."""
     for name in values:
         if name not in program.counts_of:
             known = did_you_mean(name, program.counts_of)
@@ -179,9 +179,7 @@ class CellRows:
         return tuple(self.starts.ravel().tolist())
 
     def rows_at(self, place: Index, cell: Index) -> Index:
-        """Return where the rows of cell number `cell`, in the order of memory, begin on the rank at index
-        `place` of the mesh.
-        """
+        """Return where the rows of cell `cell` in memory order begin on the rank at index `place` of the mesh."""
         return select(self._entries, place * self.starts.shape[1] + cell)
 
     @property

@@ -52,9 +52,9 @@ class AllRanks:
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
     def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
-        """Return the median seconds of a run on the slowest rank, after one that is not counted.
+        """Return the median seconds of `repeat` runs on the slowest rank, after one that is not counted.
 
-        All ranks call it, and begin each run together.
+        Collective; all ranks begin each run together.
         """
         times = []
         for _ in range(repeat + 1):

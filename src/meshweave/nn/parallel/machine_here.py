@@ -75,13 +75,13 @@ def measure_step(
     num_parameters: int,
     context: TorchContext | None = None,
 ) -> MeasuredStep:
-    """Return what parts of a step take here; all ranks of the world call it.
+    """Measure the seconds of the parts of a training step on this machine. Collective over all ranks of the world.
 
     Args:
         compute: runs forward and backward of so many rows, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
-        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data parallelism
-            alone, by which `measured_problem` finds what of its sums is hidden.
+        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data
+            parallelism alone, by which `measured_problem` finds what of its sums is hidden.
         num_parameters: all of the model, each of which is trained.
         context: deadline and liveness of waits; default: that of the default process group.
 

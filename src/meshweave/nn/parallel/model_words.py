@@ -40,7 +40,7 @@ def version_words() -> dict[str, str]:
 
 
 def setting_words() -> dict[str, str]:
-    """Return the settings of torch that change what a product rounds to."""
+    """Return the settings of torch that change how a product rounds, as text by name."""
     backends = torch.backends
     return {
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
@@ -115,7 +115,7 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums of the parameters and buffers of a model that is not distributed yet."""
+    """Return the checksums of a model's parameters and buffers, by name, before they are distributed."""
     return checksum_words(_tensors(module))
 
 

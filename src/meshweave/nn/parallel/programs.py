@@ -27,7 +27,7 @@ PARTS_KEPT = 32
 
 
 def communicates(program: Program) -> bool:
-    """Return whether any op of a program needs another rank."""
+    """Return whether any op of a program communicates with another rank."""
     return any(op.kind not in COMPUTE_KINDS for op, _ in program.expanded.placed_ops())
 
 
