@@ -59,7 +59,7 @@ def all_offered(group: str) -> Iterator[tuple[str, Any]]:
 
 
 def load(point: EntryPoint) -> Any:
-    """Return what an entry point names. Raises UnsupportedError where it cannot be loaded."""
+    """Import and return the object that an entry point names. Raises UnsupportedError where that fails."""
     try:
         return point.load()
     except Exception as error:

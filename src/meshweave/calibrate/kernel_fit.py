@@ -47,14 +47,14 @@ class Free:
     least: float = 0.0
 
     def value(self, position: float) -> float:
-        """Return the constant for a number that the fit varies without bounds: the inverse of `position`."""
+        """Return the constant for `position`, an unbounded number that the fit varies."""
         if math.isinf(self.most):
             return self.least + math.exp(min(position, 700.0))
         return self.least + (self.most - self.least) / (1 + math.exp(-max(position, -700.0)))
 
     @property
     def position(self) -> float:
-        """Return the number, without bounds, by which the fit begins: it stands for `start`."""
+        """Return the unbounded number for `start`, at which the fit begins: the inverse of `value`."""
         above = self.start - self.least
         if math.isinf(self.most):
             return math.log(above)

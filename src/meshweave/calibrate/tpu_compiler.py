@@ -32,7 +32,7 @@ one of them on the chip if it fits, since the program before fetches it (cross-p
 
 
 def hardware_of(target: TpuTarget) -> Hardware:
-    """Return the peak FLOP/s and the memory bandwidth of a target, upper bounds of what is fitted."""
+    """Return the units, peak FLOP/s and memory bandwidth of a target, which fitted rates stay below."""
     return Hardware(target.arrays, target.peak_flops_per_s, target.memory_bytes_per_s)
 
 

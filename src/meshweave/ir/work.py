@@ -105,14 +105,14 @@ Work = Compute | Transfer
 
 
 def matmul_work(m: int, n: int, k: int, dtype: str, num_products: int = 1) -> Compute:
-    """Return the work of `num_products` products (M, K) x (K, N) of a batch."""
+    """Return the FLOPs and sizes of `num_products` products (M, K) x (K, N), for the cost model."""
     flops = 2 * m * n * k * num_products
     item = dtype_bytes(dtype)
     return Compute("matmul", flops, dims=(m, n, k), item_bytes=item, num_products=num_products, dtype=dtype)
 
 
 def product_work(shape: ProductShape, dtype: str) -> Compute:
-    """Return the work of a product with batch dims.
+    """Return the FLOPs and sizes of a product with batch dims, for the cost model.
 
     Where one operand serves the whole batch, the rows (or columns) of the other form one large matrix. A sum
     over the batch is one product with the batch in k.
@@ -153,7 +153,7 @@ def counts_view_bytes(op: ops.Call) -> bool:
 
 
 def call_work(program: Program, op: ops.Call) -> Compute:
-    """Return the work of a resolved call."""
+    """Return the FLOPs, bytes and sizes of a resolved call, for the cost model."""
     assert isinstance(op.flops, int) and isinstance(op.bytes, int)
     num_bytes = op.bytes
     if counts_view_bytes(op):

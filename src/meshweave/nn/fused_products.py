@@ -65,7 +65,7 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return this rank's part of a product on a mesh of rings, ready to run; bound at the first of its kind.
+    """Return a product on a mesh of rings as a function of this rank's shards; bound at the first of its kind.
 
     All ranks of the problem call it. Each ring binds a program of its own. Raises as
     `products.prepare_cached`.

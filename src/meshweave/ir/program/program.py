@@ -132,8 +132,8 @@ class Program(Shown, WrittenProgram):
     def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
         """Return whether ranks (default: all), and the statements and turns of loops they run, are within a limit.
 
-        Takes time in proportion to the limit, whatever the program; a collective of many members counts as several
-        steps. Raises ProgramError as `ops_on_rank` does.
+        Takes time in proportion to the limit, whatever the program; a collective of many members counts as
+        several steps. Raises ProgramError where an expression has no value.
         """
         steps = StepBudget(limit)
         try:
@@ -148,7 +148,10 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
-        """Return the ops of every rank. Raises ProgramError as `ops_on_rank` does."""
+        """Return the ops of every rank, by rank, in program order.
+
+        Raises ProgramError where an expression does not fit.
+        """
         return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
     @cached_property

@@ -60,7 +60,11 @@ class ResolvedOps:
         return self._forms.get(id(op), -1 - id(op))
 
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
-        """Return an op with plain integers. Raises ProgramError as `resolve` does."""
+        """Return an op with plain integers in place of expressions, for `rank` and the values of names in `env`.
+
+        The same object for all ranks and values that the op cannot tell apart. Raises ProgramError where an
+        expression has no value, or a view does not fit its buffer.
+        """
         listed = self._reads.get(id(op))
         if listed is None:
             first = self._first.pop(id(op), None)

@@ -214,7 +214,7 @@ class WrittenProgram:
         """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
 
         Raises:
-            ProgramError: as `local_shape` does.
+            ProgramError: there is no such buffer.
         """
         shapes = self._shapes_of_all.get(name)
         if shapes is None:

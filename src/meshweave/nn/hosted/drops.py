@@ -110,7 +110,8 @@ Source = tuple[Any, str]
 
 
 def sources_of(module: nn.Module) -> list[Source]:
-    """Return what a model's dropout is set by, as (object, attribute); [] for a model without.
+    """Return where a model's dropout probabilities are set, as (object, attribute); [] for a model without
+    dropout.
 
     Raises UnsupportedError where attention kernels drop by themselves (flash, flex).
     """

@@ -151,7 +151,7 @@ def _sized(
 
 
 def experts_part(name: str, module: nn.Module, given: Sequence[Any], made: Tensor) -> ExpertsPart:
-    """Return what one call of a module of experts shows of it.
+    """Return how many experts a module has and where their parameters lie, read off one call of it.
 
     Args:
         name: the module's, in the layer.

@@ -216,15 +216,15 @@ def run_trials(
 ) -> TrialTable:
     """Run plans for a few steps each, and return the table; all ranks of the world call it with the same ones.
 
-    What a trial raises for its plan, model or batch is why it was not run; lost ranks and errors that are not
-    this library's end all trials, on all ranks.
+    A trial that raises an error of this library, for its plan, model or batch, counts as not run, for that
+    reason. Lost ranks and other errors end all trials, on all ranks.
 
     Args:
         start: returns what makes one step by a plan. It is called and dropped before the next one.
         steps: of each, after one that is not counted.
         seconds: after which no trial begins, nor a step of one that has made one.
         within: the share by which another plan must be faster than plain data parallelism to be chosen.
-        needed_bytes: what a rank needs for a trial.
+        needed_bytes: the bytes of memory that a rank needs for a trial.
         context: deadline and liveness of waits between steps; default: that of the default process group.
 
     Raises:

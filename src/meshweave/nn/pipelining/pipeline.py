@@ -168,10 +168,13 @@ class Pipeline:
     def step(self, batch: Batch = None, target: Tensor | None = None) -> Tensor | None:
         """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
 
+        Collective.
+
         Args:
             batch: on ranks of the first stage one tensor or several, one row per sample first; others may
                 leave it out.
-            target: likewise on ranks of the last stage.
+            target: on ranks of the last stage the tensor that the loss takes, rows first; others may leave it
+                out.
 
         Returns:
             On ranks of the last stage the loss of the whole batch, else None.

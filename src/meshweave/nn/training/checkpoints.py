@@ -221,10 +221,12 @@ class Checkpoints:
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` is whole on the disk, however long that takes while ranks work at it.
+        """Wait until the last `save` of all ranks is whole on the disk, however long that takes while they
+        work at it.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks the same. What was whole before still is.
+            CheckpointError: it could not be written; on all ranks the same. Checkpoints that were whole still
+                are.
             RankLostError, DeadlineError: other ranks were lost meanwhile, or neither wrote nor finished.
         """
         if self._saving is None:
@@ -249,9 +251,12 @@ class Checkpoints:
         A later one that is not whole is passed over with a warning. Collective.
 
         Args:
-            checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over too.
+            checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over
+                too.
 
-        Raises CheckpointError where there are checkpoints, and none is whole; and what `wait` does.
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole; or the last `save` failed.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
         self.wait()
         round_ = self._rounds.begin("the first rank to look at the checkpoints")
@@ -326,17 +331,17 @@ class Checkpoints:
         casts: bool = False,
         extra: bool | Callable[[str], bool] = False,
     ) -> dict[str, Any]:
-        """Load the checkpoint of a step into `tensors`, laid as they lie; collective. Return its notes.
+        """Load the checkpoint of a step into `tensors`, whatever their placements; return its notes. Collective.
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
             extra: whether the checkpoint may have tensors that no rank gives; or which, by name.
 
         Raises:
-            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes than
-                were written, it lacks a tensor, has one of another shape or dtype, or one that nobody takes. The
-                message says which other checkpoint is whole. Where a file cannot be read to its end although it
-                could be just before, the message says that tensors were touched.
+            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes
+                than were written, it lacks a tensor, has one of another shape or dtype, or one that nobody
+                takes. The message says which other checkpoint is whole. Where a file cannot be read to its
+                end although it could be just before, the message says that tensors were touched.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
         pieces: dict[str, ShardPieces] = {}
