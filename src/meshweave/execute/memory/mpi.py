@@ -41,7 +41,10 @@ _CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T"}
 
 @dataclass
 class MpiMemory(RemoteMemory):
-    """See the module docstring. `close` is collective among the ranks that have used the memory together."""
+    """A pool in windows of MPI; see the module docstring.
+
+    `close` is collective among the ranks that used it together.
+    """
 
     kind: ClassVar[str] = "mpi"
     is_aliased: ClassVar[bool] = False

@@ -92,7 +92,10 @@ class DeviceQueue:
 
 @dataclass(frozen=True)
 class StreamWindow(Window):
-    """See the module docstring."""
+    """A window whose waits, flags and sums are queued on the current CUDA stream; see the module docstring.
+
+    `other_updates` makes the updates that no kernel adds.
+    """
 
     context: TorchContext
     queue: Queue

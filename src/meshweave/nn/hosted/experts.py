@@ -268,7 +268,7 @@ def _code(index: Tensor) -> Tensor:
 def exchange_of(strategy: LayerStrategy, count: int, device: str) -> ExpertExchange:
     """Return the exchange between this rank and those that have the other ones of `count` experts.
 
-    The same object for equal arguments. Collective at the first call.
+    The same object for equal arguments.
     """
     around = [
         range(size) if dim == "expert" else (at,)
