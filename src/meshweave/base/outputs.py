@@ -65,7 +65,7 @@ class CommandOutputs:
         }
 
     def summary(self) -> str:
-        """Return in words what was written, and what was to be."""
+        """Return in words which files were written, and which claimed ones were not."""
         if not self.written:
             return "nothing was written"
         done = {os.path.realpath(path) for path in self.written}
@@ -95,12 +95,12 @@ def claim_output(path: Path, option: str) -> None:
 
 
 def note(sentence: str) -> None:
-    """Say something beside the result of this command, once it has ended well."""
+    """Add a sentence that this command prints beside its result; nothing is printed where the command fails."""
     outputs.notes.append(sentence)
 
 
 def taken_notes() -> list[str]:
-    """Return what there is to say beside the result, once."""
+    """Return the sentences of `note` and forget them."""
     taken, outputs.notes = outputs.notes, []
     return taken
 

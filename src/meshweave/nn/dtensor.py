@@ -111,7 +111,7 @@ class MatrixView:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part (local rows, local columns), detached; the same memory where its strides allow."""
+        """This rank's shard as a matrix (local rows, local columns), detached; a view where its strides allow."""
         local = compat.local_tensor(self.tensor)
         if local.ndim != 2:
             local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
@@ -119,7 +119,10 @@ class MatrixView:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the matrix before it is transposed. Raises LayoutError, see `layout_of`."""
+        """The layout of the matrix before it is transposed.
+
+        Raises LayoutError where it has none; see `layout_of`.
+        """
         return layout_of(self.tensor)
 
     @property
@@ -129,7 +132,7 @@ class MatrixView:
 
     @property
     def order(self) -> tuple[int, int] | None:
-        """(1, 0) where columns are the outer dim in memory, before it is transposed; else None."""
+        """(1, 0) where the local matrix, before it is transposed, is column-major in memory; else None."""
         if self.tensor.ndim != 2:
             return None
         down, across = self.tensor.stride()
@@ -154,7 +157,7 @@ def require_dtensors(a: object, b: object) -> None:
 
 
 def size_text(shape: Sequence[int]) -> str:
-    """Return a shape in words: `4x6`, or `scalar`."""
+    """Return a shape as text: `4x6`, or `scalar`."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -281,7 +284,7 @@ def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
 
 
 def kind_text(value: Any) -> str:
-    """Return in words what something is that was given for a tensor."""
+    """Return text for an error on what was given for a tensor: `a DTensor (4, 6) of float32`."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     name = "DTensor" if hasattr(value, "device_mesh") else "tensor"

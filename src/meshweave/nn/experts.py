@@ -206,7 +206,11 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run one of the exchanges; `tensors` are its inputs by buffer."""
+        """Run the exchange of `part` ("dispatch", ...) and return the bound program, which has its outputs.
+
+        Collective. `tensors` are its inputs by buffer; `hidden` is the number of features of a row. Raises as
+        `dispatch`.
+        """
         dtype = next(iter(tensors.values())).dtype
         tokens, top_k = handle.choices.shape
         problem = self._problem(part, tokens, top_k, hidden, DTYPES[dtype])
@@ -224,7 +228,7 @@ class ExpertExchange:
             return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
 
     def padded(self, tokens: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return tokens with rows of zeros after them, as many as the rank with most tokens has."""
+        """Return this rank's tokens, detached, padded with rows of zeros to the rank with most tokens."""
         rows = handle.choices.shape[0]
         if tokens.shape[0] == rows:
             return tokens.detach().contiguous()
@@ -233,7 +237,8 @@ class ExpertExchange:
         return out
 
     def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), then zeros.
+        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), padded
+        with zeros.
 
         `most` is the greatest number of rows that any rank has for its experts.
         """

@@ -65,9 +65,10 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return this rank's part of a product on a mesh of rings, as `products.prepare_cached` does; errors as there.
+    """Return this rank's part of a product on a mesh of rings, ready to run; bound at the first of its kind.
 
-    All ranks of the problem call it. Each ring binds a program of its own.
+    All ranks of the problem call it. Each ring binds a program of its own. Raises as
+    `products.prepare_cached`.
     """
     ring = next(ring for ring in ring_problems(problem) if context.rank in ring.ranks)
     key = "fused matmul", ring, options

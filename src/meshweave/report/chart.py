@@ -154,7 +154,10 @@ def _colour(number: int) -> str:
 
 
 def axis_scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
-    """Return a map from the range of `values` to `start` .. `stop`; a single value goes to the middle."""
+    """Return a function that maps the range of `values` to pixels `start` .. `stop`, linearly or by logarithm.
+
+    A single value goes to the middle.
+    """
     kind: Callable[[float], float] = math.log if log else float
     low, high = kind(min(values)), kind(max(values))
     if high == low:

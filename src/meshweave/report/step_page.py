@@ -178,7 +178,7 @@ def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
 
 
 def named_parts(record: StepRecord) -> dict[str, float]:
-    """Return the seconds of a step by the names of its parts, those of `PART_COLOURS`."""
+    """Return the seconds of a step by the names of its parts on the page, 0 where it has none of one."""
     return {name: record.parts_s.get(part, 0.0) for part, (name, _) in PARTS.items()}
 
 

@@ -16,7 +16,7 @@ _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
 def timeline_text(trace: Trace, rank: int, width: int = 80) -> str:
-    """Return one line per lane of `rank`: blocks where it computes, lines where it communicates.
+    """Return text with one line per lane of `rank`, `width` columns of time: blocks compute, lines communicate.
 
     A column shows the activity that lasts longest in it.
     """
@@ -95,5 +95,8 @@ def _box(span: Span, begin: int, left: int, y: int, height: int, per_second: flo
 
 
 def write_chrome(path: Path, traces: Sequence[Trace]) -> None:
-    """Write a Chrome / Perfetto trace of several traces beside each other. Raises DescriptionError."""
+    """Write a Chrome / Perfetto trace of several traces beside each other.
+
+    Raises DescriptionError where writing fails.
+    """
     write_file(path, json.dumps(to_chrome(traces)) + "\n")

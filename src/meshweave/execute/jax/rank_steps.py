@@ -158,7 +158,7 @@ class RankStepWriter(StatementWriter):
     """Writes a program that has no template, step by step."""
 
     def steps(self) -> None:
-        """Write all steps."""
+        """Append the lines of all steps of the program."""
         self.numbers.tables_only = True
         for step in rank_steps(self.program):
             self._groups = step.groups

@@ -43,7 +43,7 @@ def check_statements(program: Program) -> None:
 
 
 def is_loop_index(name: str) -> bool:
-    """Return whether a loop index may be called so."""
+    """Return whether a loop index may have this name: an identifier that is no keyword, "rank" or "peer"."""
     return name.isidentifier() and not keyword.iskeyword(name) and name not in ("rank", "peer")
 
 

@@ -70,7 +70,7 @@ class Program(Shown, WrittenProgram):
         return parts
 
     def with_parts(self, change: Callable[[Program], Program]) -> Program:
-        """Return the program with `change` made to each program that it includes, once."""
+        """Return the program with each distinct program that it includes replaced by `change` of it."""
         parts = {
             number: change(_included(op)) for number, op in {id(i.program): i for i in self.includes}.items()
         }
@@ -207,7 +207,11 @@ class Program(Shown, WrittenProgram):
         return not isinstance(op, Include) or rank in self.ranks_of_include(op, env)
 
     def ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
-        """Return the ranks of an include in the order of those of its sub-program."""
+        """Return the global ranks that run an include, in the order of its sub-program's ranks, as the keys
+        of a dict.
+
+        Raises ProgramError where ranks do not fit.
+        """
         key = (id(op), *(env.get(name) for name in op.placing_names))
         if key not in self._include_ranks:
             try:

@@ -54,7 +54,9 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return a number that equal forms share; below 0, and its own, for an op that is shared with no other."""
+        """Return a number that ops of an equal form share; a negative one of its own for an op that is not
+        shared.
+        """
         return self._forms.get(id(op), -1 - id(op))
 
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:

@@ -54,7 +54,7 @@ class StageProfile:
     lost_parameter: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as JSON, which `from_json` reads back."""
+        """Return the profile as JSON values, which `from_json` reads back."""
         outs = [[list(kind.shape), str(kind.dtype).removeprefix("torch.")] for kind in self.outs]
         return {**asdict(self), "outs": outs}
 

@@ -91,7 +91,9 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, step: int, tensors: Mapping[str, Saved], notes: Mapping[str, Any] | None = None) -> None:
-        """Save tensors beside what follows; waits for the save before this one, and to copy the tensors.
+        """Copy the tensors, and write them beside the training that follows.
+
+        Collective; waits for the save before.
 
         Args:
             step: how many steps were trained; names the checkpoint.
@@ -99,8 +101,8 @@ class Checkpoints:
             notes: what else there is, the same on all ranks, as JSON.
 
         Raises:
-            CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves into the
-                folder, or the save before this one failed, see `wait`.
+            CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves
+                into the folder, or the save before this one failed, see `wait`.
             RankLostError, DeadlineError: of the save before this one too.
         """
         self.wait()
@@ -215,7 +217,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes, or has not yet been asked how a save went."""
+        """Whether the last `save` has not ended on this rank, or `wait` has not been called since."""
         return self._saving is not None
 
     def wait(self) -> None:
@@ -276,16 +278,18 @@ class Checkpoints:
         return None
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of the checkpoint of a step. Raises CheckpointError where that is not whole."""
+        """Return the notes of the checkpoint of a step. Collective; raises as `manifest`."""
         return dict(self.manifest(step).notes)
 
     def manifest(self, step: int, fits: Callable[[Manifest], dict[str, Any]] | None = None) -> Manifest:
         """Return the manifest of the checkpoint of a step. Collective.
 
         Args:
-            fits: says in `wrong` why the checkpoint is not for this rank, and in `unused` what it does not take.
+            fits: from the manifest says in `wrong` why the checkpoint is not for this rank, and in `unused`
+                which tensors, by index, it does not take; None for no such test.
 
-        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait` does.
+        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait`
+        does.
         """
         self.wait()
         round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
@@ -356,7 +360,7 @@ class Checkpoints:
         round_ = self._rounds.begin(f"all ranks to load the checkpoint of step {step}")
 
         def read() -> None:
-            with opened_folder(self._there.same(step, manifest)) as folder, torch.no_grad():
+            with opened_folder(self._there.folder_if_unchanged(step, manifest)) as folder, torch.no_grad():
                 load_pieces(folder, manifest, pieces, round_.tick)
 
         wrong = self._there.wrong_in(read)
@@ -367,7 +371,10 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where one says what is wrong with a checkpoint. Collective."""
+        """Raise CheckpointError on all ranks where one gives in `wrong` what is wrong with a checkpoint.
+
+        Collective. "" is for nothing wrong on this rank.
+        """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         self._rounds.agree(
             self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}
