@@ -272,7 +272,7 @@ def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
 def terms(x: Array, count: int) -> Array:
     """Return `count` terms whose sum is x, stacked along a new first dim.
 
-    Each holds every `count`-th element of x, and zeros elsewhere.
+    Term t has the elements t, t + count, ... of x in row-major order, and zeros elsewhere.
     """
     number = jnp.arange(x.size).reshape(x.shape) % count
     return jnp.stack([jnp.where(number == term, x, 0) for term in range(count)])

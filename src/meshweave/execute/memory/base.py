@@ -337,8 +337,8 @@ class RemoteMemory(ABC):
         return RemoteSlot(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return (segment number, byte offset) at which a tensor of this rank begins; None where not all
-        reach it.
+        """Return (segment number, byte offset) where a tensor of this rank begins; None where not all of
+        `ranks` reach it.
         """
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._address(number)

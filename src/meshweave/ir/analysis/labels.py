@@ -189,11 +189,14 @@ class LabelAlgebra:
     # --- sums and reductions --------------------------------------------------------------------------
 
     def add(self, x: Labels, y: Labels) -> Labels:
-        """Return the labels of a sum. Raises ProgramError where the elements do not belong together."""
+        """Return the labels of a sum. Raises ProgramError where elements of other positions or values meet."""
         return self.combine("sum", x, y)
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
-        """Return the reduction of some blocks. Raises ProgramError where they are no parts of one value."""
+        """Return the labels of the reduction of some blocks.
+
+        Raises ProgramError where they are no parts of one value.
+        """
         total = terms[0].copy()
         for term in terms[1:]:
             total = self.combine(op, total, term)

@@ -222,5 +222,8 @@ def sized_product(
 def sized_move(
     site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype, is_whole: bool = False
 ) -> SizedMove:
-    """Return the program of a move; one object for equal arguments."""
+    """Return the program of a move for tensors of `dtype`; one object for equal arguments.
+
+    `is_whole` is that of `SizedMove`.
+    """
     return SizedMove(site, strategy, dtype, is_whole)
