@@ -41,7 +41,7 @@ MAX_OPS = 50_000
 
 @singledispatch
 def html_of(value: object) -> str:
-    """Return what a notebook shows of an object."""
+    """Return what a notebook shows of an object, as HTML with inline styles."""
     return f"<pre>{escape(repr(value))}</pre>"
 
 

@@ -100,7 +100,7 @@ class Trace(Shown):
         return to_s(max(s.end_ps for s in self.spans) - min(s.start_ps for s in self.spans))
 
     def overlap_s(self, rank: int) -> float:
-        """Return the seconds in which `rank` computes (matmul or call) and communicates at once."""
+        """Return the seconds in which `rank` computes (products and calls) and communicates at the same time."""
         compute = union(
             (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind in ("matmul", "call")
         )
@@ -131,13 +131,13 @@ class Trace(Shown):
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Return one trace of the per-rank traces of a run."""
+    """Return one trace of the traces that each rank made of the same run."""
     spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 
 
 def check_order(trace: Trace, flow: Dataflow) -> int:
-    """Return how many orderings a trace was checked for: the edges and fifo lanes of its program.
+    """Check that a trace obeys the edges and fifo lanes of its program; return how many orderings were checked.
 
     Raises:
         ProgramError: two ops are out of order, or an op is missing; the error names them.

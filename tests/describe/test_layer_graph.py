@@ -38,7 +38,7 @@ def test_weights_and_what_is_kept_are_sums_over_nodes() -> None:
     sizes = [node.operand.size * node.result.size for node in LAYER.nodes if isinstance(node, Linear)]
     assert LAYER.num_weights == sum(sizes) == 8 * (16 + 2 * 8) + 16 * 8 + 8 * 24 + 12 * 8
     assert LAYER.kept_edges == ("X", "NA", "QKV", "A", "M", "NF", "Y", "H")
-    assert LAYER.homes == {"O": "M", "F": "Z"} and not LAYER.meeting
+    assert LAYER.homes == {"O": "M", "F": "Z"} and not LAYER.jointly_reduced
     (attention,) = (node for node in LAYER.nodes if isinstance(node, Attention))
     for window in (1, 3, 5, 9):
         pairs = sum(min(query + 1, window) for query in range(7))
@@ -48,6 +48,8 @@ def test_weights_and_what_is_kept_are_sums_over_nodes() -> None:
 def test_terms_of_a_sum_meet_where_no_bias_is_between() -> None:
     options = {"gated": True, "norm": "rms", "parallel": True}
     beside = dense_layer(8, 4, 2, 4, 12, DenseForm(**options))  # type: ignore[arg-type]
-    assert beside.meeting == {"O", "F"} and sum(isinstance(node, EdgeSum) for node in beside.nodes) == 1
-    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, biases=("out",))).meeting  # type: ignore[arg-type]
-    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, post_norms=True)).meeting  # type: ignore[arg-type]
+    assert (
+        beside.jointly_reduced == {"O", "F"} and sum(isinstance(node, EdgeSum) for node in beside.nodes) == 1
+    )
+    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, biases=("out",))).jointly_reduced  # type: ignore[arg-type]
+    assert not dense_layer(8, 4, 2, 4, 12, DenseForm(**options, post_norms=True)).jointly_reduced  # type: ignore[arg-type]

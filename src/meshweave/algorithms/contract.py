@@ -51,17 +51,17 @@ ConfigT = TypeVar("ConfigT", bound=Hashable)
 
 @dataclass(frozen=True)
 class Within:
-    """An accuracy: at most so much above or below what is true.
+    """An accuracy: off by at most a share of the true value, above or below.
 
     Attributes:
-        share: of what is true.
+        share: share of the true value, 0.01 for 1 %.
     """
 
     share: float
 
 
 def within(share: float) -> Within:
-    """Return the accuracy of a number that is off by at most this share of what is true."""
+    """Return the accuracy of a number that is off by at most `share` (0 to 1) of the true value."""
     return Within(share)
 
 
@@ -70,7 +70,10 @@ Accuracy = Literal["exact", "upper_bound"] | Within
 
 
 def is_accurate(accuracy: Accuracy, claimed: float, true: float, rounding: float = 0.0) -> bool:
-    """Return whether what a closed form says is as accurate as it claims, but for what is rounded off."""
+    """Return whether the value that a closed form claims is as accurate as it says, to within `rounding`.
+
+    `claimed`, `true` and `rounding` are in one unit.
+    """
     share = accuracy.share if isinstance(accuracy, Within) else 0.0
     too_much = 0.0 if accuracy == "upper_bound" else claimed - (1 + share) * true
     return max(too_much, (1 - share) * true - claimed) <= rounding
@@ -133,7 +136,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
 
     @abstractmethod
     def program(self, problem: ProblemT, config: ConfigT) -> Program:
-        """Write the program.
+        """Return the program of a config.
 
         Raises:
             LayoutError: the config does not fit the problem.
@@ -142,7 +145,7 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
 
     @abstractmethod
     def reference(self, problem: ProblemT, inputs: Arrays) -> dict[str, Array]:
-        """Return the output tensors, computed densely in numpy from whole input tensors."""
+        """Return the output tensors by name, computed without sharding in numpy from whole input tensors."""
 
     @abstractmethod
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
@@ -166,50 +169,51 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def branches(
         self, problem: ProblemT, part: Any = None, limit_s: float = math.inf
     ) -> Iterator[Any] | None:
-        """Return what a part of the candidates is divided into: smaller parts, or configs. None for a config.
+        """Return the smaller parts, or configs, that a part of the candidates consists of; None for a config.
 
-        An entry with too many candidates to price each offers this, and `lower_bound`, for a search that leaves
-        out what its bounds rule out. This default divides nothing: candidates are priced one by one.
+        An algorithm with too many candidates to price each offers this, and `lower_bound`, for a search that
+        leaves out what its bounds rule out. This default divides nothing: candidates are priced one by one.
 
         Args:
-            part: what `branches` gave before; None for all candidates, whose parts are searched one after the
-                other, each to its end.
-            limit_s: seconds from which on nothing changes the result, so that it may be left out.
+            part: a part that `branches` yielded; None for all candidates, whose parts are searched one after
+                the other, each to its end.
+            limit_s: candidates that take this many seconds or more cannot change the result, and may be left
+                out.
         """
         return None
 
     def lower_bound(self, problem: ProblemT, part: Any, *, is_tight: bool = False) -> float:
-        """Return seconds that no config of a part goes under; a config is a part of its own.
+        """Return seconds that no config of a part takes less than; a config is a part of its own.
 
         Args:
-            is_tight: whether a higher bound is wanted, which may take longer. It is asked of parts that a search
-                begins with, of the one that has the least bound so far.
+            is_tight: whether a higher bound is wanted, which may take longer to compute. It is asked of parts
+                that a search begins with, of the one that has the least bound so far.
         """
         return 0.0
 
     def row(self, problem: ProblemT, part: Any) -> Hashable:
-        """Return what the configs of a row of a ranking have in common; each row has its best config alone."""
+        """Return a key that configs of one row of a ranking have in common; a row shows only its best config."""
         own: Hashable = part
         return own
 
     def admits(self, problem: ProblemT, config: ConfigT) -> bool:
-        """Return whether a config may be taken; asked only of one that no bound rules out, before it is priced."""
+        """Return whether a config may be chosen; asked before it is priced, if no bound rules it out."""
         return True
 
     def preference(self, problem: ProblemT, config: ConfigT, estimate: Estimate) -> Any:
-        """Return what decides between configs that take as long: the lesser one comes first."""
+        """Return the tie-breaker between configs that take equally long: the config with the smaller one wins."""
         return 0
 
     def outside_s(self, problem: ProblemT, config: ConfigT) -> float:
-        """Return the seconds of an estimate that are of nothing in the program."""
+        """Return the seconds of an estimate that no op of the program takes, such as those of an optimizer."""
         return 0.0
 
     def refusal(self, problem: ProblemT) -> str | None:
-        """Return in a few words why the algorithm cannot solve a problem of its type, or None if it can."""
+        """Return why the algorithm cannot solve a problem of its type, in a few words; None if it can."""
         return None
 
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank moves, by "mesh.axis"; "" stands for messages between two ranks."""
+        """Return the bytes that a rank communicates, by "mesh.axis"; "" stands for messages between two ranks."""
         return traffic(self.program(problem, config), rank)
 
     def peak_bytes(self, problem: ProblemT, config: ConfigT, rank: int = 0) -> int:
@@ -217,26 +221,26 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return one problem per differentiable input.
+        """Return for each differentiable input the problem of its gradient.
 
         An input is left out where the placements of the operands do not fit the problem of its gradient.
         """
         return ()
 
     def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of the program's `call` ops by name, on arrays; see `execute.calls`."""
+        """Return the functions that the program's `call` ops compute on arrays, by name; see `execute.calls`."""
         return {}
 
     def calls(self, problem: ProblemT, config: ConfigT) -> Mapping[str, Callable[..., Any]]:
-        """Return `functions` for one config, where they depend on it."""
+        """Return `functions` for one config; an algorithm overrides it if they depend on the config."""
         return self.functions(problem)
 
     def operands(self, problem: ProblemT, config: ConfigT, inputs: Arrays) -> Arrays:
-        """Return the input tensors of a config's program from those of `reference`, where these are others."""
+        """Return the input tensors of a config's program, from the inputs of `reference`; here the same."""
         return inputs
 
     def results(self, problem: ProblemT, config: ConfigT, outputs: Arrays) -> Arrays:
-        """Return the output tensors of `reference` from those of a config's program, where these are others."""
+        """Return the outputs as `reference` returns them, from those of a config's program; here the same."""
         return outputs
 
     def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:

@@ -49,7 +49,12 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
 
     @property
     def entries(self) -> dict[str, AlgorithmT]:
-        """Return the entries by name. Raises UnsupportedError where an installed package's cannot be loaded."""
+        """Return the algorithms by name.
+
+        Raises:
+            UnsupportedError: an algorithm of an installed package cannot be loaded, or two have the same
+                name.
+        """
         if self._entries is None:
             module, _, name = self._base.partition(":")
             base = getattr(import_module(f"meshweave.algorithms.{module}"), name)
@@ -57,7 +62,11 @@ class AlgorithmTable(Mapping[str, AlgorithmT], Generic[AlgorithmT]):
         return self._entries
 
     def named(self, name: str) -> AlgorithmT:
-        """Return the entry called `name`. Raises UnsupportedError that names the nearest one, or its package."""
+        """Return the algorithm called `name`.
+
+        Raises:
+            UnsupportedError: there is none; the error names a similar one, or the package that offers it.
+        """
         if name not in self.entries:
             offered(ENTRY_POINTS, name)
             known = did_you_mean(name, self) or f"; there are {', '.join(sorted(self))}"
@@ -101,9 +110,10 @@ def _load() -> dict[str, Algorithm[Any, Any]]:
 
 
 def installed(group: str, base: Callable[..., AnyEntry]) -> Iterator[AnyEntry]:
-    """Yield what other installed packages offer under a group of entry points, instances of a class.
+    """Yield the objects that installed packages offer under a group of entry points.
 
-    Raises UnsupportedError where one cannot be loaded or is none.
+    Raises:
+        UnsupportedError: one cannot be loaded, or is no instance of `base`.
     """
     for label, value in all_offered(group):
         if not isinstance(value, base):  # type: ignore[arg-type]

@@ -12,5 +12,5 @@ def full_matrix(buffer: str) -> View:
 
 
 def matrix_slice(buffer: str, dim: int, selector: Selector, slot: Index = 0) -> View:
-    """Return the view of what a selector takes of one dim, and all of the other dim."""
+    """Return the view of a matrix that a selector restricts in one dim; the other dim is whole."""
     return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)

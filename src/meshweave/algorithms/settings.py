@@ -18,11 +18,11 @@ MAX_SIZE = 2**40
 
 
 def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> Any:
-    """Return the first example of an algorithm with the given fields replaced.
+    """Return the first example problem of an algorithm with the given fields replaced.
 
-    Settings are such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`.
-    A value has the type that the field has in the example: a whole number, a word, sizes joined by `x`, or for a
-    layout a mesh shape and a spec string.
+    Settings are such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`. A value has the type that the field has
+    in the example: a whole number, a word, sizes joined by `x`, or for a layout a mesh shape and a spec
+    string.
 
     Raises:
         LayoutError: there is no such field, or the value does not fit it.

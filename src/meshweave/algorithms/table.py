@@ -25,12 +25,12 @@ STRATEGIES: AlgorithmTable[BlockAlgorithm] = AlgorithmTable("strategy", "block:B
 
 
 def algorithm(name: str) -> Algorithm[Any, Any]:
-    """Return the entry called `name`. Raises UnsupportedError naming the nearest one."""
+    """Return the algorithm called `name`. Raises UnsupportedError, which names a similar one, if there is none."""
     return ALGORITHMS.named(name)
 
 
 def algorithms_for(problem: Hashable) -> dict[str, Algorithm[Any, Any]]:
-    """Return the entries that can solve a problem: those of its type that do not refuse it."""
+    """Return by name the algorithms that can solve a problem: those of its type that do not refuse it."""
     return {
         name: entry
         for name, entry in ALGORITHMS.items()

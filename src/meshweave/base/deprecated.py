@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 def renamed_keyword(
     old: str, new: str, of: str, **others: str
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Return a decorator that lets a function take its keyword `new` as `old` too; the warning names `of`.
+    """Return a decorator: the function also takes its keyword `new` by the former name `old`, with a warning.
 
-    `others` are further old names, each with its new one.
+    `of` names the function in the warning. `others` are further former names, each with its new one.
     """
     names = {old: new, **others}
 
@@ -34,7 +34,10 @@ def renamed_keyword(
 
 
 def renamed_field(old: str, new: str, **others: str) -> Callable[[type[Result]], type[Result]]:
-    """Return a decorator that lets a dataclass take and give its field `new` as `old` too; `others` likewise."""
+    """Return a decorator: the dataclass also takes and gives its field `new` by the former name `old`.
+
+    The warning names the class. `others` are further former names, each with its new one.
+    """
 
     def decorator(cls: type[Result]) -> type[Result]:
         named: Any = cls
@@ -55,5 +58,5 @@ def _field(of: str, old: str, new: str) -> property:
 
 
 def warn_renamed(old: str, new: str, of: str) -> None:
-    """Warn the caller of the caller that `old` of something has another name."""
+    """Issue a DeprecationWarning at the line that called the caller: `old` of `of` is called `new` now."""
     warnings.warn(f"meshweave: {old} of {of} is {new} now", DeprecationWarning, stacklevel=3)

@@ -41,9 +41,9 @@ def without_control_characters(text: str) -> str:
 
 
 def shortened(message: str) -> str:
-    """Return a message in which no word, quotation and line is longer than an error may show, and all prints.
+    """Return `message` cut to what an error may show: no long word, quotation or line, only printable text.
 
-    A line break stays where two spaces follow, which is how a list of problems is written; input has any others.
+    Line breaks followed by two spaces stay, since lists of problems are written so. Others become spaces.
     """
     if len(message) <= MAX_QUOTED and message.isprintable():
         return message
@@ -64,7 +64,7 @@ def _shortened_line(line: str) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return names with commas between, at most `MAX_NAMES` of them, and how many there are beside."""
+    """Return names joined by commas: at most `MAX_NAMES` of them, then how many more there are."""
     known = list(names)
     shown = ", ".join(map(printable, known[:MAX_NAMES]))
     return shown if len(known) <= MAX_NAMES else f"{shown} and {len(known) - MAX_NAMES} more"
@@ -154,9 +154,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def require_known(
     name: str, known: Collection[str], what: str, kind: type[MeshweaveError], there_are: str = ""
 ) -> None:
-    """Raise an error of a kind where a name is none of the known ones; it lists these after `there_are`, if given.
+    """Raise an error of class `kind` where `name` is not in `known`; it suggests the nearest known name.
 
-    For "there is no level" and "there are" it is `there is no level 'inf' (did you mean 'info'?); there are info`.
+    `what` begins the message. Where `there_are` is given, the message lists the known names after it: "there
+    is no level" and "there are" give `there is no level 'inf' (did you mean 'info'?); there are info`.
     """
     if name not in known:
         listed_names = f"; {there_are} {', '.join(known)}" if there_are else ""

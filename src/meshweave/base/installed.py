@@ -20,11 +20,11 @@ OFFERED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def offered(group: str, name: str) -> Any | None:
-    """Return what an installed package offers under a name; None where none does and none is known to.
+    """Return the object that an installed package offers under the entry point `name` of `group`, or None.
 
     Raises:
-        UnsupportedError: two packages offer the name, it cannot be loaded, or the package that offers it is not
-            installed.
+        UnsupportedError: two packages offer the name, it cannot be loaded, or the package of this repository
+            that offers it is not installed.
     """
     points = list(entry_points(group=group, name=name))
     if len(points) > 1:
@@ -41,20 +41,25 @@ def offered(group: str, name: str) -> Any | None:
 
 
 def offered_names(group: str) -> tuple[str, ...]:
-    """Return the names that installed packages offer, those of this repository first, in their order."""
+    """Return the names that installed packages offer in a group: this repository's in their order, then
+    others sorted.
+    """
     names = {point.name for point in entry_points(group=group)}
     ours = [name for groups in OFFERED.values() for name in groups.get(group, ()) if name in names]
     return (*ours, *sorted(names.difference(ours)))
 
 
 def all_offered(group: str) -> Iterator[tuple[str, Any]]:
-    """Yield what installed packages offer, each behind its entry point as text. Raises as `load`."""
+    """Yield (entry point as text, object) of each that installed packages offer in a group.
+
+    Raises UnsupportedError where one cannot be loaded.
+    """
     for point in entry_points(group=group):
         yield f"{point.name} = {point.value}", load(point)
 
 
 def load(point: EntryPoint) -> Any:
-    """Return what an entry point names. Raises UnsupportedError where it cannot be loaded."""
+    """Import and return the object that an entry point names. Raises UnsupportedError where that fails."""
     try:
         return point.load()
     except Exception as error:

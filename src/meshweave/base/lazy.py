@@ -64,9 +64,10 @@ def _by_its_old_name(old: str, module: str, name: str) -> Any:
 
 
 def without_package(error: ModuleNotFoundError, name: str) -> Exception:
-    """Return what to say of a public name that needs a package which is not installed: an UnsupportedError.
+    """Return the error to raise where the import of the public name `name` failed with `error`.
 
-    Where the package is installed, it is the error itself.
+    It is an UnsupportedError that says how to install the missing package, or `error` itself where the
+    package is installed.
     """
     from importlib.util import find_spec
 

@@ -40,10 +40,11 @@ class CommandOutputs:
     notes: list[str] = field(default_factory=list)
 
     def claim(self, path: Path, option: str) -> None:
-        """Note that an option names this output.
+        """Record that `option` of this command writes the file `path`.
 
         Raises:
-            DescriptionError: no file can be written there, or another option, or stdout, has the same.
+            DescriptionError: no file can be written there, the command has read it, or another option or
+                stdout writes it.
         """
         check_writable(path)
         real = os.path.realpath(path)
@@ -65,7 +66,7 @@ class CommandOutputs:
         }
 
     def summary(self) -> str:
-        """Return in words what was written, and what was to be."""
+        """Return in words which files were written, and which claimed ones were not."""
         if not self.written:
             return "nothing was written"
         done = {os.path.realpath(path) for path in self.written}
@@ -90,17 +91,20 @@ def outputs_of_command() -> Iterator[CommandOutputs]:
 
 
 def claim_output(path: Path, option: str) -> None:
-    """Claim an output of this command, as `CommandOutputs.claim` does. Raises DescriptionError."""
+    """Record that `option` of this command writes the file `path`, as `CommandOutputs.claim`.
+
+    Raises DescriptionError where no file can be written there, or the command reads or writes it otherwise.
+    """
     outputs.claim(path, option)
 
 
 def note(sentence: str) -> None:
-    """Say something beside the result of this command, once it has ended well."""
+    """Add a sentence that this command prints beside its result; nothing is printed where the command fails."""
     outputs.notes.append(sentence)
 
 
 def taken_notes() -> list[str]:
-    """Return what there is to say beside the result, once."""
+    """Return the sentences of `note` and forget them."""
     taken, outputs.notes = outputs.notes, []
     return taken
 

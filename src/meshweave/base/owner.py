@@ -33,13 +33,15 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """Return the owner of which `text` is the str. Raises ValueError where it is none."""
+        """Return the owner whose `str` is `text`. Raises ValueError for other text."""
         pid_space, pid, start = text.split("-")
         return cls(pid_space, int(pid), int(start))
 
     @property
     def is_gone(self) -> bool:
-        """Whether it surely ended: a process of another pid namespace is never taken to have."""
+        """Whether the process has surely ended: False for one of another pid namespace, where that is not
+        known.
+        """
         return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
 
     def __str__(self) -> str:

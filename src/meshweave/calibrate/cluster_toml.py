@@ -12,12 +12,14 @@ from meshweave.describe.machine.kernels import ChipKernels
 
 
 def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
-    """Return the text of a file that `load_cluster` reads as this very cluster, headed by `comments`."""
+    """Return the text of a file that `load_cluster` reads as an equal cluster; `comments` are its first lines."""
     return _text_of(cluster_table(cluster, whole=False), comments)
 
 
 def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
-    """Return the text of a kernels file, without its tables of measured products, headed by `comments`."""
+    """Return the text of a kernels file, without its tables of measured products; `comments` are its first
+    lines.
+    """
     table = kernels_table(kernels)
     table.pop("tables", None)
     return _text_of(table, comments)

@@ -49,7 +49,7 @@ class Calibration:
     samples: Mapping[tuple[tuple[str, str], bool], Sequence[Sample]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fits and their samples as plain values."""
+        """Return the fits and their samples as JSON values."""
 
         def listed(fits: Mapping[tuple[str, str], Fit], is_busy: bool) -> list[dict[str, Any]]:
             return [
@@ -81,16 +81,19 @@ def fit_calibration(
     send_buffer_bytes: int = 0,
     note: str = "",
 ) -> Calibration:
-    """Return the constants that fit what the ranks measured (by rank, what `calibrate.rank.measure` returns).
-
-    Args:
-        source: machine, versions and date, for the `source` of every number.
-        has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if not,
-            these are taken from the measurement too.
-        max_flops_per_s: the pace, where products are paced.
-        send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
+    """Return the constants that fit what the ranks measured.
 
     Fits of broadcasts and reduces never count as problems, they only get a remark: see `CHAIN_LIMITS`.
+
+    Args:
+        ranks: for each rank what `calibrate.rank.measure` returned there.
+        source: machine, versions and date, for the `source` of every number.
+        limits: above which errors a fit counts as a problem; None for the default ones.
+        has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if
+            not, these are taken from the measurement too.
+        max_flops_per_s: the FLOP rate to which products are slowed; infinite where they are not.
+        send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
+        note: what the cluster gets as its note.
     """
     limits = limits or FitLimits()
     samples = _samples(sweep, [rank["times"] for rank in ranks], send_buffer_bytes)

@@ -64,12 +64,12 @@ class DeviceCalibration:
 
     @property
     def quality(self) -> str:
-        """Return the errors in words."""
+        """Return the errors of the fit in words."""
         return f"mean error {self.mean_error:.1%}, worst {self.worst_error:.1%} over {self.num_products} products"
 
 
 def draw_shapes(count: int, seed: int, most_flops: float, largest: int = _LARGEST["cpu"]) -> list[Shape]:
-    """Return so many different shapes (m, n, k), multiples of 8 and odd ones, of at most so many FLOPs.
+    """Return `count` different shapes (m, n, k), multiples of 8 and odd ones, of at most `most_flops` FLOPs each.
 
     Sizes are at most about `largest`.
     """
@@ -99,6 +99,9 @@ def measure_products(
     """Return the seconds of each product on a torch device, on one thread of a CPU.
 
     Args:
+        shapes: (m, n, k) of each.
+        repeat: how often all shapes are measured; the lower quartile counts.
+        say: takes lines on the progress.
         loop_s: the least seconds of a loop; 0: a millisecond.
         most_s: no repetition begins after so many seconds; there is always one.
 
@@ -205,7 +208,11 @@ def _graph_s(torch: Any, device: str, dtype: str, shape: Shape) -> float:
 def fit_device(
     name: str, source: str, dtype: str, shapes: Sequence[Shape], seconds: Sequence[float], units: int
 ) -> DeviceCalibration:
-    """Return the constants of products that give the measured seconds best; of a thread of a CPU for one unit.
+    """Return the constants of products that give the measured seconds best.
+
+    Args:
+        seconds: of each of `shapes`.
+        units: the compute units of the device, such as multiprocessors; 1 for one thread of a CPU.
 
     Raises:
         DescriptionError: there are fewer products than constants can be fitted to.
@@ -235,6 +242,12 @@ def calibrate_device(
     say: Callable[[str], None] = lambda text: None,
 ) -> DeviceCalibration:
     """Return the constants of products of a torch device ("cpu", "cuda", "cuda:1"), measured here and now.
+
+    Args:
+        count: the number of products.
+        repeat: measured repetitions of each.
+        seed: of the shapes.
+        say: takes lines on the progress.
 
     Raises:
         UnsupportedError: torch is missing, or has no such device.

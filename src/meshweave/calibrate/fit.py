@@ -77,11 +77,11 @@ class Fit:
     remark: str = ""
 
     def seconds(self, amount: float, steps: int = 1) -> float:
-        """Return the seconds of an operation by these constants."""
+        """Return the seconds of an operation by these constants; `amount` is the bytes of each step, or FLOPs."""
         return self.launch_s + steps * (self.sync_s + amount / self.rate_per_s)
 
     def problems(self, limits: FitLimits) -> list[str]:
-        """Return why these constants are not to be used; empty if they are good."""
+        """Return why these constants must not be used, a sentence each; [] if they are good."""
         out = []
         if self.num_points < limits.num_points:
             out.append(f"{self.name}: {self.num_points} points, at least {limits.num_points} are needed")
@@ -95,7 +95,7 @@ class Fit:
 
     @property
     def quality(self) -> str:
-        """The errors and the points that they are over, in a line."""
+        """The relative errors, and how many points of which sizes they are over, as text."""
         steps = f" in {' or '.join(map(str, self.steps))} steps" if self.steps != (1,) else ""
         remark = f"; {self.remark}" if self.remark else ""
         return (
@@ -113,7 +113,7 @@ class Fit:
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the constants and errors as plain values; an infinite rate as None."""
+        """Return the constants and errors as JSON values; an infinite rate as None."""
         data = asdict(self)
         data["rate_per_s"] = self.rate_per_s if math.isfinite(self.rate_per_s) else None
         return data
@@ -124,14 +124,15 @@ def fit_samples(
 ) -> Fit:
     """Return a fit of all constants that the samples can tell apart.
 
+    With fewer than two samples, or all of one amount, there is no rate: see `Fit.problems`.
+
     Args:
+        name: what is fitted, for `Fit.name`.
         is_transfer: a transfer has `sync` and, where steps differ enough to see it, `launch`; anything else
             (a product, a copy) has no steps and so no `sync`.
-        max_per_s: the upper bound of the rate, which is what the links carry. Short steps take the time of this
-            machine's cores, long steps that of the link; between the two, times grow more slowly than the link's
-            rate says, and a fit without this bound would extrapolate that.
-
-    With fewer than two samples, or all of one amount, there is no rate: see `Fit.problems`.
+        max_per_s: the upper bound of the rate, which is what the links carry. Short steps take the time of
+            this machine's cores, long steps that of the link; between the two, times grow more slowly than
+            the link's rate says, and a fit without this bound would extrapolate that.
     """
     amounts = [sample.amount for sample in samples]
     steps = tuple(sorted({sample.steps for sample in samples}))

@@ -47,14 +47,14 @@ class Free:
     least: float = 0.0
 
     def value(self, position: float) -> float:
-        """Return the constant at a position on the line that the fit moves along."""
+        """Return the constant for `position`, an unbounded number that the fit varies."""
         if math.isinf(self.most):
             return self.least + math.exp(min(position, 700.0))
         return self.least + (self.most - self.least) / (1 + math.exp(-max(position, -700.0)))
 
     @property
     def position(self) -> float:
-        """Return the position of the start."""
+        """Return the unbounded number for `start`, at which the fit begins: the inverse of `value`."""
         above = self.start - self.least
         if math.isinf(self.most):
             return math.log(above)
@@ -70,7 +70,8 @@ def fit_constants(
     """Return the constants that give the measured seconds best, rounded to four digits.
 
     Args:
-        seconds_of: the seconds of all samples, from constants by name.
+        free: the constants to fit, by name.
+        seconds_of: returns the seconds of all samples, from constants by name.
         measured, weights: the seconds and the weight of each sample.
     """
     names = list(free)
@@ -122,11 +123,13 @@ class Hardware:
 def fit_products(
     sizes: Array, seconds: Array, hardware: Hardware, tiles: str, item_bytes: int, *, is_cast: bool = False
 ) -> ProductConstants:
-    """Return the constants of products.
+    """Return the constants of products on a chip with units such as multiprocessors.
 
     Args:
         sizes: (m, n, k) of each sample, shape (samples, 3).
+        seconds: of each sample.
         tiles: the name of a menu of `TILE_MENUS`.
+        item_bytes: of an element of an operand.
         is_cast: whether A is cast to the dtype within the measured time.
     """
     unit_rate = hardware.peak_flops_per_s / hardware.units
@@ -155,9 +158,13 @@ def fit_products(
 def fit_systolic(
     sizes: Array, seconds: Array, hardware: Hardware, item_bytes: int, out_bytes: ArrayLike
 ) -> SystolicConstants:
-    """Return the constants of products on systolic arrays; `sizes` is (m, n, k), shape (samples, 3).
+    """Return the constants of products on systolic arrays.
 
-    `out_bytes` are those of an element of C, of all samples or of each.
+    Args:
+        sizes: (m, n, k) of each sample, shape (samples, 3).
+        seconds: of each sample.
+        item_bytes: of an element of an operand.
+        out_bytes: of an element of C, of all samples or of each.
     """
     free = {
         "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
@@ -180,7 +187,13 @@ def fit_systolic(
 
 
 def fit_cpu_products(sizes: Array, seconds: Array, item_bytes: int) -> CpuProductConstants:
-    """Return the constants of products on a thread of a CPU; `sizes` is (m, n, k) of each, shape (samples, 3)."""
+    """Return the constants of products on one thread of a CPU.
+
+    Args:
+        sizes: (m, n, k) of each sample, shape (samples, 3).
+        seconds: of each sample.
+        item_bytes: of an element of an operand.
+    """
     m, n, k = sizes.T
     free = {
         "flops_per_s": Free(float((2 * m * n * k / seconds).max())),

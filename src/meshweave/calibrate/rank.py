@@ -26,11 +26,12 @@ Times = list[list[list[list[float]]]]
 
 
 def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Run every case once to warm up, then `repeat` times, each time in another order.
+    """Run every case once to warm up, then `repeat` times, each time in another order. Collective.
 
     Args:
-        payload: cases [{name, program, loops [[kind, iterations, warmup_iterations]]}], repeat, seed, deadline_s,
-            and is_one_host: whether all ranks read the same CLOCK_MONOTONIC.
+        context: the `RankContext` of this rank.
+        payload: cases [{name, program, loops [[kind, iterations, warmup_iterations]]}], repeat, seed,
+            deadline_s, and is_one_host: whether all ranks read the same CLOCK_MONOTONIC.
 
     Returns:
         times (see `Times`), versions that ran, and send_buffer_bytes, how much of a message a socket buffers.
@@ -140,12 +141,12 @@ def _say_nothing(text: str) -> None:
 
 
 def is_under_launcher() -> bool:
-    """Whether torchrun, or what sets the same variables, started this process."""
+    """Whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
-    """Run `measure` in a process that torchrun started; return on rank 0 what all ranks measured, on others None.
+    """Run `measure` on all ranks that torchrun started; return the results by rank on rank 0, None on others.
 
     Raises RankLostError or DeadlineError where ranks are missing, UnsupportedError without torch.
     """

@@ -28,7 +28,7 @@ def run_calibration(
     timeout_s: float = 600.0,
     on_plan: Callable[[Sweep], None] = lambda sweep: None,
 ) -> Calibration | None:
-    """Measure the constants of the cost model on a target; return None in a process that is not to report.
+    """Measure the constants of the cost model on a target; return None on ranks other than 0.
 
     Args:
         mesh_shape: two axes with all ranks; by default the target's.
@@ -39,7 +39,10 @@ def run_calibration(
         timeout_s: seconds after which everything is stopped.
         on_plan: takes the sweep before it is run.
 
-    Raises what `plan_sweep` and the target's `run_ranks` raise.
+    Raises:
+        LayoutError, DescriptionError: the mesh does not fit the ranks or the network, or sizes are too small.
+        RankLostError, DeadlineError: ranks died, hung or took too long.
+        UnsupportedError: torch is missing.
     """
     sweep = plan_sweep(target.cluster, mesh_shape or target.mesh_shape, sizes, skip_bytes=target.skip_bytes)
     on_plan(sweep)
@@ -89,7 +92,7 @@ def _cpu() -> str:
 
 
 def summary_lines(calibration: Calibration, remark: str = "") -> list[str]:
-    """Return what a reader of the file should know: constants busy and alone, a remark, and each problem."""
+    """Return lines on a calibration: constants of the busy and the idle machine, the remark, and each problem."""
     lines = ["Fitted on the busy machine:"]
     for key, fit in calibration.busy.items():
         lines.append(f"  {key[1]}, {key[0]}: {fit.describe(rate_format(key))}; {fit.quality}")
@@ -102,7 +105,7 @@ def summary_lines(calibration: Calibration, remark: str = "") -> list[str]:
 
 
 def rate_format(key: tuple[str, str]) -> Callable[[float], str]:
-    """Return the function that formats the rate of a fit, a number a second: FLOPs for products, else bytes.
+    """Return the function that writes the rate of a fit as text: FLOPs per second of products, else bytes.
 
     `key` is that of the fit: (axis, kind of operation), `COMPUTE` for products.
     """

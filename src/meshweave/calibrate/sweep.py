@@ -58,7 +58,9 @@ class MeshAxis:
 
     @property
     def ring_directions(self) -> Literal[1, 2]:
-        """In how many directions a ring along this axis sends: an axis of two members has one link."""
+        """In how many directions a ring along this axis sends at once: 2 where links are two-way and members
+        more than two.
+        """
         return 2 if self.link.num_directions == 2 and self.count > 2 else 1
 
 
@@ -97,7 +99,7 @@ class SweepCase:
     program: Program
 
     def payload(self) -> dict[str, Any]:
-        """Return what a rank needs to run the case."""
+        """Return the case as JSON values, for `calibrate.rank.measure`."""
         return {
             "name": self.name,
             "program": to_text(self.program),
@@ -122,10 +124,10 @@ class Sweep:
 
 
 def default_sizes(bytes_per_s: float) -> tuple[int, ...]:
-    """Return five sizes of a part in bytes, a factor of 8 in all, the smallest 5 ms of the rate.
+    """Return five part sizes in bytes, spread over a factor of 8; the smallest takes 5 ms at `bytes_per_s`.
 
-    At 2 x 50 Mbit/s that is 65 to 520 kB. Where many ranks share few cores, shorter steps would measure the cores
-    and not the link.
+    At 2 x 50 Mbit/s that is 65 to 520 kB. Where many ranks share few cores, shorter steps would measure the
+    cores and not the link.
     """
     least = min(max(bytes_per_s * _SMALLEST_STEP_S, _LEAST_BYTES), _MOST_SMALLEST_BYTES)
     ratio = _SIZE_RANGE ** (1 / (_NUM_SIZES - 1))
@@ -148,7 +150,7 @@ def plan_sweep(
 
     Raises:
         LayoutError: the mesh is not one of two axes with all chips, or the network cannot carry it.
-        DescriptionError: sizes of less than 64 bytes.
+        DescriptionError: a size is not from 64 bytes to 1 GiB.
     """
     if len(mesh_shape) != 2 or math.prod(mesh_shape) != cluster.num_chips or cluster.num_chips < 2:
         shape = "x".join(map(str, mesh_shape))

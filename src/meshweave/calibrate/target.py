@@ -51,7 +51,10 @@ class CalibrationTarget:
 
 
 def local_target(num_ranks: int) -> CalibrationTarget:
-    """Return so many processes of this machine. Raises LayoutError for fewer than 2 or more than 1024."""
+    """Return a target of `num_ranks` processes of this machine.
+
+    Raises LayoutError for fewer than 2 or more than 1024.
+    """
 
     def run_ranks(payload: Mapping[str, Any], timeout_s: float) -> list[Any]:
         try:
@@ -65,7 +68,7 @@ def local_target(num_ranks: int) -> CalibrationTarget:
 
 
 def torchrun_target() -> CalibrationTarget:
-    """Return the ranks that torchrun started, of which this process is one.
+    """Return a target of the ranks that torchrun started, of which this process is one.
 
     Raises:
         DescriptionError: torchrun did not start this process.

@@ -32,18 +32,20 @@ one of them on the chip if it fits, since the program before fetches it (cross-p
 
 
 def hardware_of(target: TpuTarget) -> Hardware:
-    """Return the peak and the memory bandwidth of a target, which constants keep below."""
+    """Return the units, peak FLOP/s and memory bandwidth of a target, which fitted rates stay below."""
     return Hardware(target.arrays, target.peak_flops_per_s, target.memory_bytes_per_s)
 
 
 def product_cycles(
     target: TpuTarget, shapes: Sequence[Shape], out_dtype: str = "bfloat16", place: str = "memory"
 ) -> Iterator[int]:
-    """Yield the expected cycles of products of bfloat16 matrices (m, k) by (k, n) on one device of a target.
+    """Yield the cycles that the compiler expects of each product (m, k) by (k, n), of bfloat16, on a target's
+    device.
 
     Args:
+        shapes: (m, n, k) of each.
         out_dtype: bfloat16 or float32.
-        place: one of `PLACES`.
+        place: where operands lie, one of `PLACES`.
 
     Raises:
         UnsupportedError: jax or libtpu is missing.
@@ -63,7 +65,9 @@ def product_cycles(
 
 
 def expected_cycles(module: str) -> int:
-    """Return the cycles that a scheduled module expects of its fusions and copies, all together."""
+    """Return the sum of the cycles that the compiler expects of fusions and copies, by the text of a
+    scheduled module.
+    """
     return sum(int(cycles) for cycles in re.findall(r'"estimated_cycles":"(\d+)"', module))
 
 
@@ -71,10 +75,10 @@ _SQUARE, _THIN, _ODD = "square", "thin", "odd"
 
 
 def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Shape]:
-    """Return so many different shapes (m, n, k): in turn large ones of whole tiles, one dim thin, and odd ones.
+    """Return `count` different shapes (m, n, k): in turn large ones of whole tiles, one dim thin, and odd ones.
 
-    Large dims are multiples of 128 from 512 to 8192; thin ones from 8 to 384; odd shapes have any dims from 16
-    to 8192, logarithms evenly.
+    Large dims are multiples of 128 from 512 to 8192; thin ones from 8 to 384; odd shapes have any dims from
+    16 to 8192, drawn evenly by logarithm. A product has `most_flops` FLOPs at most.
     """
     draw = random.Random(seed)
     out: dict[Shape, None] = {}
@@ -94,7 +98,13 @@ def draw_tpu_shapes(count: int, seed: int, most_flops: float = 4e11) -> list[Sha
 def calibrate_tpu(
     device: str, count: int, seed: int, say: Callable[[str], None] = lambda text: None
 ) -> DeviceCalibration:
-    """Return the constants of products in bfloat16 as the compiler expects them, operands in the chip's memory.
+    """Return the constants of bfloat16 products as the compiler expects them, operands in the chip's memory.
+
+    Args:
+        device: a target's name, such as "tpu-v5e".
+        count: the number of products.
+        seed: of the shapes.
+        say: takes lines on the progress.
 
     Raises:
         UnsupportedError: jax or libtpu is missing, or there is no such TPU.

@@ -45,7 +45,7 @@ class ConfigProof:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the proof failed."""
+        """Whether the contract does not hold for this config; `failed` says why."""
         return bool(self.failed)
 
 

@@ -44,7 +44,9 @@ class ConstantPrograms:
 
     @classmethod
     def of(cls, part: Program) -> ConstantPrograms:
-        """Return the programs for the program of a part of the product, see `part_of_product`."""
+        """Return the two programs to measure, from `part`: the program of a part of the product
+        (`part_of_product`).
+        """
         body = rewrite(part.body, _without_products)
         return cls(replace(part, name="transfers", body=body, computes=()), part)
 
@@ -66,7 +68,7 @@ class LocalConstants:
         return self.cluster.network.axis(0, 1, (self.cluster.num_chips,))
 
     def to_json(self) -> dict[str, float]:
-        """Return the constants as plain values."""
+        """Return the constants by name, in bytes, seconds and FLOPs per second, as JSON values."""
         return {
             "message_bytes_per_s": self.link.link_bytes_per_s,
             "message_latency_s": self.link.link_latency_s,
@@ -84,10 +86,10 @@ class LocalConstants:
 def fit_local_constants(
     programs: ConstantPrograms, durations_s: Sequence[float], cluster: Cluster
 ) -> LocalConstants:
-    """Return the constants with which simulations take as long as what was measured.
+    """Return the constants with which simulations of both programs take the measured times.
 
     Args:
-        durations_s: of `programs.listed`.
+        durations_s: seconds of each of `programs.listed`.
         cluster: the description of local processes that is adapted.
     """
     transfers_s, work_s = durations_s
@@ -136,7 +138,10 @@ def _slowed(cluster: Cluster, factor: float) -> Cluster:
 def part_of_product(
     problem: Matmul2dProblem, config: Matmul2dConfig
 ) -> tuple[Matmul2dProblem, Matmul2dConfig]:
-    """Return three quarters of the slices of a product, or of its sliced dim where it has one slice."""
+    """Return a part of a product to measure constants on, and its config.
+
+    It has three quarters of the slices, or of the sliced dim where there is one slice.
+    """
     count = len(config.slices)
     kept = max(3 * count // 4, 1)
     size = problem.sliced_size * kept // count if count > 1 else 3 * problem.sliced_size // 4

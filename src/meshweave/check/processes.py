@@ -59,6 +59,7 @@ def run_on_processes(
     """Run programs one after another on one set of local processes.
 
     Args:
+        timeout_s: seconds after which the processes are stopped.
         log: a folder in which each rank logs every program that it has completed; see `read_log`.
 
     Returns:
@@ -66,6 +67,7 @@ def run_on_processes(
 
     Raises:
         UnsupportedError: torch is missing.
+        RankLostError, DeadlineError: a process died, hung, or all took too long.
         MeshweaveError, RankError: what a rank raised.
     """
     try:
@@ -199,7 +201,7 @@ def _largest_difference(result: Any, expected: Any) -> float:
 
 
 def log_path(folder: str | Path, rank: int) -> Path:
-    """Return the file in which a rank logs."""
+    """Return the file in `folder` that `rank` logs to."""
     return Path(folder) / f"rank-{rank}.jsonl"
 
 

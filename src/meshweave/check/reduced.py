@@ -50,7 +50,7 @@ class ReducedProduct:
 
     @property
     def title(self) -> str:
-        """`meshslice, ff1 backward data`."""
+        """`meshslice, ff1 backward data`: the algorithm, layer and pass."""
         return f"{self.algorithm}, {self.planned.layer.name} {self.planned.pass_plan.name.replace('_', ' ')}"
 
 
@@ -60,10 +60,13 @@ def reduce_layer(
     mesh_shapes: Sequence[tuple[int, ...]],
     max_dim: int,
 ) -> ReducedLayer:
-    """Return the sizes of a layer of (tokens, in, out) features on the nearest of the mesh shapes at hand.
+    """Return the sizes at which to run a layer here, on the mesh of `mesh_shapes` nearest to the planned one.
 
     First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
     sizes shrink alike until no dim is over `max_dim`. Raises LayoutError where `mesh_shapes` is empty.
+
+    Args:
+        sizes: (tokens over all ranks, in features, out features) of the planned layer.
     """
     shape = nearest_mesh_shape(planned_mesh, mesh_shapes)
     ratio = (shape[0] / planned_mesh[0], shape[1] / planned_mesh[1], shape[1] / planned_mesh[1])
@@ -84,7 +87,7 @@ def reduce_products(
     *,
     where_too_small: Literal["grow", "drop slices"] = "grow",
 ) -> Iterator[ReducedProduct]:
-    """Yield each product at reduced size, in order.
+    """Yield each product at reduced size on a mesh of `num_ranks` ranks, in order; without one it says `skipped`.
 
     Args:
         max_dim: sizes are reduced in proportion until no dim is larger.

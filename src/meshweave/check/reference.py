@@ -27,7 +27,7 @@ _LARGEST = 4
 
 
 def random_inputs(program: Program, seed: int) -> dict[str, Array]:
-    """Return small random integers for every tensor that an input buffer holds, the same on every rank."""
+    """Return small random integers for every global tensor that an input buffer holds, by name."""
     names = dict.fromkeys(buffer.tensor for buffer in program.buffers if buffer.kind == "input")
     inputs = {}
     for name in names:
@@ -38,7 +38,7 @@ def random_inputs(program: Program, seed: int) -> dict[str, Array]:
 
 
 def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Array:
-    """Return small random integers in the numpy dtype of `dtype`, the same for the same arguments."""
+    """Return small random integers of `shape`, in numpy's dtype for `dtype`; equal for equal arguments."""
     generator = np.random.default_rng([seed, *name.encode()])
     values = generator.integers(-_LARGEST, _LARGEST, tuple(shape), dtype=np.int8, endpoint=True)
     return values.astype(numpy_dtype(dtype))
@@ -78,9 +78,12 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
 
 
 def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) -> Array:
-    """Return what output `buffer` should hold on `rank`, in the dtype of its tensor's inputs.
+    """Return the shard of output `buffer` that `rank` should hold, in the dtype of its tensor's inputs.
 
     A product of two inputs is computed for this shard alone.
+
+    Args:
+        inputs: global tensors by name.
 
     Raises:
         UnsupportedError: the output depends on a `call`, or is laid out as partial sums.

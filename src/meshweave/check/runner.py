@@ -104,7 +104,7 @@ class PreparedProduct:
 
     @property
     def constant_programs(self) -> ConstantPrograms | None:
-        """Return what measures constants for it; None where a part of it cannot run."""
+        """Return the programs that measure constants for this product; None where no part of it can run."""
         problem = self.product.problem
         assert problem is not None
         try:
@@ -132,14 +132,15 @@ def run(
     """Execute a layer of a plan at reduced size on local processes, and check its numbers and its order of events.
 
     Args:
-        cluster: the machine that the prediction beside the measurement is made for. By default these processes:
-            constants are measured in turns with the runs (`check.local_constants`).
+        cluster: the machine that the prediction beside the measurement is made for. By default these
+            processes: constants are measured in turns with the runs (`check.local_constants`).
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
         num_ranks: local processes.
         max_dim: sizes are reduced in proportion until no dim is larger.
         repeat: measured runs of each program, after one to warm up.
+        num_ring_directions: of the rings that collectives run as; 0 leaves them to gloo.
         seed: seed of the operands.
         timeout_s: seconds after which everything is stopped.
 
@@ -170,7 +171,14 @@ def prepare(
     max_dim: int,
     num_ring_directions: NumRingDirections,
 ) -> tuple[list[PreparedProduct], tuple[str, ...]]:
-    """Return what is to run, and the algorithms that have no mesh of so many ranks (of "all" only)."""
+    """Return the products to run, and, where `algorithms` is "all", those without a mesh of `num_ranks` ranks.
+
+    Arguments as for `run`.
+
+    Raises:
+        DescriptionError: the plan has no such layer, pass or algorithm.
+        LayoutError: a product cannot be reduced, or no algorithm has a mesh of so many ranks.
+    """
     select_layers(plan, [layer])
     if passes is not None:
         select_passes(passes)
@@ -223,7 +231,15 @@ def measure(
     seed: int,
     timeout_s: float,
 ) -> list[MeasuredProduct]:
-    """Run all in one set of processes, and simulate it on `cluster`, or with constants measured meanwhile."""
+    """Run all products in one set of processes, and simulate each beside its measurement.
+
+    Args:
+        cluster: the machine that is simulated; None for one with constants measured in turns with the runs.
+        repeat: measured runs of each program, after one to warm up.
+        timeout_s: seconds after which everything is stopped.
+
+    Raises as `run_on_processes`.
+    """
     deadline_s = max(timeout_s - 10, timeout_s / 2)  # so that ranks can find out, and say, what is wrong
     requests, beside = [], []
     for item in prepared:

@@ -58,7 +58,7 @@ class Verification:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a result differs from the reference or the program failed."""
+        """Whether a result differs from the reference, or the program could not be proved or run."""
         return bool(self.failed or self.error_in_process or self.error_on_processes)
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class VerifyReport:
 
     @property
     def num_wrong(self) -> int:
-        """Number of programs with a wrong result, or without one."""
+        """Number of programs that are wrong; see `Verification.is_wrong`."""
         return sum(verification.is_wrong for verification in self.verifications)
 
     def to_json(self) -> dict[str, Any]:
@@ -144,6 +144,7 @@ def verify(
         layers: of a plan, which to check; None for all.
         algorithms: of a plan, which to check; None for all.
         max_dim: sizes of a plan are reduced in proportion until no dim is larger.
+        num_ring_directions: of the rings that collectives on processes run as; 0 leaves them to gloo.
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         on_processes: whether to run on processes at all.
@@ -181,14 +182,14 @@ def verify(
 
 
 def check_num_ranks(num_ranks: int) -> int:
-    """Return a number of local processes. Raises LayoutError where it is out of range."""
+    """Return `num_ranks`. Raises LayoutError unless it is a number of local processes, 1 to 64."""
     if not 1 <= num_ranks <= 64:
         raise LayoutError(f"{num_ranks} local processes: give 1 to 64")
     return num_ranks
 
 
 def check_num_ring_directions(num_directions: int) -> None:
-    """Raise LayoutError for a number of ring directions that is not 0, 1 or 2."""
+    """Raise LayoutError unless `num_directions` is 0 (no rings), 1 or 2."""
     if num_directions not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_directions}")
 
@@ -220,7 +221,16 @@ def _planned_verifications(
 
 
 def verify_in_process(verification: Verification, num_ring_directions: NumRingDirections, seed: int) -> None:
-    """Validate a program, run it on numpy, and set `error_in_process`, or `failed` if it is unsound."""
+    """Validate a program, run it on numpy against the reference, and record the results in `verification`.
+
+    Sets `unproved`, `replicas` and `error_in_process`, or `failed` where the program is unsound.
+
+    Args:
+        num_ring_directions: of the rings of one more run; 0 counts as 1.
+        seed: of the inputs.
+
+    Raises UnsupportedError where the program calls functions, which have no reference.
+    """
     program = verification.program
     try:
         validation = validate(program)
@@ -264,10 +274,14 @@ def verify_on_processes(
     timeout_s: float,
     progress: Progress = no_progress,
 ) -> str:
-    """Run the programs that have not failed on local processes, and set their errors.
+    """Run the programs that have not failed on local processes, and set `error_on_processes` or `failed` of each.
+
+    Args:
+        num_ring_directions: of the rings that collectives are lowered to; 0 for gloo's own collectives.
+        timeout_s: seconds after which the processes are stopped.
 
     Returns:
-        Why nothing ran, or "".
+        Why nothing ran; "" where something did.
     """
     sound = [verification for verification in verifications if not verification.failed]
     if not sound:
@@ -295,7 +309,12 @@ def verify_on_processes(
 def program_run(
     program: Program, num_ring_directions: NumRingDirections, seed: int, deadline_s: float, repeat: int = 0
 ) -> ProgramRun:
-    """Return the request to run a program, with its collectives lowered to rings unless there are 0 directions."""
+    """Return the request to run a program on processes, with collectives lowered to rings of
+    `num_ring_directions`.
+
+    0 leaves them to gloo. `repeat` measured runs follow the one that is checked; `deadline_s` is for one
+    wait.
+    """
     if num_ring_directions:
         program = lower_rings(program, 2 if num_ring_directions == 2 else 1)
     return ProgramRun(to_text(program), repeat, seed, deadline_s)
@@ -304,7 +323,7 @@ def program_run(
 def set_process_results(
     verifications: Sequence[Verification], logs: Sequence[Sequence[dict[str, Any]]], failure: str
 ) -> None:
-    """Set the errors of programs from the logs of the ranks.
+    """Set `error_on_processes` or `failed` of each program from what the ranks logged.
 
     The first program that not every rank completed gets `failure` as its reason. Later ones were not run.
 

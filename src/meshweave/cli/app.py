@@ -87,7 +87,7 @@ def _command() -> Any:
 
 
 def run_app(args: list[str]) -> int:
-    """Run one command and return the exit status."""
+    """Run the command of the arguments `args`; return its exit status."""
     _print_anything()
     with outputs_of_command() as outputs:
         return _run(args, outputs)

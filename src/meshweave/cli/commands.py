@@ -22,7 +22,10 @@ class Verbs(TyperGroup):
     """The group of entry points under which an installed package offers verbs."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a verb; None where there is none. Raises UnsupportedError where its package is not installed."""
+        """Return a verb as a click command; None where there is none.
+
+        Raises UnsupportedError where its package is not installed.
+        """
         if cmd_name not in self.commands:
             verb = offered(self.group, cmd_name)
             if verb is None:

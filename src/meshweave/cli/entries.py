@@ -44,7 +44,12 @@ def is_file(source: str) -> bool:
 
 
 def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any]:
-    """Return an entry of the table and a problem for it. Raises UnsupportedError, LayoutError."""
+    """Return the algorithm `name`, and a problem for it with the fields that `settings` give ("rows=32").
+
+    Raises:
+        UnsupportedError: there is no such algorithm.
+        LayoutError: a setting is wrong, or the algorithm refuses the problem.
+    """
     from meshweave.algorithms.settings import problem_from_settings
     from meshweave.algorithms.table import algorithm
 
@@ -57,7 +62,13 @@ def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any
 
 
 def read_program_or_entry(source: str, settings: list[str], config: int) -> Program:
-    """Return the program in a file, on stdin, or of an algorithm. Raises MeshweaveError where there is none."""
+    """Return a program: that of a file, of stdin for "-", or config number `config` of an algorithm.
+
+    Args:
+        settings: fields of the algorithm's problem, as "rows=32".
+
+    Raises MeshweaveError where there is none, or a setting is wrong.
+    """
     if is_file(source):
         return read_program(source)
     entry, problem = read_entry(source, settings)

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def with_options(verb: Callable[..., Result]) -> Callable[..., Result]:
-    """Return a verb for typer: fields of the dataclasses that it takes are parameters of their own."""
+    """Return a verb for typer, whose parameters are the fields of the dataclasses that `verb` takes."""
     hints = get_type_hints(verb, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []

@@ -42,9 +42,10 @@ JSON_HELP = "Print JSON instead of text."
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return the plan of a file; what it has otherwise than the catalog goes to stderr.
+    """Return the plan of a file; print on stderr how it differs from the catalog, and what a step's plan does
+    not price.
 
-    So does what a plan of a step does not price. Most of that is attention, which a plan of products has none of.
+    Raises DescriptionError where it is no plan.
     """
     plan = load_plan(Path(path))
     for sentence in catalog_differences(plan):
@@ -55,7 +56,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def read_mesh(text: str) -> tuple[int, ...]:
-    """Return the mesh shape that "2x4" or "2x4x2" stands for. Raises LayoutError."""
+    """Return the mesh shape of "2x4" or "2x4x2". Raises LayoutError for other text."""
     parts = text.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part[:10]) for part in parts):
         raise LayoutError(
@@ -69,7 +70,10 @@ def read_mesh(text: str) -> tuple[int, ...]:
 
 
 def read_slices(text: str) -> tuple[int, ...]:
-    """Return relative widths of slices: "4" stands for four equal ones, "1:2:1" for three. Raises LayoutError."""
+    """Return relative widths of slices: (1, 1, 1, 1) for "4", (1, 2, 1) for "1:2:1".
+
+    Raises LayoutError for other text.
+    """
     parts = text.split(":")
     if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
         raise LayoutError(
@@ -84,7 +88,10 @@ def read_slices(text: str) -> tuple[int, ...]:
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:
-    """Return the algorithms that "all" or a comma-separated list names. Raises UnsupportedError."""
+    """Return the names in a comma-separated list of 2D products' algorithms, or all of them for "all".
+
+    Raises UnsupportedError where one is unknown or the list is empty.
+    """
     if text == "all":
         return tuple(PRODUCTS_2D)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -94,7 +101,10 @@ def read_algorithms(text: str) -> tuple[str, ...]:
 
 
 def read_program(source: str) -> Program:
-    """Return the program in a text file, or on stdin for "-". Raises DescriptionError, ProgramError."""
+    """Return the program in a text file, or on stdin for "-".
+
+    Raises DescriptionError where it cannot be read, ProgramError where it is no program.
+    """
     text = read_stdin(PROGRAM_BYTES) if source == "-" else read_text(source, PROGRAM_BYTES)
     try:
         return parse(text)
@@ -128,7 +138,10 @@ _BYTE_UNITS = {
 
 
 def read_bytes(option: str, text: str) -> int:
-    """Return a size such as "512MiB", "1.5 GB" or "4096" in bytes. Raises LayoutError."""
+    """Return the bytes of a size such as "512MiB", "1.5 GB" or "4096". Raises LayoutError for other text.
+
+    `option` names the option in the error.
+    """
     parts = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", text.strip())
     if parts is None or parts[2] not in _BYTE_UNITS:
         raise LayoutError(f"{option} '{printable(text)}' is no number of bytes, such as 512MiB, 2GB or 4096")
@@ -136,13 +149,19 @@ def read_bytes(option: str, text: str) -> int:
 
 
 def read_dtype(text: str) -> str:
-    """Return the name of an element type. Raises UnsupportedError that names the nearest one."""
+    """Return `text`, the name of an element type.
+
+    Raises UnsupportedError, with the nearest name, where it is none.
+    """
     require_known(text, DTYPES, "there is no dtype", UnsupportedError, "there are")
     return text
 
 
 def read_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that "0,5" names, each once; none for an empty text. Raises LayoutError."""
+    """Return the ranks in "0,5", each once; () for an empty text.
+
+    Raises LayoutError for other text or too many.
+    """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
         not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
@@ -171,7 +190,7 @@ OldSequenceOption = Annotated[int | None, typer.Option("--seq", hidden=True)]
 
 
 def read_sequence(sequence: int, old: int | None) -> int:
-    """Return the tokens of a sequence, given as `--sequence` or as `--seq`, of which a note says the new name."""
+    """Return the tokens per sequence: `old`, of the option's former name `--seq`, with a note; else `sequence`."""
     if old is None:
         return sequence
     note("--seq is --sequence now")

@@ -120,17 +120,20 @@ class ScheduleTextOptions:
 
 
 def read_runtime(text: str) -> TransferRuntime:
-    """Return the runtime of a name. Raises UnsupportedError."""
+    """Return the runtime named "strict", "batched" or "buffered". Raises UnsupportedError for another name."""
     names = [runtime.value for runtime in TransferRuntime]
     require_known(text, names, "there is no runtime", UnsupportedError, "there are")
     return TransferRuntime(text)
 
 
 def read_durations(option: str, text: str, count: int) -> tuple[int, ...]:
-    """Return `count` times in picoseconds from "1.5ms", which is for each, or from as many with commas.
+    """Return `count` times in picoseconds from "1.5ms", taken for each, or from `count` times with commas.
+
+    Args:
+        option: its name, for the error.
 
     Raises:
-        LayoutError: a time is none, or there are others than one or `count`.
+        LayoutError: one is no time, or there are neither one nor `count`.
     """
     values = [_read_duration(option, part) for part in text.split(",")]
     if len(values) == 1:
@@ -152,7 +155,14 @@ def _read_duration(option: str, text: str) -> int:
 
 
 def read_compute_times(num_stages: int, texts: Sequence[str]) -> ActionTimes:
-    """Return the times of forwards, input and weight gradients; transfers take nothing. Raises LayoutError."""
+    """Return the times of a stage's forward, input-gradient and weight-gradient actions; transfers take none.
+
+    Args:
+        texts: of forwards, input gradients and weight gradients, each as for `read_durations`; "" for the
+            forward's.
+
+    Raises LayoutError where one is no time.
+    """
     forward, input_grad, weight_grad = texts
     return ActionTimes(
         read_durations("--forward", forward, num_stages),
@@ -165,9 +175,15 @@ def read_compute_times(num_stages: int, texts: Sequence[str]) -> ActionTimes:
 def transfer_times(
     stage_ranks: Sequence[int], transfer: str, cluster: str | None, activation: str, chips_per_rank: int
 ) -> tuple[int, ...]:
-    """Return the picoseconds of a transfer from each stage to the next: as given, or from a cluster.
+    """Return the picoseconds of a transfer from each stage to the next: as given by `transfer`, or from a cluster.
 
-    Rank r has the chips from r * chips_per_rank on. Each chip sends its share of an activation to its counterpart.
+    Rank r has the chips from r * chips_per_rank on. Each chip sends its share of an activation to its
+    counterpart.
+
+    Args:
+        stage_ranks: the pipeline rank of each stage.
+        cluster: a catalog name or file; None to take `transfer`.
+        activation: the bytes that a stage sends for a micro-batch, such as "16MiB".
 
     Raises:
         LayoutError: a time or size is wrong, or the ranks do not fit the cluster.
@@ -193,7 +209,7 @@ def transfer_times(
 
 
 def placement_of(schedule: Schedule) -> str:
-    """Return in words how stages lie on ranks."""
+    """Return how many stages lie on how many ranks, as text: `8 stages on 4 ranks`."""
     per_rank = schedule.num_stages / schedule.num_ranks
     ranks = f"{schedule.num_ranks} rank{'s' if schedule.num_ranks > 1 else ''}"
     return f"{schedule.num_stages} stages on {ranks}" if per_rank != 1 else f"{ranks} of one stage"

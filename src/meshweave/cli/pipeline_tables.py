@@ -98,7 +98,7 @@ def _longest(timed: TimedSchedule, count: int) -> list[ExposedTransfer]:
 
 
 def to_json(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> dict[str, Any]:
-    """Return what the tables show, in seconds, and the longest exposed transfers."""
+    """Return what the tables show as JSON values, times in seconds, and the longest exposed transfers."""
     return {"runtime": runtime.value, "schedules": [_schedule_json(item) for item in shown]}
 
 
@@ -146,7 +146,7 @@ def schedules_picture(shown: Sequence[ShownSchedule], runtime: TransferRuntime) 
 
 
 def schedules_page(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
-    """Return a page with the timelines and a table of each schedule."""
+    """Return an HTML page with the timelines and a table of each schedule."""
     title = " beside ".join(item.name for item in shown)
     body = [f"<h1>{escape(title)}</h1>", f'<div class="wide">{schedules_picture(shown, runtime)}</div>']
     for item in shown:

@@ -239,7 +239,10 @@ def _reasons(steps: StepsRecord) -> tuple[str, str]:
 
 
 def read_reserve(text: str) -> float:
-    """Return the share that "5%" stands for, or the bytes that "4GB" does. Raises MeshweaveError."""
+    """Return the share of "5%" or "0.05" as 0.05, or the bytes of "4GB" as 4e9.
+
+    Raises DescriptionError or LayoutError for other text.
+    """
     share = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?) ?%|(0\.[0-9]{1,9})", text.strip())
     if share is None and "%" not in text:
         return float(read_bytes("--reserve", text))
@@ -251,7 +254,11 @@ def read_reserve(text: str) -> float:
 
 
 def read_fixed(text: str) -> dict[str, list[object]]:
-    """Return what "tp=8,pp=16,zero=0:1" fixes: lists of values by name. Raises DescriptionError."""
+    """Return the values that "tp=8,pp=16,zero=0:1" allows of each degree: lists by name, {"zero": [0, 1]}
+    among them.
+
+    Raises DescriptionError for other text.
+    """
     readers = _readers()
     fixed: dict[str, list[object]] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -16,7 +16,12 @@ _EXPOSED = ("tensor", "context", "transfers", "data")
 
 
 def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -> None:
-    """Print the plan of a step; with `table` its ranking and its time against memory."""
+    """Print the plan of a step; with `table` its ranking and its time against memory as well.
+
+    Args:
+        left_out: what the plan leaves out, in words; "" for nothing.
+        price: dollars per chip-hour, for the price of tokens; None for none.
+    """
     steps = plan.step
     typer.echo(plan.summary(price))
     typer.echo(f"           {_more(table, bool(steps.sensitivity))}")

@@ -56,7 +56,10 @@ class MeshPositions:
 
 
 def read_side(option: str, text: str) -> MeshSide:
-    """Read "2x4 S0RR" as a mesh of (2, 4) and the spec S0RR. Raises LayoutError."""
+    """Read "2x4 S0RR" as a mesh of (2, 4) and the layout spec S0RR. Raises LayoutError for other text.
+
+    `option` names the option in the error.
+    """
     shape, _, spec = text.strip().partition(" ")
     parts = shape.lower().split("x")
     if not all(part.isdecimal() and part.isascii() and int(part[:10]) for part in parts):
@@ -81,7 +84,8 @@ def read_request(
 ) -> ReshardRequest:
     """Return the problem that the options name: that of a model or, with `shape`, of a tensor.
 
-    Raises MeshweaveError.
+    Arguments are the options' texts. Raises LayoutError, DescriptionError or UnsupportedError where one is
+    wrong.
     """
     sides = read_side("--from", from_), read_side("--to", to)
     if model is not None:
@@ -96,7 +100,10 @@ def read_request(
 def tensor_problem(
     shape: str, dtype: str, from_: MeshSide, to: MeshSide, cluster: str, positions: MeshPositions
 ) -> ReshardRequest:
-    """Return the problem of one tensor between two layouts that spec strings name. Raises MeshweaveError."""
+    """Return the problem of moving one tensor between two layouts that spec strings name.
+
+    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
+    """
     _check_dtype(dtype)
     sizes = _read_shape(shape)
     for side in (from_, to):
@@ -127,7 +134,10 @@ def tensor_problem(
 def model_problem(
     model: str, dtype: str, from_: MeshSide, to: MeshSide, cluster: str, positions: MeshPositions
 ) -> ReshardRequest:
-    """Return the problem of a model's state dict, from a trainer's mesh to a server's. Raises MeshweaveError."""
+    """Return the problem of moving a model's state dict from a trainer's mesh to a server's.
+
+    Raises LayoutError, DescriptionError or UnsupportedError where an option is wrong.
+    """
     _check_dtype(dtype)
     for side, axes in ((from_, TRAINER_AXES), (to, SERVER_AXES)):
         if side.layout_spec or len(side.shape) != len(axes):
@@ -214,7 +224,8 @@ def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host
 
 
 def fitting_cluster(cluster: Cluster, named: str, needed: int) -> Cluster:
-    """Return a cluster, at the size that is needed if no number of chips was given and it comes in that size.
+    """Return a cluster with `needed` chips or more: itself, or at the size needed where `named` gives no
+    number of chips.
 
     Raises LayoutError where it is too small, with the number of chips that would do.
     """

@@ -20,7 +20,7 @@ FIRST, LAST = 12, 3
 
 
 def to_json(request: ReshardRequest, comparison: ReshardComparison) -> dict[str, Any]:
-    """Return all of a comparison as JSON."""
+    """Return all of a comparison as JSON values."""
     chosen = comparison.chosen
     plan = chosen.plan
     return {

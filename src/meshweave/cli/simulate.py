@@ -121,7 +121,7 @@ def _plan_cases(what: str, machine: MachineOptions, options: PlannedOptions) -> 
 
 
 def read_program_case(what: str, machine: MachineOptions) -> SimulationCase:
-    """Return the program of a file, of stdin or of an algorithm, on its machine.
+    """Return the program of a file, of stdin or of an algorithm, on its machine, ready to be simulated.
 
     Raises:
         DescriptionError: no cluster is given, or a file is wrong.

@@ -122,5 +122,5 @@ class SimulateOutputs:
 
     @property
     def paths(self) -> tuple[Path | None, ...]:
-        """Return the files in the order in which they are told about."""
+        """Return the output files in the order in which they are reported, None for one that is not wanted."""
         return self.trace, self.svg, self.png, self.report

@@ -25,7 +25,10 @@ _TAKES_RANK = "takes_rank"
 
 
 def of_rank(function: FunctionT) -> FunctionT:
-    """Mark a function of a call whose result depends on the rank, such as its tokens of a batch."""
+    """Mark and return a function for `call` ops that takes the rank first: `function(rank, *ins, *args)`.
+
+    For results that depend on the rank, such as its tokens of a batch.
+    """
     setattr(function, _TAKES_RANK, True)
     return function
 
@@ -37,7 +40,7 @@ _pace_call: PaceCall | None = None
 
 
 def set_call_pace(pace: PaceCall | None) -> None:
-    """Have `pace` run every call of this process from now on; None runs them as fast as they are."""
+    """Have `pace(work, run)` run every call of this process from now on; None runs calls without it."""
     global _pace_call
     _pace_call = pace
 
@@ -66,9 +69,10 @@ class CallTable:
         self.peak_stash_bytes = max(self.peak_stash_bytes, self._stash_bytes)
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
-        """Return a function from the ins to the outs. Raises BindError where none is bound to the op's name.
+        """Return a function that runs the call: from the input arrays of `op` to its outputs, in order.
 
-        What it returns raises BindError where shapes are not as the op declares.
+        Raises BindError where no function has the name of the op; the returned function raises it where it is
+        given outputs of other shapes than the op declares.
         """
         require_known(op.fn, self._functions, "no function is bound to call", BindError)
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]

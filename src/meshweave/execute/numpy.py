@@ -37,7 +37,8 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 class NumpyResult:
     """The result of a run: global output tensors by name, and the final memory of each (rank, buffer, slot).
 
-    `peak_stash_bytes` is by rank what `execute.calls` counts of its calls; ranks without calls are left out.
+    `peak_stash_bytes` is by rank the most bytes that stashes of its calls had at once (`execute.calls`);
+    ranks without calls are left out.
     """
 
     outputs: dict[str, Array]
@@ -74,7 +75,7 @@ def run_numpy(
         seed: None runs events in program order where lanes and edges leave a choice, a number in one of the
             other legal orders.
         calls: the functions that `call` ops name; see `execute.calls`.
-        flow: `ir.dataflow.analyse(program)`, where the caller has it already.
+        flow: the result of `ir.analysis.dataflow.analyse(program)`, where the caller has it already.
 
     Raises:
         BindError: inputs or calls are missing or do not fit.
@@ -167,7 +168,7 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 
 
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
-    """Return the shards of global tensors that the input buffers of `rank` hold, by buffer name.
+    """Return this rank's shards of global tensors, by the names of the input buffers that hold them.
 
     A tensor laid out as partial sums is split into terms that are all different from zero, so that a term
     left out or taken twice shows.

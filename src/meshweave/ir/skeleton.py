@@ -93,7 +93,7 @@ class Skeleton:
         return tuple(dict.fromkeys(task.lane for _, task in self.counted_tasks()))
 
     def counted_tasks(self) -> Iterator[tuple[int, Task]]:
-        """Yield (how often it runs, task) for all tasks, also those of parts."""
+        """Yield (how many ops it stands for over all turns, task), for the tasks of parts too."""
         for phase in self.phases:
             for task in phase.tasks:
                 if isinstance(task, Part):

@@ -71,7 +71,7 @@ class Transfer:
 
     @property
     def launch(self) -> Transfer:
-        """Return the launch alone of a chain."""
+        """Return this chain with one rank and 0 bytes: what is left of its time is the launch."""
         return replace(self, num_ranks=1, part_bytes=0, packets=1)
 
     @property
@@ -105,14 +105,14 @@ Work = Compute | Transfer
 
 
 def matmul_work(m: int, n: int, k: int, dtype: str, num_products: int = 1) -> Compute:
-    """Return the work of a product (M, K) x (K, N), or of a batch of so many."""
+    """Return the FLOPs and sizes of `num_products` products (M, K) x (K, N), for the cost model."""
     flops = 2 * m * n * k * num_products
     item = dtype_bytes(dtype)
     return Compute("matmul", flops, dims=(m, n, k), item_bytes=item, num_products=num_products, dtype=dtype)
 
 
 def product_work(shape: ProductShape, dtype: str) -> Compute:
-    """Return the work of a product with batch dims.
+    """Return the FLOPs and sizes of a product with batch dims, for the cost model.
 
     Where one operand serves the whole batch, the rows (or columns) of the other form one large matrix. A sum
     over the batch is one product with the batch in k.
@@ -148,12 +148,12 @@ def call_dtype(program: Program, op: ops.Call) -> str:
 
 
 def counts_view_bytes(op: ops.Call) -> bool:
-    """Return whether a call moves the bytes of its views, because it names its work and declares none."""
+    """Return whether the bytes of a call are those of its views: it names its `work` and declares 0 bytes."""
     return bool(op.work) and op.bytes == 0
 
 
 def call_work(program: Program, op: ops.Call) -> Compute:
-    """Return the work of a resolved call."""
+    """Return the FLOPs, bytes and sizes of a resolved call, for the cost model."""
     assert isinstance(op.flops, int) and isinstance(op.bytes, int)
     num_bytes = op.bytes
     if counts_view_bytes(op):
@@ -171,10 +171,10 @@ def call_work(program: Program, op: ops.Call) -> Compute:
 
 
 def exchange_work(op: ops.Exchange, axis: str) -> Transfer:
-    """Return the transfer by whose price an exchange over a mesh axis is timed.
+    """Return the transfer that an exchange over a mesh axis is timed as.
 
     Raises:
-        ProgramError: its sizes make no sense.
+        ProgramError: its sizes are out of range, such as more chosen experts than there are.
     """
     if reason := _exchange_reason(op):
         raise ProgramError(reason, op=op.title)
@@ -264,7 +264,7 @@ def work_of(program: Program, op: ops.Op) -> Work:
 
 
 def joins_product(op: ops.Matmul) -> bool:
-    """Return whether a product is one kernel with the one before it in its lane."""
+    """Return whether a product runs in one kernel with the product before it in its lane."""
     return op.release is not None and op.release.joins
 
 
@@ -301,7 +301,9 @@ def _collective(program: Program, op: ops.DataCollective) -> Transfer:
 
 
 def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
-    """Return the bytes of a box of `shape` but with `size` elements along `dim`, in the dtype of a buffer."""
+    """Return the bytes of a part of a tensor of `shape` with `size` elements along `dim`, in the dtype of a
+    buffer.
+    """
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 

@@ -11,10 +11,10 @@ from meshweave.ir.program.views import Range, View
 
 
 def view_extent(program: Program, view: View, dim: int) -> Index:
-    """Return the size of a view along a dim in which it is a box, as an expression in mesh coordinates.
+    """Return the size of a view along `dim`, as an expression in mesh coordinates.
 
     Raises:
-        ProgramError: the view is no box along that dim.
+        ProgramError: the view selects blocks along that dim, not one range.
     """
     selector = view.selectors[dim]
     if not isinstance(selector, Range):
@@ -33,7 +33,7 @@ def view_extent(program: Program, view: View, dim: int) -> Index:
 
 
 def sub_view(view: View, dim: int, start: Index, stop: Index) -> View:
-    """Return [start, stop) of a view along a dim in which it is a box."""
+    """Return the elements [start, stop) along `dim` of a view that selects one range there."""
     selector = view.selectors[dim]
     assert isinstance(selector, Range)
     selectors = list(view.selectors)

@@ -43,13 +43,14 @@ def lower_chains(
     """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`.
 
     Packets are cut along the dim that is outermost in memory; there are at most as many as it has elements.
-    Sub-programs that the program includes are lowered likewise.
+    Included sub-programs are lowered, too.
 
     Args:
         should_lower: selects the collectives to lower; the others stay.
 
     Raises:
-        ProgramError: a reduction is not a sum, or a view has strided blocks in every dim, so that none can be cut.
+        ProgramError: a reduction is not a sum, or a view has strided blocks in every dim, so that none can be
+            cut.
     """
     program = program.with_parts(lambda part: lower_chains(part, should_lower))
     return _ChainLowering(program, should_lower).run()

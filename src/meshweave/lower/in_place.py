@@ -22,7 +22,11 @@ _READERS = (Matmul, Add, Copy)
 
 
 def read_in_place(program: Program) -> Program:
-    """Return the program without the gets whose readers can read the remote view, written out per rank."""
+    """Return the program, written out per rank, in which ops read other ranks' memory in place of getting it
+    first.
+
+    A get stays where not all of its readers can do so.
+    """
     program = program.expanded
     exposed = exposed_buffers(program)
     kept = {rank: _without_gets(program, rank, ops, exposed) for rank, ops in program.ops_by_rank.items()}

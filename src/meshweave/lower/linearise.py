@@ -12,7 +12,10 @@ from meshweave.ir.program import Program
 
 
 def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
-    """Return the op indices of each rank in issue order. Raises ProgramError if the program deadlocks."""
+    """Return the op indices of each rank, by rank, in one issue order that cannot deadlock.
+
+    Raises ProgramError if the program itself deadlocks.
+    """
     flow = analyse(program) if isinstance(program, Program) else program
     order: dict[int, list[int]] = {rank: [] for rank in flow.matched.ops}
     for event in untimed_order(flow):

@@ -34,7 +34,7 @@ def write_out_per_rank(program: Program) -> Program:
 
 
 def lower_one_sided(program: Program) -> Program:
-    """Return the program without remote views and fences.
+    """Return the program with gets, puts and accumulates as sends and recvs, written out per rank, without fences.
 
     Raises:
         ProgramError: an op other than get, put, accumulate or a released matmul or copy has a remote view.

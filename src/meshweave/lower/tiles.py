@@ -27,13 +27,14 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Program:
-    """Return the same program, per rank, with released products and puts of two dims written out by tiles.
+    """Return the program per rank, with released products and puts of two dims as one op per tile.
 
-    A tile that is added to memory, or stored in another rank's, is computed into a place of its own first and goes
-    from there. So the next tile does not wait until this one has left, nor for what others add to the region.
+    A tile that is added to memory, or stored in another rank's, is computed into a place of its own first and
+    goes from there. So the next tile does not wait until this one has left, nor for what others add to the
+    region.
 
     Args:
-        machine_tiles: the tiles of a region where its release names no size.
+        machine_tiles: into how many tiles at most a region is cut whose release names no size.
     """
     program = program.expanded
     places = _Places(program)
@@ -45,7 +46,10 @@ def write_out_tiles(program: Program, machine_tiles: int = MACHINE_TILES) -> Pro
 
 
 def tiles(rows: int, columns: int, release: Release, machine_tiles: int = MACHINE_TILES) -> list[Box]:
-    """Return the tiles of a region in the order in which they are released."""
+    """Return the tiles of a region of `rows` x `columns`, as ((start, stop) of rows, (start, stop) of columns).
+
+    They are in the order of release; at most `machine_tiles` where the release names no size.
+    """
     height, width = (number_of(size) for size in (*release.tile, columns, columns)[:2])
     if not release.tile:
         height, width = max(-(-rows // machine_tiles), 1), columns

@@ -8,8 +8,10 @@ import torch
 
 
 def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
-    """Return the operands as `torch.autocast` has those of a product, differentiably: floating ones other than
-    float64 in its dtype where it is enabled. None stays None."""
+    """Return the operands of a product cast as `torch.autocast` does, differentiably; None stays None.
+
+    Where it is enabled for the device type, floating ones other than float64 get its dtype.
+    """
     if not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)

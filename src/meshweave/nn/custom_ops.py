@@ -61,13 +61,13 @@ class LocalFunction(ABC):
 
     @abstractmethod
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results, then what is kept: all in new memory, none of them an input."""
+        """Return the results, then what `backward` gets as `kept`: all in new memory, none of them an input."""
 
     @abstractmethod
     def empty(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return empty tensors like those of `forward`, of which only shapes, strides and dtypes count.
 
-        Inputs are without elements; it is to run nothing and to talk to nobody.
+        Inputs have shapes and no elements. It must run nothing and communicate with nobody.
         """
 
     def backward(
@@ -77,17 +77,21 @@ class LocalFunction(ABC):
         kept: Sequence[Tensor],
         needed: Sequence[bool],
     ) -> list[Tensor]:
-        """Return the gradients of those inputs that are `needed`, in their order, in new memory.
+        """Return the gradients of the inputs whose entry in `needed` is True, in their order, in new memory.
 
         Args:
             grads: of the results, with zeros for a result that nothing depends on.
+            inputs: those of `forward`.
             kept: what `forward` returned after its results.
+            needed: whether the gradient of each input is needed.
+
+        Raises UnsupportedError where the function has no gradient.
         """
         raise UnsupportedError(f"{self.handle} has no gradient")
 
 
 def function_of(handle: str) -> LocalFunction:
-    """Return the function of a handle. Raises BindError where it is gone, or was made by another process."""
+    """Return the function that a handle names in this process. Raises BindError where it is gone."""
     function = _FUNCTIONS.get(handle)
     if function is None:
         raise BindError(f"no function {handle!r} in this process: the module that made it is gone")
@@ -189,10 +193,10 @@ _NUMBERS: dict[Hashable, int] = {}
 
 
 def number_of(value: Hashable) -> int:
-    """Return the number that stands for a value in the arguments of ops; equal values have one.
+    """Return the integer that stands for a value in the arguments of ops; equal values have one.
 
-    Such ops are for what a module knows when it is made, a product at its site, while sizes come with each call. A
-    compiled graph holds the numbers. A value is kept as long as the process lives.
+    Ops take it for what a module knows when it is made, such as a product at its site. A compiled graph holds
+    the integers. A value is kept as long as the process lives.
     """
     if value not in _NUMBERS:
         _NUMBERS[value] = len(_VALUES)
@@ -201,16 +205,17 @@ def number_of(value: Hashable) -> int:
 
 
 def value_of(number: int, kind: type[Value]) -> Value:
-    """Return the value of a number, which is one of this kind."""
+    """Return the value that `number_of` numbered so; it must be of class `kind`."""
     value = _VALUES[number]
     assert isinstance(value, kind), (number, value)
     return value
 
 
 def refuse_second_derivative(what: str) -> None:
-    """Raise UnsupportedError where a backward pass is itself to be differentiated (`create_graph=True`).
+    """Raise UnsupportedError in a backward pass that is itself to be differentiated (`create_graph=True`).
 
-    torch's `once_differentiable` lets that pass, and drops terms, where the incoming gradient needs no gradient.
+    `what` names the function in the error. torch's `once_differentiable` lets that pass, and drops terms,
+    where the incoming gradient needs no gradient.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError(f"{what} is differentiable once, and create_graph=True asks for more")

@@ -59,14 +59,15 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layout:
-    """Return how a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
+    """Return the layout of a DTensor on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side`
+    None).
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
     Raises:
-        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard, Replicate,
-            Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch, which takes them
-            for a shard order, would gather otherwise than it cut them.
+        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard,
+            Replicate, Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch,
+            which takes them for a shard order, would gather otherwise than it cut them.
     """
     spec = compat.spec_of(tensor) if isinstance(tensor, DTensor) else tensor
     if spec.tensor_meta is None:
@@ -111,7 +112,7 @@ class MatrixView:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part (local rows, local columns), detached; the same memory where its strides allow."""
+        """This rank's shard as a matrix (local rows, local columns), detached; a view where its strides allow."""
         local = compat.local_tensor(self.tensor)
         if local.ndim != 2:
             local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
@@ -119,7 +120,10 @@ class MatrixView:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the matrix before it is transposed. Raises LayoutError, see `layout_of`."""
+        """The layout of the matrix before it is transposed.
+
+        Raises LayoutError where it has none; see `layout_of`.
+        """
         return layout_of(self.tensor)
 
     @property
@@ -129,7 +133,7 @@ class MatrixView:
 
     @property
     def order(self) -> tuple[int, int] | None:
-        """(1, 0) where columns are the outer dim in memory, before it is transposed; else None."""
+        """(1, 0) where the local matrix, before it is transposed, is column-major in memory; else None."""
         if self.tensor.ndim != 2:
             return None
         down, across = self.tensor.stride()
@@ -148,13 +152,13 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
 
 
 def require_dtensors(a: object, b: object) -> None:
-    """Raise LayoutError where an operand of `matmul` is no DTensor."""
+    """Raise LayoutError where a or b, the operands of `matmul`, is no DTensor."""
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
 
 
 def size_text(shape: Sequence[int]) -> str:
-    """Return a shape in words: `4x6`, or `scalar`."""
+    """Return a shape as text: `4x6`, or `scalar`."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -281,7 +285,7 @@ def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
 
 
 def kind_text(value: Any) -> str:
-    """Return in words what something is that was given for a tensor."""
+    """Return text for an error on what was given for a tensor: `a DTensor (4, 6) of float32`."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     name = "DTensor" if hasattr(value, "device_mesh") else "tensor"

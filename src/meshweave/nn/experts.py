@@ -108,12 +108,12 @@ class ExpertExchange:
         Collective among the ranks; it waits for the counts of all on the host, once.
 
         Args:
-            x: the own tokens, (tokens, hidden).
-            choices: their different experts, integers (tokens, top_k); -1 for none.
+            x: this rank's tokens, (tokens, hidden).
+            choices: the experts of each token, distinct integers (tokens, top_k); -1 for none.
 
         Raises:
-            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds of
-                them, or have other exchanges.
+            LayoutError: tokens and choices do not fit each other or this exchange, or ranks give other kinds
+                of them, or have other exchanges.
             BindError: another rank refuses what it was given.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
@@ -125,7 +125,9 @@ class ExpertExchange:
         return rows, handle
 
     def combine(self, x: Tensor, handle: DispatchHandle, gates: Tensor | None = None) -> Tensor:
-        """Return for each own token the sum of its rows, each times its gate, (tokens, hidden).
+        """Return for each of this rank's tokens the sum of its rows, each times its gate, (tokens, hidden).
+
+        Collective.
 
         Args:
             x: what experts made of the rows of the dispatch, in their order, as wide and of the same dtype.
@@ -206,7 +208,11 @@ class ExpertExchange:
     def run(
         self, part: Part, handle: DispatchHandle, hidden: int, tensors: dict[str, Tensor]
     ) -> BoundProgram:
-        """Run one of the exchanges; `tensors` are its inputs by buffer."""
+        """Run the exchange of `part` ("dispatch", ...) and return the bound program, which has its outputs.
+
+        Collective. `tensors` are its inputs by buffer; `hidden` is the number of features of a row. Raises as
+        `dispatch`.
+        """
         dtype = next(iter(tensors.values())).dtype
         tokens, top_k = handle.choices.shape
         problem = self._problem(part, tokens, top_k, hidden, DTYPES[dtype])
@@ -224,7 +230,7 @@ class ExpertExchange:
             return program.run({**tensors, "choices": handle.choices}, {"n0": handle.counts})
 
     def padded(self, tokens: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return tokens with rows of zeros after them, as many as the rank with most tokens has."""
+        """Return this rank's tokens, detached, padded with rows of zeros to the rank with most tokens."""
         rows = handle.choices.shape[0]
         if tokens.shape[0] == rows:
             return tokens.detach().contiguous()
@@ -233,7 +239,8 @@ class ExpertExchange:
         return out
 
     def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), then zeros.
+        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), padded
+        with zeros.
 
         `most` is the greatest number of rows that any rank has for its experts.
         """

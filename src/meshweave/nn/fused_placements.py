@@ -40,7 +40,15 @@ class PlacedLinear:
 def placed_linear(
     x: compat.DTensorSpec, weight: compat.DTensorSpec, dim: int, *, is_gather: bool, name: str
 ) -> PlacedLinear:
-    """Return how a layer of DTensors lies. Raises LayoutError where it is none that rings compute."""
+    """Return the ring product of a linear layer of DTensors, and how its result and gradients are placed.
+
+    Args:
+        dim: the dim of x that is scattered; that which is gathered follows from x.
+        is_gather: whether rows are gathered before the product, and not scattered after it.
+        name: of the function, for errors.
+
+    Raises LayoutError where placements are not those of one ring, or its parts are uneven.
+    """
     last = x.ndim - 1
     placements = tuple(from_the_front(one, x.ndim, "x") for one in x.placements)
     of_weight = tuple(from_the_front(one, 2, "weight") for one in weight.placements)

@@ -45,7 +45,7 @@ class FusedOptions:
 def bound_product(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[BoundProgram]:
-    """Return a product on a ring, bound to memory of its own at the first of its kind by all ranks of the ring.
+    """Return a product on a ring, bound to memory of its own. Collective at the first of its kind on the ring.
 
     Raises:
         LayoutError: the algorithm does not take the layouts.
@@ -65,9 +65,10 @@ def bound_product(
 def prepare_fused(
     problem: UniversalProblem, options: FusedOptions, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
-    """Return this rank's part of a product on a mesh of rings, as `products.prepare_cached` does; errors as there.
+    """Return a product on a mesh of rings as a function of this rank's shards; bound at the first of its kind.
 
-    All ranks of the problem call it. Each ring binds a program of its own.
+    All ranks of the problem call it. Each ring binds a program of its own. Raises as
+    `products.prepare_cached`.
     """
     ring = next(ring for ring in ring_problems(problem) if context.rank in ring.ranks)
     key = "fused matmul", ring, options

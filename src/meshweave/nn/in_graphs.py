@@ -27,7 +27,10 @@ PlacementText = tuple[str, int | str, int]
 
 
 def placement_texts(placements: Sequence[Placement] | None) -> tuple[PlacementText, ...] | None:
-    """Return placements as constants of a graph; None stays None. Raises LayoutError for unknown ones."""
+    """Return placements as text, which a graph can hold as constants; None stays None.
+
+    Raises LayoutError for placements that have no text.
+    """
     if placements is None:
         return None
     texts: list[PlacementText] = []
@@ -46,7 +49,7 @@ def placement_texts(placements: Sequence[Placement] | None) -> tuple[PlacementTe
 
 
 def placements_from(texts: Sequence[PlacementText] | None) -> tuple[Placement, ...] | None:
-    """Return the placements of `placement_texts`."""
+    """Return the placements whose `placement_texts` are `texts`; None stays None."""
     if texts is None:
         return None
     make: dict[str, Callable[[Any, int], Placement]] = {
@@ -62,7 +65,7 @@ class LocalPlan(Protocol):
     """A product that is tuned and bound."""
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return this rank's part of C from its parts of A and B, in new memory."""
+        """Return this rank's shard of C from its shards of A and B, in new memory. Collective."""
 
 
 class TracedProduct(LocalFunction):
@@ -82,12 +85,12 @@ class TracedProduct(LocalFunction):
         self.shape, self._plan = shape, plan
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part of the product of its parts."""
+        """Return [this rank's shard of the product], from its shards of the operands. Collective."""
         a, b = inputs
         return [self._plan().multiply(a, b).contiguous()]
 
     def empty(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return an empty tensor like the result."""
+        """Return [an empty tensor of the result's shape and dtype]."""
         return [inputs[0].new_empty(self.shape)]
 
 
@@ -104,10 +107,10 @@ def traced_product(
     a: Tensor,
     b: Tensor,
 ) -> Tensor:
-    """Return the product of local matrices as a node of the graph that is traced.
+    """Return the product of this rank's shards as one node of the graph that is being traced.
 
     Args:
-        key: what says, with the context, which product it is; hashable, and equal text for equal keys.
+        key: says, with the context, which product it is; hashable, and equal text for equal keys.
         title, shape, plan: as for `TracedProduct`.
     """
     known = context.cache(TracedProducts)
@@ -119,7 +122,10 @@ def traced_product(
 
 
 def context_of(number: int, device: str) -> TorchContext:
-    """Return the context of a number, the default one for -1."""
+    """Return the context that has `number` in this process; -1 is the default one of a device.
+
+    Raises BindError where it is gone.
+    """
     return TorchContext.default(device) if number < 0 else TorchContext.numbered(number)
 
 

@@ -270,6 +270,5 @@ class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
 
 
 def saved_operands(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DTensor | None]:
-    """Return the operands that must be saved for the backward pass, None for the others: each is a factor of the
-    other's gradient."""
+    """Return a and b as they must be saved for the backward pass: None for one that no gradient needs."""
     return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None

@@ -17,7 +17,10 @@ Slices = int | Sequence[int]
 
 
 def slice_widths(slices: Slices) -> tuple[int, ...]:
-    """Return relative widths of slices, given those or a count of equal ones. Raises BindError otherwise."""
+    """Return the relative widths of slices: (1, 1, 1) for 3, or the given sequence of positive integers.
+
+    Raises BindError for anything else.
+    """
     if isinstance(slices, int) and slices > 0:
         return (1,) * slices
     if isinstance(slices, (int, str)) or not all(isinstance(width, int) and width > 0 for width in slices):
@@ -34,7 +37,13 @@ def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProble
 
 
 def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
-    """Return the program that `matmul2d` runs: slices cut down to the dim's size, rings lowered."""
+    """Return the program that `matmul2d` runs for an algorithm.
+
+    No more slices than the sliced dim has elements; collectives as rings in `ring_ways` directions, 0 for
+    none.
+
+    Raises LayoutError where the algorithm shards otherwise than [Shard(0), Shard(1)].
+    """
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])
     entry = PRODUCTS_2D.named(name)

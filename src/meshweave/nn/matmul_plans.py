@@ -80,7 +80,11 @@ class MatmulOptions:
         limits: StageLimits = STAGE_LIMITS,
         overlap: Overlap = "auto",
     ) -> MatmulOptions:
-        """Return the options for arguments of `matmul`. Raises LayoutError, UnsupportedError, DescriptionError."""
+        """Return the options for arguments of `matmul`.
+
+        Raises UnsupportedError for an unknown transport, DescriptionError for an unknown cluster, LayoutError
+        for any other value that is not allowed.
+        """
         if overlap not in get_args(Overlap):
             raise LayoutError(f"overlap is {overlap!r}; it must be one of {', '.join(get_args(Overlap))}")
         if stationary not in ("auto", "a", "b", "c"):
@@ -107,12 +111,14 @@ class MatmulOptions:
 
     @property
     def of_gradient(self) -> MatmulOptions:
-        """Return the options of a gradient: what stays forward need not stay there, for it is another product."""
+        """Return the options of a gradient's product: no stationary operand is given, and fusing is not
+        required.
+        """
         return replace(self, stationary=None, is_lenient=True)
 
 
 def check_dtypes(**operands: Tensor) -> None:
-    """Raise BindError where operands are not of one dtype that programs have."""
+    """Raise BindError unless all operands have one dtype, which programs must have."""
     dtypes = {operand.dtype for operand in operands.values()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         listed = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
@@ -120,7 +126,10 @@ def check_dtypes(**operands: Tensor) -> None:
 
 
 def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[Placement, ...] | None:
-    """Return `out` of a result of `num_dims` dims, with dims counted from the front. Raises LayoutError."""
+    """Return `out`, placements of a result of `num_dims` dims, with dims counted from the front; None stays None.
+
+    Raises LayoutError where it is no sequence of placements, or names a dim that is not there.
+    """
     if out is None:
         return None
     if isinstance(out, (Placement, str)) or not isinstance(out, Sequence):
@@ -150,11 +159,14 @@ class MatmulPlan:
     local_shape: tuple[int, ...]
 
     def run(self, a: Tensor, b: Tensor) -> DTensor:
-        """Return the product of this rank's parts a (local rows, local k) and b (local k, local columns)."""
+        """Return the product, from this rank's shards a (local rows, local k) and b (local k, local columns).
+
+        Collective.
+        """
         return as_dtensor(self.multiply(a, b), self.local_shape, self.spec)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return this rank's part of the product as a matrix."""
+        """Return this rank's shard of the product as a matrix, from its shards of the operands. Collective."""
         return self.product.touch()(a, b)
 
 
@@ -176,7 +188,7 @@ class Calls(dict[Any, MatmulPlan]):
 def multiply(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> DTensor:
-    """Return the product of `matmul` outside autograd; arguments as for `plan_of`."""
+    """Return the product of two matrices outside autograd; arguments as for `plan_of`. Collective."""
     if compat.is_traced(compat.local_tensor(a.tensor)):
         return _multiply_in_graph(a, b, shape, out, options)
     return plan_of(a, b, shape, out, options).run(a.local, b.local)
@@ -214,11 +226,13 @@ def _title(a: MatrixView, b: MatrixView) -> str:
 def plan_of(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> MatmulPlan:
-    """Return the plan of a product, made at the first of a kind by all of its ranks together.
+    """Return the plan of a product, tuned and bound at the first of a kind by all of its ranks together.
 
     Args:
-        shape: of the result, which may have several dims that are rows of the product.
-        out: how the result lies; without placements what is cheapest.
+        shape: the global shape of the result, whose dims but the last are rows of the product.
+        out: how the result is placed; without placements the cheapest ones are taken.
+
+    Raises LayoutError, BindError and UnsupportedError as `matmul`.
     """
     specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
     key = specs, a.is_transposed, b.is_transposed, shape, out, options

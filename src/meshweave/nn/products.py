@@ -48,13 +48,13 @@ class Matrix:
 
     @property
     def transposed(self) -> Matrix:
-        """Return the transpose, which lies in the same memory."""
+        """Return the transpose, a view of the same memory."""
         order = (1, 0) if self.order is None else None
         return Matrix(transposed_layout(self.layout), self.shape[::-1], order)
 
 
 def problem_of(a: Matrix, b: Matrix, c: Layout, dtype: torch.dtype) -> UniversalProblem:
-    """Return the product of two operands with the result in layout `c`. Raises LayoutError."""
+    """Return the problem of multiplying two operands into layout `c`. Raises LayoutError where they do not fit."""
     (m, k), (_, n) = a.shape, b.shape
     return UniversalProblem(m, n, k, a.layout, b.layout, c, DTYPES[dtype], (a.order, b.order, None))
 
@@ -71,12 +71,13 @@ def tune(
     schedule: ScheduleKind = "direct",
     limits: StageLimits = STAGE_LIMITS,
 ) -> TunedUniversal:
-    """Return how to compute a product over a transport.
+    """Return how to compute a product over a transport: the stationary operand, slices and order.
 
-    At the caller's `rates`, what is estimated to be fastest. Without any, over messages what moves least, which is
-    never more than DTensor moves, and of such the fastest at `default_rates`. In shared memory moving is cheaper
-    than computing twice, so it is again the fastest, at the rates of a host; but a product that moves nothing
-    is left as it is where more would not pay for the fences. Schedule and limits change none of that.
+    At the caller's `rates`, what is estimated to be fastest. Without any, over messages what moves least,
+    which is never more than DTensor moves, and of such the fastest at `default_rates`. In shared memory
+    moving is cheaper than computing twice, so it is again the fastest, at the rates of a host; but a product
+    that moves nothing is left as it is where more would not pay for the fences. Schedule and limits change
+    none of that.
     """
     search = partial(tune_universal, problem, stationary=stationary, schedule=schedule, limits=limits)
     if transport != "shared":
@@ -100,7 +101,7 @@ def cheapest(
     stationary: Operand | None,
     default_rates: RankRates,
 ) -> int:
-    """Return which of several products costs least, as `tune` measures it, by its number; the first of equals."""
+    """Return the index of the product that costs least, as `tune` measures it; the first of equals."""
     if len(problems) == 1:
         return 0
     by_bytes = rates is None and transport != "shared"
@@ -123,7 +124,7 @@ LocalProduct = Callable[[Tensor, Tensor], Tensor]
 def prepare(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> LocalProduct:
-    """Bind a product and return it for calls; see `prepare_cached`, which `matmul` uses.
+    """Bind a product and return it as a function of this rank's shards; see `prepare_cached`, which `matmul` uses.
 
     The context counts what is returned as used at this call only, so it may bind the product again later.
     """
@@ -135,14 +136,16 @@ def prepare_cached(
 ) -> CachedProgram[LocalProduct]:
     """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 
-    Where nothing has to move, and in shared memory, operands are read and the result is written where the caller
-    has them. Other transports copy them into buffers of the program.
+    What is returned holds a function from this rank's shards of A and B to that of C.
+
+    Where nothing has to move, and in shared memory, operands are read and the result is written where the
+    caller has them. Other transports copy them into buffers of the program.
 
     Raises:
-        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory for
-            "shared"; "auto" takes messages then.
+        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory
+            for "shared"; "auto" takes messages then.
         UnsupportedError: there is no such transport, or it is not available here.
-        RankLostError, DeadlineError: other ranks are missing or late; so does the product.
+        RankLostError, DeadlineError: other ranks are missing or late; the returned function raises them, too.
     """
     resolved = resolve(transport, problem.ranks, context)
     key = problem, tuned.config, transport
@@ -224,7 +227,7 @@ def _laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def copying(bound: BoundProgram) -> LocalProduct:
-    """Return a bound program as a product that copies its operands in and its result out."""
+    """Return a bound program as a function of A and B that copies them in and returns a copy of C."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         bound.run({"a": a, "b": b})

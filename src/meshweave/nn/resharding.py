@@ -106,7 +106,7 @@ class ReshardSession:
         return self.context.rank or 0
 
     def no_elements(self, dtype: torch.dtype) -> Tensor:
-        """Return the local part of a DTensor on a rank outside its mesh, as torch has it."""
+        """Return an empty tensor: the local part of a DTensor on a rank outside its mesh, as torch has it."""
         return torch.empty(0, dtype=dtype, device=self.context.device)
 
 
@@ -129,11 +129,12 @@ class DTensorMove:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, source: ShardSpec, target: ShardSpec) -> DTensorMove:
-        """Return the move of a tensor that lies as `source` says before its sums are made.
+        """Return the move of a tensor with the placements of `source`, partial sums among them, to those of
+        `target`.
 
         Raises:
             LayoutError: the placements do not fit the tensor, or `target` is partial.
-            BindError: the dtype does not move.
+            BindError: tensors of the dtype cannot be moved.
         """
         shape, prefix = tuple(map(int, tensor.shape)), f"{name}: " if name else ""
         check_dtype(tensor.dtype, prefix)
@@ -154,22 +155,24 @@ class DTensorMove:
 
     @cached_property
     def tensor_move(self) -> TensorMove:
-        """Return the move for the planner, for which a tensor without dims has a single element."""
+        """Return the move for the planner, which takes a tensor without dims as one of a single element."""
         return TensorMove(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
 
     @property
     def description(self) -> str:
-        """Return the move in words, which all ranks must agree on."""
+        """Return text on the move; ranks compare it."""
         what = f"{self.name} {self.dtype} {size_text(self.shape)}".strip().replace("torch.", "")
         return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
-        """Return a local part as the program sees it, in the same memory."""
+        """Return a view of a local shard in the dtype in which the program moves it, with a dim where it has
+        none.
+        """
         local = local.detach().resolve_conj().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
-        """Raise LayoutError if a rank's part does not have the shape that its placements give it."""
+        """Raise LayoutError if the shard of `rank` does not have the shape that `layout` gives it."""
         if tuple(local.shape) != (shape := layout.local_shape(self.shape, rank)):
             raise LayoutError(
                 f"{self.name or 'the tensor'} is {tuple(local.shape)} on rank {rank}; as {layout} a tensor of "
@@ -178,7 +181,7 @@ class DTensorMove:
 
 
 def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
-    """Raise BindError, its text after `prefix`, if tensors of a dtype do not move."""
+    """Raise BindError if tensors of a dtype cannot be moved; `prefix` begins its text."""
     if dtype not in CARRIERS:
         known = ", ".join(str(known).removeprefix("torch.") for known in CARRIERS)
         raise BindError(f"{prefix}{dtype} is no dtype that reshard moves: {known}")
@@ -196,7 +199,7 @@ def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dim
 
 
 def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
-    """Return how a tensor of global `shape` lies once its sums are made on its own mesh.
+    """Return the placements of a tensor of global `shape` once partial sums are made on its own mesh.
 
     A sum is scattered over a dim that `target` shards, if the mesh dim divides its size evenly; else it is
     replicated.
@@ -215,7 +218,7 @@ def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> S
 
 
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
-    """Return this rank's part of a tensor once the sums of its mesh are made."""
+    """Return this rank's shard of a tensor after its partial sums are made. Collective where there are any."""
     if not source.is_partial:
         return compat.local_tensor(tensor)
     placements = summed_spec(source, target, tensor.shape).placements
@@ -223,12 +226,12 @@ def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Return the global ranks of all of these meshes, ascending."""
+    """Return the global ranks of all of these meshes, each once, ascending."""
     return tuple(sorted({rank for mesh in meshes for rank in mesh_of(mesh).ranks}))
 
 
 def with_article(value: object) -> str:
-    """Return the name of a value's type for an error: `a list`."""
+    """Return the type of a value for an error: `a list`."""
     return f"a {type(value).__name__}"
 
 
@@ -309,18 +312,21 @@ def program_of(
     note: str = "",
     digests: Mapping[str, str] | None = None,
 ) -> Program:
-    """Return the program of `moves`; number i of them is from buffer xi to buffer yi.
+    """Return the program of `moves`: move number i is from buffer xi to buffer yi.
+
+    Collective at the first of a kind.
 
     Args:
-        extra_bytes: the most scratch memory of a rank, in bytes.
+        extra_bytes: the most scratch memory of a rank, in bytes; None for no limit.
         note: anything else that ranks must agree on at the first reshard of a kind.
-        digests: of values that must be the same on all ranks that have them. None needs no check; else ranks
-            exchange them at every call.
+        digests: by name, of values that must be the same on all ranks that have them, exchanged at every
+            call; None for no check.
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks, or `extra_bytes` is not enough.
         DescriptionError: there is no such cluster.
-        BindError: ranks are about to move different tensors, or have different values; nothing has moved then.
+        BindError: ranks are about to move different tensors, or have different values; nothing has moved
+            then.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     kind = moves, session.cluster, extra_bytes

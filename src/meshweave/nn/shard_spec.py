@@ -33,7 +33,7 @@ class ShardSpec:
 
     @classmethod
     def of(cls, tensor: DTensor) -> ShardSpec:
-        """Return how a DTensor lies."""
+        """Return the mesh, placements and shard order of a DTensor."""
         spec = compat.spec_of(tensor)
         return cls(spec.mesh, tuple(spec.placements), compat.explicit_shard_order(spec))
 
@@ -44,7 +44,7 @@ class ShardSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether placements are Shard and Replicate only, applied from left to right."""
+        """Whether all placements are Shard or Replicate, and are applied from left to right."""
         plain = (TorchShard, TorchReplicate)
         return self.shard_order is None and all(
             type(placement) in plain for placement in self.placements or ()
@@ -52,7 +52,9 @@ class ShardSpec:
 
     @property
     def gradient(self) -> ShardSpec:
-        """The spec of a gradient: replicated where the tensor is partial, for each term has the sum's gradient."""
+        """The spec of a gradient: replicated where the tensor is partial, since each term has the sum's
+        gradient.
+        """
         return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
 
     def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
@@ -66,13 +68,19 @@ class ShardSpec:
         )
 
     def layout(self, shape: Sequence[int], side: Side = "left") -> Layout:
-        """Return the layout of a tensor of global `shape`. Raises LayoutError, see `layout_of`."""
+        """Return the layout of a tensor of global `shape`.
+
+        Raises LayoutError where it has none; see `layout_of`.
+        """
         assert self.placements is not None
         # First, for torch makes no spec of what does not fit, in other words.
         layout_on(self.device_mesh, self.placements, shape, side, self.shard_order)
         return layout_of(self.torch_spec(shape, torch.float32), side)
 
     def torch_spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
-        """Return torch's spec of a row-major tensor. Raises UnsupportedError, see `compat.make_spec`."""
+        """Return torch's spec of a row-major tensor of global `shape`.
+
+        Raises UnsupportedError where this version of torch lacks what that needs; see `compat.make_spec`.
+        """
         assert self.placements is not None
         return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.shard_order)

@@ -60,11 +60,13 @@ class WatchRow:
 
     @property
     def lost_s(self) -> float:
-        """Return the seconds measured above what is predicted; negative where it was faster."""
+        """Return the measured seconds less the predicted ones; negative where it was faster."""
         return self.measured_s - self.predicted_s
 
     def is_behind(self, share: float, step_s: float) -> bool:
-        """Return whether more than a share is measured above what is predicted, and it counts in the step."""
+        """Return whether measured exceed predicted seconds by more than `share` of these, and count in a step
+        of `step_s`.
+        """
         return self.lost_s > share * self.predicted_s and self.lost_s > LEAST_SHARE_OF_STEP * step_s
 
     def __str__(self) -> str:
@@ -94,7 +96,7 @@ class StepComparison:
 
     @property
     def furthest(self) -> tuple[WatchRow, ...]:
-        """Return the row of each kind that lost most to its prediction, those that lost more first.
+        """Return for each kind the row that lost most seconds to its prediction, the largest loss first.
 
         Rows that lost less than `LEAST_SHARE_OF_STEP` of the step are not among them.
         """
@@ -152,7 +154,10 @@ class StepWatch:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step inside; record and compare it if its turn has come."""
+        """Run a training step in the block; record and compare it if its turn has come. Collective on such a step.
+
+        Raises RankLostError or DeadlineError where a rank is lost or late then.
+        """
         number = self._number
         self._number += 1
         if number % self.every or not number:

@@ -37,11 +37,10 @@ _POOL_BYTES = 1 << 20
 
 @cache
 def shared_memory_rates() -> RankRates:
-    """Return rates of a host whose ranks read each other's memory, to choose by where the caller describes no
-    machine.
+    """Return rates for ranks that read each other's memory on one host, where the caller describes no machine.
 
-    Products run at the rate of the catalog's `local-cpu`; copies between processes of the 2-core machine that it
-    describes ran at 6 to 12 GB/s, four processes at once.
+    Products run at the rate of the catalog's `local-cpu`; copies between processes of the 2-core machine that
+    it describes ran at 6 to 12 GB/s, four processes at once.
     """
     rates = RankRates.of(load_cluster("local-cpu"))
     return replace(
@@ -55,7 +54,7 @@ def shared_memory_rates() -> RankRates:
 
 
 def check_transport(transport: str) -> None:
-    """Raise UnsupportedError, which names the known ones, for a transport that is none."""
+    """Raise UnsupportedError, which names the known ones, for an unknown transport."""
     require_known(transport, TRANSPORTS, "there is no transport", UnsupportedError, "there are")
 
 
@@ -87,7 +86,7 @@ def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext)
 
 
 def memory_of(transport: Resolved, ranks: tuple[int, ...], context: TorchContext) -> RemoteMemory:
-    """Return the memory of a transport other than messages, opened at its first use.
+    """Return the remote memory of a transport other than messages, opened at its first use.
 
     Collective among `ranks` for shared memory, among all ranks of the context for the others. Raises as
     `open_memory`.

@@ -57,6 +57,7 @@ def bar_chart(
     """Return an SVG of horizontal bars from 0 on one linear scale; "" where there are none.
 
     Args:
+        x_label: what the scale is, with its unit.
         mark_names: what the first and the second mark of each bar mean; two at most.
         bar_name, spread_name: what a bar's length and its whisker mean; "" for no whiskers.
         line_at, line_name: x of a line through all groups, such as a bound, and what it means.
@@ -95,7 +96,10 @@ def bar_chart(
 
 
 def ticks_above(ticks: Sequence[float], x_at: Scale, top: float, bottom: float) -> list[str]:
-    """Return a line at each tick from top to bottom, with its number below."""
+    """Return SVG elements: for each tick a line from `top` to `bottom`, and its number below.
+
+    `x_at` maps a tick to its x in pixels.
+    """
     grid = []
     for tick in ticks:
         x = x_at(tick)
@@ -144,7 +148,7 @@ def _whisker(low: float, high: float, y: float) -> str:
 
 
 def dashed(x: float, top: float, bottom: float) -> str:
-    """Return a dashed line from top to bottom."""
+    """Return the SVG of a dashed vertical line at `x`, from `top` to `bottom`, in pixels."""
     ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
     return f'<line {ends} stroke="{GREY}" stroke-dasharray="5 3"/>'
 

@@ -42,11 +42,12 @@ def line_chart(
     y_text: Callable[[float], str] = lambda value: f"{value:g}",
     height: int = 360,
 ) -> str:
-    """Return an SVG line chart. y is logarithmic, by default where values span over a factor of 8, or starts at 0.
+    """Return an SVG line chart, `height` pixels high.
 
     Args:
         x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.
         x_log: powers of two stand at equal distances.
+        y_log: whether y is logarithmic, else from 0; None where values span over a factor of 8.
         y_text: text of a y value, with its unit: in tooltips.
     """
     points = [point for line in series for point in line.points]
@@ -154,7 +155,10 @@ def _colour(number: int) -> str:
 
 
 def axis_scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
-    """Return a map from the range of `values` to `start` .. `stop`; a single value goes to the middle."""
+    """Return a function that maps the range of `values` to pixels `start` .. `stop`, linearly or by logarithm.
+
+    A single value goes to the middle.
+    """
     kind: Callable[[float], float] = math.log if log else float
     low, high = kind(min(values)), kind(max(values))
     if high == low:

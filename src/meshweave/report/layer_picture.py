@@ -26,7 +26,10 @@ _WEIGHT, _MOVE, _EDGE = "#d9822b", "#a8324a", "#57606a"
 
 
 def draw_layer(layer: LayerGraph, title: str, laid: LaidLayer | None = None) -> str:
-    """Return the picture. A weight is as wide as its columns, beside the widest of the layer."""
+    """Return the SVG picture of a layer's graph; with `laid` also where each weight lies and what is moved.
+
+    The width of a weight is in proportion to its columns.
+    """
     rows = [_Row(node, laid) for node in layer.nodes]
     y = _TOP
     for row in rows:
@@ -220,7 +223,7 @@ def _weight(weight: NodeWeight, shards: Shards | None) -> str:
 
 
 def count_text(parameters: int) -> str:
-    """Return a number of parameters in millions, or in billions."""
+    """Return a number of parameters as text in millions or billions: `124 M`, `1.3 B`."""
     return f"{parameters / 1e6:.3g} M" if parameters < 1e9 else f"{parameters / 1e9:.3g} B"
 
 

@@ -15,7 +15,10 @@ def asset(name: str) -> str:
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
-    """Return a whole page; `title` is text, `body` HTML; `style` and `script` come after those of all pages."""
+    """Return a whole HTML page; `title` is text, `body` HTML.
+
+    `style` and `script` come after those that all pages have.
+    """
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -26,13 +29,15 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
 
 def notes(texts: Sequence[str]) -> str:
-    """Return an HTML list of what the numbers of a page do not know; "" for nothing."""
+    """Return an HTML list of what the page's numbers leave out; "" if `texts` is empty."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<p>Not in these numbers:</p><ul>{items}</ul>" if items else ""
 
 
 def bar(parts: Iterable[tuple[float, str]], whole: float, width: int = 150, height: int = 13) -> str:
-    """Return a bar of stacked (amount, colour), `whole` being all of the width in pixels."""
+    """Return an inline SVG bar of stacked (amount, colour) parts; an amount of `whole` is all of `width`
+    pixels.
+    """
     x, boxes = 0.0, []
     for amount, colour in parts:
         wide = width * amount / whole if whole else 0.0
@@ -42,7 +47,7 @@ def bar(parts: Iterable[tuple[float, str]], whole: float, width: int = 150, heig
 
 
 def key(colour: str, text: str) -> str:
-    """Return a box of a colour, and what it stands for behind it."""
+    """Return the HTML of a legend entry: a box of `colour`, then `text`."""
     return f'<span class="key" style="background:{colour}"></span>{text}'
 
 
@@ -55,7 +60,7 @@ def table(
     """Return an HTML table of rows of cells as HTML; `head` is text, and columns in `left` align left.
 
     Args:
-        kinds: the classes of rows, by their numbers.
+        kinds: the CSS class of a row, by its index.
     """
     kinds = kinds or {}
     classes = [' class="l"' if name in left else "" for name in head]

@@ -22,7 +22,7 @@ _PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"
 
 
 def plan_page(explanation: PlanExplanation, memory: ChipMemory | None = None) -> str:
-    """Return the page of a plan: its tables, what it was chosen from, and the memory of a chip where given."""
+    """Return the HTML page of a plan: its tables, what it was chosen from, and a chip's memory where given."""
     plan, best, cluster = explanation.plan, explanation.plan.best, explanation.cluster
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
     body = "\n".join(
@@ -54,7 +54,7 @@ def _sum(candidate: Candidate, field: str) -> float:
 
 
 def peak_memory_bytes(candidate: Candidate) -> int:
-    """Return the most that one product of a candidate holds on a chip, operands and double buffers, in bytes."""
+    """Return the bytes that one product of a candidate holds on a chip at most, operands and double buffers."""
     return max(item.peak_bytes for layer in candidate.layers for item in layer.passes)
 
 

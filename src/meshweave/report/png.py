@@ -19,7 +19,10 @@ def require_png() -> None:
 
 
 def to_png(svg: str) -> bytes:
-    """Return a picture at twice the size of the SVG, so that text stays sharp. Raises UnsupportedError."""
+    """Return a picture as PNG at twice the size of the SVG, so that text stays sharp.
+
+    Raises UnsupportedError if the package that writes PNG is missing.
+    """
     require_png()
     import resvg_py
 
@@ -27,5 +30,8 @@ def to_png(svg: str) -> bytes:
 
 
 def write_png(path: Path, svg: str) -> None:
-    """Write an SVG picture as PNG. Raises UnsupportedError; DescriptionError where writing fails."""
+    """Write an SVG picture as a PNG file.
+
+    Raises UnsupportedError if the package that writes PNG is missing, DescriptionError where writing fails.
+    """
     write_file(path, to_png(svg))

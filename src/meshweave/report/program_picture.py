@@ -32,7 +32,7 @@ class _DrawnOp:
 
 
 def draw_program(program: Program, rank: int | None = None) -> str:
-    """Return the picture of a program, with the ops of a rank, by default its first."""
+    """Return the SVG picture of a program, with the ops of one rank, by default its first."""
     own = program.ranks[0] if rank is None else rank
     drawn, y = [chart_heading(f"{program.name}: {len(program.ranks)} ranks")], 40.0
     laid = [buffer for buffer in program.buffers if buffer.tensor and buffer.layout][:MAX_TENSORS]

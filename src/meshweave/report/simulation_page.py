@@ -27,7 +27,7 @@ MAX_SEGMENTS = 300
 
 
 def simulation_page(cases: Sequence[SimulatedCase], num_links: int = 24) -> str:
-    """Return one page of all runs, with the `num_links` busiest links of each."""
+    """Return one HTML page of all runs, with the `num_links` busiest links of each."""
     first = cases[0]
     title = first.case.title if len(cases) == 1 else f"{len(cases)} runs, {first.run.machine.cluster.name}"
     body = [f"<h1>{escape(title)}</h1>"]

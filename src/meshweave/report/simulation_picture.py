@@ -56,7 +56,8 @@ def draw_rank_timelines(
 
 
 def draw_cases(cases: Sequence[SimulatedCase]) -> str:
-    """Return a picture of simulated cases: of one case all ranks to show, of several the first rank of each.
+    """Return the SVG picture of simulated cases: of one case all its ranks to show, of several the first rank
+    of each.
 
     Several cases that compute the same are named by what tells them apart.
     """

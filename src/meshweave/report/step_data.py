@@ -36,7 +36,12 @@ def step_data(
     timelines: Sequence[tuple[str, StepTimeline]],
     curves: Sequence[StepCurve],
 ) -> str:
-    """Return the JSON, which may stand inside of a script element."""
+    """Return the JSON that the script of a step's page draws from; it may stand inside of a script element.
+
+    Args:
+        choice_text: writes a configuration in words.
+        timelines: titles and timelines.
+    """
     names: dict[str, int] = {}
     data = {
         "timelines": [_timeline(title, timeline, names) for title, timeline in timelines],

@@ -55,12 +55,12 @@ def step_page(
     timelines: Sequence[tuple[str, StepTimeline]] = (),
     curves: Sequence[StepCurve] = (),
 ) -> str:
-    """Return the page of the plan of a step.
+    """Return the HTML page of the plan of a step.
 
     Args:
         choice_text: writes a configuration in words.
-        difference: what the runner-up costs; "" without one.
-        advice: what to do next.
+        difference: what the runner-up costs, in words; "" without one.
+        advice: what to do next, in words.
         timelines: titles and timelines, of which the first is shown when the page opens.
         curves: of the first configurations of the ranking.
     """
@@ -178,7 +178,7 @@ def _versus(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) -> 
 
 
 def named_parts(record: StepRecord) -> dict[str, float]:
-    """Return the seconds of a step by the names of its parts, those of `PART_COLOURS`."""
+    """Return the seconds of a step by the names of its parts on the page, 0 where it has none of one."""
     return {name: record.parts_s.get(part, 0.0) for part, (name, _) in PARTS.items()}
 
 

@@ -18,7 +18,7 @@ Piece = TypeVar("Piece")
 
 
 def chart_frame(title: str, width: int, height: int, parts: Iterable[str]) -> str:
-    """Return a chart of these parts."""
+    """Return an SVG of `width` x `height` pixels on white, with `parts` (SVG elements) in it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
@@ -27,12 +27,15 @@ def chart_frame(title: str, width: int, height: int, parts: Iterable[str]) -> st
 
 
 def chart_heading(title: str) -> str:
-    """Return the headline of a chart."""
+    """Return the SVG text of a chart's title."""
     return f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
 
 
 def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iterable[str]) -> str:
-    """Return a picture of time, with its axis and legend below `bottom` among the parts."""
+    """Return an SVG of `width` pixels with a title, a subtitle and `parts`, SVG elements down to y = `bottom`.
+
+    Below it is room for a line more.
+    """
     height = int(bottom + 60)
     head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
     if subtitle:
@@ -46,7 +49,7 @@ def time_frame(title: str, subtitle: str, width: int, bottom: float, parts: Iter
 
 
 def shape_keys(shapes: Iterable[tuple[str, str]], y: float) -> list[str]:
-    """Return a row of shapes, drawn at 0, each with its name behind it."""
+    """Return the SVG of a legend row at `y`: each (name, shape), a shape being SVG drawn at x = 0."""
     out, x = [], 16.0
     for name, shape in shapes:
         text = f'<text x="26" y="{y + 4:.1f}">{escape(name)}</text>'
@@ -56,7 +59,7 @@ def shape_keys(shapes: Iterable[tuple[str, str]], y: float) -> list[str]:
 
 
 def colour_keys(colours: Iterable[tuple[str, str]], left: int, y: float) -> list[str]:
-    """Return a row of boxes, one for each (name, colour), with its name behind it."""
+    """Return the SVG of a legend row from `left` at `y`: a box of each colour with its name behind it."""
     out, x = [], float(left)
     for name, colour in colours:
         out.append(
@@ -68,7 +71,7 @@ def colour_keys(colours: Iterable[tuple[str, str]], left: int, y: float) -> list
 
 
 def gathered(pieces: Iterable[Piece], is_wide: Callable[[Piece, Piece], bool]) -> Iterator[list[Piece]]:
-    """Yield runs of pieces in order, none of which `is_wide` from its first to its last one."""
+    """Yield runs of neighbouring pieces, each as long as `is_wide(first, last)` of the run is not true."""
     run: list[Piece] = []
     for piece in pieces:
         if run and is_wide(run[0], piece):

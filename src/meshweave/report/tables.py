@@ -18,12 +18,12 @@ def text_table(
     title: str = "",
     whole: Collection[str] | None = None,
 ) -> Table:
-    """Return a table of text.
+    """Return a table of text for the terminal.
 
     Args:
         left: the columns that are aligned to the left; the others are to the right.
         title: stands above it, to the left.
-        whole: the columns whose cells are never broken; None for those of which a terminal has the room.
+        whole: the columns whose cells are never broken over lines; None for no column.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -38,7 +38,7 @@ def text_table(
 
 
 def text_console(least_width: int = 124) -> Console:
-    """Return a console on stdout: as wide as a terminal, or else at least so many columns."""
+    """Return a console on stdout: as wide as the terminal; elsewhere `least_width` columns or more."""
     from rich.console import Console
 
     console = Console(highlight=False)

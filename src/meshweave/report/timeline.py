@@ -16,7 +16,7 @@ _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
 def timeline_text(trace: Trace, rank: int, width: int = 80) -> str:
-    """Return one line per lane of `rank`: blocks where it computes, lines where it communicates.
+    """Return text with one line per lane of `rank`, `width` columns of time: blocks compute, lines communicate.
 
     A column shows the activity that lasts longest in it.
     """
@@ -50,7 +50,10 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
 
 
 def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
-    """Return an SVG of the lanes of one rank, several traces under each other on one scale of time."""
+    """Return an SVG of the lanes of one rank: (title, trace) pairs under each other on one scale of time.
+
+    `width` is in pixels.
+    """
     lane_height, gap, left, top = 22, 34, 96, 28
     longest = max((trace.duration_s for _, trace in traces), default=0.0) or 1e-12
     rows: list[str] = []
@@ -95,5 +98,8 @@ def _box(span: Span, begin: int, left: int, y: int, height: int, per_second: flo
 
 
 def write_chrome(path: Path, traces: Sequence[Trace]) -> None:
-    """Write a Chrome / Perfetto trace of several traces beside each other. Raises DescriptionError."""
+    """Write a Chrome / Perfetto trace of several traces beside each other.
+
+    Raises DescriptionError where writing fails.
+    """
     write_file(path, json.dumps(to_chrome(traces)) + "\n")

@@ -23,7 +23,7 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
-    """Return the program of a block on a mesh whose axes have these roles."""
+    """Return the program of a block on a mesh whose axes have these roles; `name` is that of the program."""
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     _layers(problem, roles, writer).write()
     return _assembled(writer, roles, name)
@@ -36,7 +36,10 @@ def write_skeleton(
     mesh: Mesh,
     piece: Piece | None = None,
 ) -> Skeleton:
-    """Return the tasks of rank 0 of that program, or of one piece of the model."""
+    """Return the tasks of rank 0 of the program that `write_program` writes.
+
+    With a `piece` ("layers", "embedding" or "head") they are those of this piece of the model alone.
+    """
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
     if piece is None:
         _layers(problem, roles, writer).write()
@@ -48,7 +51,7 @@ def write_skeleton(
 def write_sized_skeleton(
     problem: BlockProblem, roles: Roles, mesh: Mesh, overlap: Overlap = "layers"
 ) -> SizedSkeleton:
-    """Return the tasks of `write_skeleton` in one chunk, for any number of sequences."""
+    """Return the tasks of `write_skeleton` in one chunk, to be priced for any number of sequences."""
     writer = SizedWriter(problem, mesh, batch_dims(roles), overlap)
     _layers(writer.problem, roles, writer).write()
     return writer.sized()
@@ -75,7 +78,7 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
 
 
 def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
-    """Return the equations of all layers, and of both ends where there is a vocabulary."""
+    """Return the equations of all layers, and with a vocabulary those of embedding, last norm, logits and loss."""
     layers = layers_of(problem, roles.is_flat)
     meanings = [meaning for layer in layers for meaning in layer_meanings(layer, roles)]
     for layer in reversed(layers) if problem.training else ():
@@ -86,7 +89,7 @@ def equations(problem: BlockProblem, roles: Roles) -> list[Meaning]:
 
 
 def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
-    """Return all tensors of the layers, and of both ends where there is a vocabulary."""
+    """Return all tensors of the layers, and with a vocabulary those of embedding, last norm, logits and loss."""
     residual = Tensor("X", (*token_sizes(problem, roles.is_flat), problem.hidden), problem.dtype)
     tensors = [residual, replace(residual, name="DZ")]
     for layer in layers_of(problem, roles.is_flat):
@@ -97,5 +100,5 @@ def tensors_of(problem: BlockProblem, roles: Roles) -> list[Tensor]:
 
 
 def batch_dims(roles: Roles) -> AxisDims:
-    """Return how the batch lies on the mesh, in the operands of every op."""
+    """Return for each mesh axis whether it divides the batch; the same in the operands of every op."""
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

@@ -13,7 +13,7 @@ from meshweave.algorithms.block.problem import BlockProblem
 
 
 class EndFunctions:
-    """The functions of both ends."""
+    """The functions of embedding and loss, on the part of the vocabulary that one rank has."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by name."""
@@ -21,9 +21,10 @@ class EndFunctions:
         return {name: getattr(self, name) for name in names}
 
     def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
-        """Return the rows of part of a table for tokens, zeros for tokens of other parts.
+        """Return the rows of part of an embedding table for tokens, zeros for tokens of other parts.
 
-        `vocabulary` has the consecutive tokens that the rows are of.
+        `vocabulary` has the numbers of the consecutive tokens whose rows `table` (tokens of the part, hidden)
+        has.
         """
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
@@ -31,7 +32,7 @@ class EndFunctions:
         return table[rows] * is_here[..., None]
 
     def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
-        """Return the gradient by part of a table, added to what earlier tokens gave."""
+        """Return `so_far` plus the gradient with respect to part of an embedding table from these tokens."""
         rows, is_here = _rows_of(tokens, vocabulary)
         if not vocabulary.shape[0]:
             return so_far
@@ -46,7 +47,7 @@ class EndFunctions:
         return total
 
     def row_max(self, logits: Values) -> Values:
-        """Return the greatest of part of the logits of each token; minus infinity of none."""
+        """Return the greatest of the given logits of each token; minus infinity where none is given."""
         if not logits.shape[-1]:
             return like(np.full(logits.shape[:-1], -np.inf), logits)
         return array_module(logits).amax(logits, -1)
@@ -65,7 +66,10 @@ class RealEnds(EndFunctions):
     """Cross entropy as models compute it."""
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
-        """Return per token the sum of exp(logit - greatest) over the words given, and the logit of its target."""
+        """Return two sums per token, (..., 2): of exp(logit - greatest) over this part, and its target's logit.
+
+        The logit is 0 where the target is in another part of the vocabulary.
+        """
         module = array_module(logits)
         is_target = targets[..., None] == vocabulary
         return module.stack(
@@ -73,13 +77,13 @@ class RealEnds(EndFunctions):
         )
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the cross-entropy of these tokens."""
+        """Return `so_far` plus the cross-entropy summed over these tokens."""
         return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return softmax less one-hot targets, for the words given."""
+        """Return the gradient with respect to the given logits: softmax less one-hot targets."""
         weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
         return weights - as_numbers(targets[..., None] == vocabulary, logits)
 
@@ -100,7 +104,7 @@ class IntegerEnds(EndFunctions):
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
-        """Return small integers in place of the gradient by part of the logits."""
+        """Return small integers in place of the gradient with respect to part of the logits."""
         of_row = greatest[..., None] + sums.sum(-1)[..., None]
         return small(logits + of_row - as_numbers(targets[..., None] == vocabulary, logits))
 
@@ -108,7 +112,7 @@ class IntegerEnds(EndFunctions):
 def end_functions(problem: BlockProblem) -> dict[str, Callable[..., Any]]:
     """Return the functions of embedding and loss by name.
 
-    Of an exact problem they compute on small integers, of others on real numbers, those of 16 bits in single
+    Those of an `exact` problem compute on small integers, others on real numbers, 16-bit inputs in single
     precision.
     """
     return IntegerEnds().table() if problem.exact else widened(RealEnds().table())

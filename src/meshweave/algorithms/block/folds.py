@@ -29,7 +29,7 @@ def _gradients(at: NodePlace[LayerNode]) -> Iterator[tuple[str, list[str]]]:
 
 
 def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
-    """Yield the tensors of a layer and their gradients; one shape for every strategy."""
+    """Yield the tensors of a layer and their gradients, in global shapes: the same for every strategy."""
     dtype, tokens = layer.problem.dtype, layer.tokens
     for parameter in layer.parameters():
         yield parameter
@@ -43,13 +43,13 @@ def layer_tensors(layer: LayerPlace, roles: Roles) -> Iterator[Tensor]:
 
 
 def layer_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of the forward part."""
+    """Yield the equations of the forward part of a layer."""
     for at in layer.nodes:
         yield from record_of(at.node).meanings(at, roles)
 
 
 def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning]:
-    """Yield the equations of the backward part."""
+    """Yield the equations of the backward part of a layer."""
     for at in reversed(layer.nodes):
         yield from record_of(at.node).gradient_meanings(at, roles)
         for whole, terms in _gradients(at):
@@ -58,7 +58,7 @@ def layer_gradient_meanings(layer: LayerPlace, roles: Roles) -> Iterator[Meaning
 
 @lru_cache(maxsize=64)
 def functions_of(problem: BlockProblem) -> Functions:
-    """Return the functions that the programs of a problem call, by name: real ones, or those of integers."""
+    """Return the functions that the programs of a problem call, by name; of integers if the problem is `exact`."""
     layer = layers_of(problem)[0]
     table = {**end_functions(problem), NEXT_SITE: lambda *_: None}
     for at in layer.nodes:
@@ -71,13 +71,13 @@ def functions_of(problem: BlockProblem) -> Functions:
 
 
 def compute(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Add the edges of a layer to the tensors of a dense run."""
+    """Compute every edge of a layer without sharding and store it in `known`, by tensor name."""
     for at in layer.nodes:
         record_of(at.node).compute(at, known, functions)
 
 
 def compute_gradients(layer: LayerPlace, known: dict[str, Array], functions: Functions) -> None:
-    """Add all gradients of a layer to the tensors of a dense run."""
+    """Compute every gradient of a layer without sharding and store it in `known`, by tensor name."""
     for at in reversed(layer.nodes):
         record_of(at.node).compute_gradient(at, known, functions)
         for whole, terms in _gradients(at):

@@ -33,19 +33,19 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def over_rows(x: Values) -> Values:
-    """Return the sum over all dims but the last."""
+    """Return the sum over all dims but the last, (last dim,)."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
 def like(values: Any, x: Values) -> Values:
-    """Return a numpy array as an array of the kind, dtype and device of `x`."""
+    """Convert a numpy array to the library, dtype and device of `x`."""
     if hasattr(x, "new_tensor"):
         return x.new_tensor(values)
     return array_module(x).asarray(values, dtype=x.dtype)
 
 
 def as_numbers(truth: Values, x: Values) -> Values:
-    """Return truth values as 0 and 1 in the dtype of `x`."""
+    """Return booleans as 0 and 1 in the dtype of `x`."""
     return truth * like(np.array(1), x)
 
 
@@ -60,7 +60,7 @@ def sigmoid(x: Values) -> Values:
 
 
 def widened(functions: Functions) -> dict[str, Callable[..., Any]]:
-    """Return functions that compute half-precision inputs in single precision."""
+    """Return functions that convert 16-bit inputs to single precision and compute in it; others are unchanged."""
 
     def wide(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *ins: function(*map(_wide, ins))

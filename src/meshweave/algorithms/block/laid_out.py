@@ -57,7 +57,7 @@ class Shards:
 
     @property
     def count(self) -> int:
-        """Return the number of different parts."""
+        """Return the number of different shards of the tensor."""
         return prod(self.sides) * self.experts
 
 
@@ -85,7 +85,7 @@ class LaidLayer:
 
 
 def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLayer:
-    """Return the first layer of a problem as its roles lay it on the mesh, in one chunk."""
+    """Return how the first layer of a problem is sharded and what its nodes transfer, in one chunk."""
     alone = replace(problem, layers=1, training=False, vocabulary=0)
     config, mesh = replace(config, chunks=1), problem.mesh
     writer = SkeletonWriter(alone, config, mesh, batch_dims(roles))
@@ -118,7 +118,7 @@ def laid_out(problem: BlockProblem, config: BlockConfig, roles: Roles) -> LaidLa
 
 
 def moved_by(tasks: Iterable[Task | Part]) -> tuple[Moved, ...]:
-    """Return what tasks move, equal transfers together."""
+    """Return the transfers among tasks, equal ones counted together; those of no bytes are left out."""
     counts: Counter[tuple[str, str, int, int]] = Counter()
     for work, times in _transfers(tasks):
         copies = work.tokens * work.chosen if isinstance(work, CopyExchange) else 1

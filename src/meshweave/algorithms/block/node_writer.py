@@ -24,10 +24,11 @@ GRADIENTS = "gradients"
 
 @dataclass
 class NodeWriter(BlockTensors):
-    """The services of a writer for nodes, which know no node but products.
+    """What the records of nodes write with; it knows no type of node but products.
 
     Attributes:
-        unmoved: for each edge, or contribution to a gradient, of which ranks still have terms: where these are.
+        unmoved: partial sums that were not reduced yet, by the name of the edge or of the contribution to a
+            gradient.
     """
 
     unmoved: dict[str, Stored] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class NodeWriter(BlockTensors):
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
     def end_site(self) -> None:
-        """Let nothing that follows run beside what is written, where sites run one by one."""
+        """Let what follows wait for all ops written so far, if the writer runs site by site; else do nothing."""
         if self.writer.is_by_sites:
             self._write_later()
             self.writer.end_site()
@@ -44,26 +45,30 @@ class NodeWriter(BlockTensors):
     # --- edges --------------------------------------------------------------------------------------------------
 
     def edge(self, at: NodePlace[LayerNode], number: int = 0) -> Stored:
-        """Return an edge that a node reads."""
+        """Return the buffer of input `number` of a node."""
         return self.stored[at.layer.home(at.node.ins[number])]
 
     def out(self, at: NodePlace[LayerNode]) -> Stored:
-        """Return the buffer of the edge that a node makes: perhaps that of the sum that it is a term of."""
+        """Return the buffer of a node's output: the buffer of the sum if the output is summed in place."""
         features = at.node.makes
         return self.new(at.layer.home(at.node.out), self.sides(features), self.dims(at, features))
 
     def arriving(self, at: NodePlace[LayerNode]) -> Stored:
-        """Return the gradient of the edge that a node makes."""
+        """Return the buffer of the gradient with respect to a node's output."""
         return self.stored[at.arriving]
 
     def contribution(self, at: NodePlace[LayerNode], edge: str) -> Stored:
-        """Return where a node's contribution to the gradient of an edge is to lie: the last one is summed into."""
+        """Return the buffer for a node's contribution to the gradient with respect to an edge.
+
+        The first reader of the edge comes last in the backward pass: it writes to the buffer in which all are
+        summed.
+        """
         like = self.stored[at.layer.home(edge)]
         name = at.layer.gradient(edge) if at.is_first_reader(edge) else at.contribution(edge)
         return self.new(name, like.sides, like.dims)
 
     def contributed(self, at: NodePlace[LayerNode], edge: str) -> None:
-        """Write the sum of all contributions to the gradient of an edge, where a node has made the last one."""
+        """Write the sum of all contributions to the gradient of an edge, once the last node has contributed."""
         if at.is_first_reader(edge):
             out, (*others, _) = self.stored[at.layer.gradient(edge)], at.layer.contributions(edge)
             for name in others:
@@ -71,12 +76,20 @@ class NodeWriter(BlockTensors):
                     self.writer.add(out, self.stored[name])
 
     def rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        """Return the tokens and the features of a tensor, as sizes of a call."""
+        """Return the tokens and the features of a rank's shard of a tensor, as sizes of a call."""
         *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
         return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
     def row_sums(self, tensor: str, rows: int, fn: str, ins: tuple[Stored, ...]) -> Stored:
-        """Write a call that makes sums over the features of each token, and their sum over ranks."""
+        """Write a call that sums over the features of each token, and the reduction over ranks that divide them.
+
+        Args:
+            tensor: name of the sums, (tokens, `rows`).
+            rows: sums per token.
+            fn: function of `ins` that is called.
+
+        Returns the buffer of the complete sums.
+        """
         sides = *self._token_sides, Side("", rows)
         sums = self.new(tensor, sides, self.roles.statistics, self.problem.statistics_dtype)
         natural: AxisDims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
@@ -88,7 +101,7 @@ class NodeWriter(BlockTensors):
     # --- products -----------------------------------------------------------------------------------------------
 
     def multiply(self, at: NodePlace[Linear]) -> Stored:
-        """Write a product of the forward part: operand and weight are moved to it, and its result from it."""
+        """Write a forward product with the moves of its operand, weight and result; return the result."""
         self.end_site()
         operand, out = self.edge(at), at.layer.home(at.node.out)
         sides, final = self.sides(at.node.result), self.dims(at, at.node.result)
@@ -104,7 +117,7 @@ class NodeWriter(BlockTensors):
         natural = product(operand.dims, weight.dims, (_contracted(at.node.enters),))
         landed, result = self.landing(out, sides, natural, final)
         self.writer.matmul(landed, operand, weight)
-        if at.node.out in at.layer.graph.meeting and not self.writer.is_by_sites:
+        if at.node.out in at.layer.graph.jointly_reduced and not self.writer.is_by_sites:
             self.unmoved[at.out] = landed
             return result
         self.writer.move(landed, final, "moved", into=result)
@@ -112,13 +125,13 @@ class NodeWriter(BlockTensors):
         return result
 
     def moved_once(self, src: Stored, dims: AxisDims, suffix: str, key: str) -> Stored:
-        """Return what several products read, moved for the first of them."""
+        """Return `src` moved to the layout `dims`; the move is written once per `key`, for all that read it."""
         if key not in self.stored:
             self.stored[key] = self.writer.move(src, dims, suffix)
         return self.stored[key]
 
     def multiply_back(self, at: NodePlace[Linear]) -> None:
-        """Write the product for the gradient of an operand, and later that for the gradient of a weight."""
+        """Write the product for the gradient of the operand; delay that of the weight (`then`)."""
         self.end_site()
         node, edge, arriving = at.node, at.node.ins[0], self.arriving(at)
         first, weight_name = self.edge(at), at.own(at.node.weight)
@@ -181,17 +194,20 @@ class NodeWriter(BlockTensors):
     # --- gradients of parameters --------------------------------------------------------------------------------
 
     def then(self, write: Callable[[], None]) -> None:
-        """Write what is not waited for: now, if a communication has just ended the loop, else after the next."""
+        """Delay ops that nothing waits for until after the next communication, beside which they may run.
+
+        They are written at once if no loop over chunks is open.
+        """
         self._later.append(write)
         if self.writer.is_between_loops:
             self._write_later()
 
     def postpone(self, write: Callable[[], None]) -> None:
-        """Write what is small and not waited for once the products of the group are written."""
+        """Delay small ops that nothing waits for until `write_postponed`, after the products of the group."""
         self._small.append(write)
 
     def write_postponed(self) -> None:
-        """Write what was postponed."""
+        """Hand all that was postponed to `then`."""
         small, self._small = self._small, []
         for write in small:
             self.then(write)
@@ -228,7 +244,14 @@ class NodeWriter(BlockTensors):
         work: str,
         shape: tuple[Index, ...],
     ) -> None:
-        """Write a call that adds to the gradient of a parameter, and its reduction over ranks that share terms."""
+        """Write a call that adds to the gradient of a parameter, and the reduction of partial sums over ranks.
+
+        Args:
+            parameter: name of the parameter.
+            arriving: gradient that the call starts from; the ranks that divide its tokens have partial sums.
+            fn, ins: the function that is called, and its inputs before the sum so far.
+            work, shape: how the call is priced.
+        """
         out = self.stored[f"D{parameter}"]
         self.writer.zero(out)
         self.writer.call(fn, (out,), (*ins, out), work, shape, "weight_grad" if work == "norm" else "")
@@ -237,10 +260,13 @@ class NodeWriter(BlockTensors):
         self.reduce(replace(out, dims=natural), out)
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Note that ranks have terms of a gradient of a weight, of which no sum is written here."""
+        """Note that ranks keep partial sums of a weight's gradient in `landed`; here nothing is done."""
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Write the reduction of a gradient of a weight over ranks, here or at the end of the program."""
+        """Write the reduction of a weight's gradient over ranks, from `landed` into `out`.
+
+        If the roles reduce last, it is written at the end of the program instead.
+        """
         self.writer.cut()
         if self.roles.reduces_last:
             self._reductions.append((landed, out))

@@ -41,10 +41,10 @@ class BlockParts:
 
     Attributes:
         kept: the buffers that are outputs of the forward program and inputs of the backward one.
-        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are
-            to be summed.
+        sums: for each buffer of a weight's gradient, and of the loss, the mesh axes along which ranks have
+            partial sums that the caller is to reduce.
         of_experts: the buffers of parameters of experts, which lie on ranks of their own.
-        is_timed: whether the programs say what they cost and not what they compute.
+        is_timed: whether the programs state costs only and have no equations.
     """
 
     forward: Program
@@ -65,10 +65,11 @@ def write_parts(
     piece: Piece = "layers",
     recompute: Recompute = "none",
 ) -> BlockParts:
-    """Return both parts of a piece on a mesh whose axes have these roles.
+    """Return the forward and backward programs of a piece on a mesh whose axes have these roles.
 
     Raises:
-        UnsupportedError: a weight is kept in parts, or attention in chunks is to be computed again alone.
+        UnsupportedError: ranks store shards of a weight, whose gathered copy cannot be kept for the backward
+            program, or attention in chunks is to be recomputed alone.
     """
     writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
     layers = WRITERS[piece](problem, roles, writer)
@@ -98,11 +99,11 @@ def parts_of_writer(
     *,
     recompute: Recompute = "none",
 ) -> BlockParts:
-    """Return both parts of what a piece writes with its writer.
+    """Return the forward and backward programs of what a piece writes with its writer.
 
     Args:
-        tensors: those of the piece, of which each part declares what it needs.
-        meanings: the equations of the piece, of which each part has those that lead to its outputs.
+        tensors: those of the piece, of which each program declares what it needs.
+        meanings: the equations of the piece, of which each program has those that lead to its outputs.
 
     Raises UnsupportedError as `write_parts` does.
     """
@@ -170,7 +171,7 @@ def _scratch_again(
 
 
 def read_first(statements: Iterable[Statement]) -> dict[str, None]:
-    """Return the buffers that statements read before they write them."""
+    """Return the buffers that statements read before they write them, as an ordered set."""
     written: set[str] = set()
     first: dict[str, None] = {}
     for op in ops_of(statements):
@@ -234,7 +235,7 @@ def _part(
 
 
 def reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
-    """Return the equations that lead from the inputs of a program to its outputs.
+    """Return the equations that lead from the inputs of a program to its other buffers.
 
     A tensor that is one of these inputs in another shape is that input, whatever else it is computed from.
     """

@@ -21,10 +21,11 @@ Piece = Literal["layers", "embedding", "head"]
 
 @dataclass
 class LayersPiece(LayerWriter):
-    """Writes layers without the sums of gradients of weights.
+    """Writes layers, and leaves partial sums of gradients of weights to the caller.
 
     Attributes:
-        unsummed: each gradient of a weight as it lies on the ranks, by tensor: terms along the axes left out.
+        unsummed: for each gradient of a weight its buffer and layout, by tensor: "partial" along axes still
+            to be reduced over.
     """
 
     unsummed: dict[str, Stored] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class LayersPiece(LayerWriter):
         self._declare()
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Keep how a gradient lies, in place of its sum; where the sum is scattered, write it here."""
+        """Record the layout of a partial gradient instead of reducing it; only a reduce-scatter is written."""
         if landed.buffer != out.buffer:
             super().reduce(landed, out)
             landed = out
@@ -42,7 +43,7 @@ class LayersPiece(LayerWriter):
         self.unsummed[out.tensor] = landed
 
     def leave_terms(self, landed: Stored, out: Stored) -> None:
-        """Keep how a gradient lies."""
+        """Record the layout of a partial gradient, for the caller to reduce."""
         self.unsummed[out.tensor] = landed
 
 
@@ -52,7 +53,7 @@ class _EndPiece(LayersPiece, EndsWriter):
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return none."""
+        """Return an empty list: an end has no layers."""
         return []
 
 

@@ -24,12 +24,12 @@ AnyNode = TypeVar("AnyNode", bound=LayerNode, covariant=True)
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """A layer at its place in a program.
+    """A layer at its place in a program, with the names of its tensors there.
 
     Attributes:
-        number: of the layer.
-        suffix: what names of its tensors end in.
-        first, last: the names of what it is given and of what it gives.
+        number: number of the layer, from 0.
+        suffix: what the names of the layer's tensors end in.
+        first, last: names of the layer's input and output.
         is_flat: whether tokens are one dim, batch times sequence, and not two.
     """
 
@@ -48,16 +48,16 @@ class LayerPlace:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the sizes of the dims of tokens."""
+        """Return the sizes of the token dims over all ranks: (batch, sequence), or their product if flat."""
         return token_sizes(self.problem, self.is_flat)
 
     @property
     def token_names(self) -> PositionNames:
-        """Return names for the positions of tokens."""
+        """Return index names for the token dims, as equations use them."""
         return ("i",) if self.is_flat else ("b", "s")
 
     def own(self, name: str) -> str:
-        """Return the name of a tensor that is no edge."""
+        """Return `name` with the layer's suffix, as weights and other tensors of this layer are called."""
         return f"{name}{self.suffix}"
 
     @cached_property
@@ -84,27 +84,30 @@ class LayerPlace:
         }
 
     def edge(self, edge: str) -> str:
-        """Return the name of an edge."""
+        """Return the tensor name of an edge of the layer's graph."""
         return self._edges[edge]
 
     def home(self, edge: str) -> str:
-        """Return the name of the tensor that an edge is written as: its own, or that of a sum."""
+        """Return the name of the tensor whose buffer an edge is written to: its own, or that of a sum."""
         return self._edges[self.graph.homes.get(edge, edge)]
 
     def gradient(self, edge: str) -> str:
-        """Return the name of the gradient of an edge."""
+        """Return the tensor name of the gradient with respect to an edge."""
         return self._gradients[edge]
 
     def contributions(self, edge: str) -> list[str]:
-        """Return the names of what all readers contribute to the gradient of an edge, the last reader's first."""
+        """Return the names of the terms of the gradient of an edge, one per reader, the last reader's first."""
         return self._contributions[edge]
 
     def parameters(self) -> list[Tensor]:
-        """Return the tensors of all parameters."""
+        """Return the tensors of all parameters of the layer, in global shapes."""
         return [self.parameter(weight) for weight in self.graph.parameters]
 
     def parameter(self, weight: NodeWeight) -> Tensor:
-        """Return the tensor of some parameters."""
+        """Return the tensor of a parameter, with its name in this layer and its global shape.
+
+        Parameters of experts that lie on ranks of their own are flat: (ranks x elements of one rank,).
+        """
         shape = tuple(side.size for side in weight.sides)
         ranks = self.problem.experts
         if ranks is not None and (own := ranks.side(weight)) is not None:
@@ -114,73 +117,79 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class NodePlace(Generic[AnyNode]):
-    """A node at its place in a program, with names of positions for its equations."""
+    """A node at its place in a program, with index names for its equations."""
 
     layer: LayerPlace
     node: AnyNode
 
     @property
     def problem(self) -> BlockProblem:
-        """Return the problem."""
+        """Return the problem that the layer belongs to."""
         return self.layer.problem
 
     @property
     def out(self) -> str:
-        """Return the name of the edge that the node makes."""
+        """Return the tensor name of the node's output edge."""
         return self.layer.edge(self.node.out)
 
     @property
     def operand(self) -> str:
-        """Return the name of the first edge that the node reads."""
+        """Return the tensor name of the first edge that the node reads."""
         return self.layer.edge(self.node.ins[0])
 
     @property
     def arriving(self) -> str:
-        """Return the name of the gradient of the edge that the node makes."""
+        """Return the tensor name of the gradient with respect to the node's output."""
         return self.layer.gradient(self.node.out)
 
     @property
     def row(self) -> PositionNames:
-        """Return names for all features of a token."""
+        """Return index names for all features of one token; None stands for a whole dim."""
         return (*self.layer.token_names, None)
 
     @property
     def element(self) -> PositionNames:
-        """Return names for one feature of a token."""
+        """Return index names for one feature of one token."""
         return (*self.layer.token_names, "j")
 
     @property
     def unit(self) -> PositionNames:
-        """Return names for one unit of a token."""
+        """Return index names for one unit of features, such as a head, of one token."""
         return (*self.layer.token_names, "j", None)
 
     def own(self, name: str) -> str:
-        """Return the name of a tensor that is no edge."""
+        """Return `name` with the layer's suffix, as weights and other tensors of this layer are called."""
         return self.layer.own(name)
 
     def fn(self, name: str) -> str:
-        """Return what a function of the node is called: nodes of a type that behave otherwise have a number."""
+        """Return the name of a function of the node in programs.
+
+        Nodes of one type with unlike settings have unlike functions, told apart by a number at the end.
+        """
         number = self.layer.graph.variants[self.node.out]
         return f"{name}_{number}" if number else name
 
     def tensor(self, edge: str, prefix: str = "") -> Tensor:
-        """Return the tensor of an edge, or with a prefix another of its shape."""
+        """Return the tensor of an edge in its global shape; a `prefix` names another tensor of that shape."""
         layer, size = self.layer, self.layer.graph.features[edge].size
         return Tensor(f"{prefix}{layer.edge(edge)}", (*layer.tokens, size), self.problem.dtype)
 
     def units(self, name: str, features: Features, dtype: str = "", whole: bool = False) -> Tensor:
-        """Return the tensor of a name by units; `whole`: with batch and sequence as two dims in any case."""
+        """Return the tensor `name` seen by units, (tokens, units, features of a unit), named "NAME_units".
+
+        With `whole` batch and sequence are two dims even if tokens are flat elsewhere.
+        """
         tokens = token_sizes(self.problem, False) if whole else self.layer.tokens
         return Tensor(f"{name}_units", (*tokens, features.count, features.unit), dtype or self.problem.dtype)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def is_first_reader(self, edge: str) -> bool:
-        """Return whether no node before it reads an edge: its contribution to the gradient is the last."""
+        """Return whether the node reads an edge first, and so contributes last to the gradient of the edge."""
         return self.layer.graph.readers(edge)[0] is self.node
 
     def contribution(self, edge: str) -> str:
-        """Return the name of the term that the node adds to the gradient of an edge."""
+        """Return the tensor name of the node's term in the gradient of an edge."""
         node = self.node
         if node.is_sum:
             return self.arriving
@@ -191,12 +200,12 @@ class NodePlace(Generic[AnyNode]):
 
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
-    """Return the sizes of the dims of tokens: batch and sequence, or both as one."""
+    """Return the sizes of the token dims over all ranks: (batch, sequence), or (batch x sequence,) if flat."""
     return (problem.batch * problem.sequence,) if is_flat else (problem.batch, problem.sequence)
 
 
 def side_of(features: Features) -> Side:
-    """Return features as a side of a tensor: roles call all that is not the residual "inner"."""
+    """Return features as a side of a tensor; features of the residual are "hidden", all others "inner" or ""."""
     dim = features.dim
     if not dim or dim in WITH_TOKENS:
         return Side("", features.count, features.unit)
@@ -205,7 +214,7 @@ def side_of(features: Features) -> Side:
 
 @lru_cache(maxsize=64)
 def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace, ...]:
-    """Return the places of all layers of a problem, the first one's input X and the last one's output Z.
+    """Return the places of all layers of a problem; the first one's input is X and the last one's output Z.
 
     Args:
         is_flat: whether tokens are one dim, batch times sequence, and not two.
@@ -220,7 +229,7 @@ def layers_of(problem: BlockProblem, is_flat: bool = False) -> tuple[LayerPlace,
 
 @lru_cache(maxsize=64)
 def head_of(problem: BlockProblem, is_flat: bool = False) -> LayerPlace:
-    """Return the last norm and the product to logits."""
+    """Return the last norm and the product to logits, as a layer of their own."""
     graph = dense_head(problem.hidden, problem.vocabulary, problem.norm)
     return LayerPlace(problem, graph, 0, "", graph.input, graph.output, is_flat)
 

@@ -51,7 +51,7 @@ class ExpertRanks:
     mesh: Mesh | None = None
 
     def elements(self, weight: NodeWeight) -> int:
-        """Return the elements of a parameter of experts that a rank has."""
+        """Return the elements of a parameter of experts on one rank, rounded up."""
         own = math.prod(
             -(-side.count // self.tensor) * side.unit if side.dim == "inner" else side.size
             for side in weight.sides
@@ -59,7 +59,7 @@ class ExpertRanks:
         return -(-weight.experts // self.expert) * own
 
     def side(self, weight: NodeWeight) -> Side | None:
-        """Return a parameter of experts as one side, of which each rank has its part; None of other parameters."""
+        """Return a parameter of experts as one flat side, sharded over `mesh`; None without mesh or experts."""
         if self.mesh is None or weight.experts == 1:
             return None
         return Side("expert", self.mesh.num_ranks, self.elements(weight))
@@ -155,10 +155,13 @@ class BlockProblem:
         training: bool = True,
         counts_masked: bool = False,
     ) -> BlockProblem:
-        """Return the problem of `layers` layers of a model, of its first kind.
+        """Return the problem of `layers` layers of a model, each as `model.layer`.
 
-        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer
-        norms, GELU), whatever norms and positions the model has. Raises LayoutError.
+        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt"
+        (layer norms, GELU), whatever norms and positions the model has.
+
+        Raises:
+            LayoutError: a size of the model, the workload or the mesh fits no `BlockProblem`.
         """
         block = cls(
             workload.batch,
@@ -179,18 +182,18 @@ class BlockProblem:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh."""
+        """Return the mesh of shape `mesh_shape`."""
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
 
     @property
     def norm(self) -> NormKind:
-        """Return the kind of the last norm: that of the layer's first, or of the family's."""
+        """Return the type of the last norm, "layer" or "rms": that of the layer's first norm, or the family's."""
         norms = (node.kind for node in self.graph.nodes if isinstance(node, Norm)) if self.graph else ()
         return next(iter(norms), "layer" if self.family == "gpt" else "rms")
 
     @property
     def layer(self) -> LayerGraph:
-        """Return the layer: that given, or the one of the sizes and the family."""
+        """Return the graph of one layer: the given one, or the one that sizes and family describe."""
         if self.graph is not None:
             return self.graph
         is_gated = self.family == "llama"
@@ -206,7 +209,7 @@ class BlockProblem:
 
     @property
     def statistics_dtype(self) -> str:
-        """Return the dtype of statistics of norms and of softmax: never a half one."""
+        """Return the dtype of statistics of norms and softmax: float32 for 16-bit dtypes, else the problem's."""
         return "float32" if self.dtype in ("bfloat16", "float16") else self.dtype
 
 

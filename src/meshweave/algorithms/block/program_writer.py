@@ -57,7 +57,7 @@ class ProgramWriter(BlockWriter):
 
     @property
     def lanes(self) -> tuple[ir.Lane, ...]:
-        """Return the lanes that ops use, compute first."""
+        """Return the lanes that ops use, the compute lane first."""
         return tuple(map(ir.Lane, self._lanes))
 
     def _declare(self, stored: Stored, kind: Kind) -> None:
@@ -117,7 +117,7 @@ class ProgramWriter(BlockWriter):
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side that a rank has, of the batch those of the chunk."""
+        """Return the elements of a side on a rank; of the batch, those of the current chunk."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
@@ -138,15 +138,16 @@ class ProgramWriter(BlockWriter):
     # --- sites --------------------------------------------------------------------------------------------------
 
     def begin_part(self, arriving: Iterable[Stored]) -> None:
-        """Begin another program, whose sites wait for what arrives for it, and for nothing before it."""
+        """Begin another program; its first ops wait for the `arriving` tensors, and for nothing written before."""
         self._begin_site({ARRIVES: tuple(map(self._view, arriving))})
 
     def end_site(self) -> None:
-        """Let what follows wait for all that was written; for a writer that `is_by_sites`.
+        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`.
 
-        The first op of a site in each lane waits for what the last ops of the site before wrote in other lanes:
-        after a call that reads it and does nothing, where the op reads neither it nor something of its own site.
-        What goes round a ring needs no such call, since the compute lane reads all of it before attention ends.
+        The first op of a site in each lane waits for what the last ops of the site before wrote in other
+        lanes. An op that reads neither that nor something of its own site gets an empty call before it, which
+        reads it. The transfers of a ring need no such call, since the compute lane reads all of them before
+        attention ends.
         """
         self.cut()
         if self._written:
@@ -183,14 +184,16 @@ class ProgramWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add a call of a function on the chunk."""
+        """Write a call of function `fn` for the current chunk; `work` and `shape` say how it is priced."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(ir.Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add a call of the work, or an exchange that takes its price: that of the rank with the most copies.
+        """Write an op that costs the work of the tokens of a rank, and computes no values.
+
+        An exchange takes as long as that of the rank with the most copies.
 
         Raises:
             UnsupportedError: ranks have different numbers of tokens.
@@ -237,29 +240,32 @@ class ProgramWriter(BlockWriter):
         self._body.append(ir.Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:
-        """Add out += term on the chunk."""
+        """Write the op out += term for the current chunk."""
         self._do(ir.Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
 
     def zero(self, out: Stored) -> None:
-        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
+        """Write an op that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
         op = ir.Zero(out=self._view(out), lane=COMPUTE)
         self._wait(COMPUTE, ())
         (self._body if out.has_tokens else self.statements).append(op)
         self._note(COMPUTE, op.writes)
 
     def copy(self, out: Stored, src: Stored) -> None:
-        """Add out = src on the chunk."""
+        """Write the op out = src for the current chunk."""
         self._do(ir.Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each turn of a loop inside that over chunks, or one name for all of them."""
+        """Write a loop of `count` turns inside that over chunks; yield its variable once, for its body."""
         outer, self._body = self._body, []
         yield TURN
         inner, self._body = self._body, outer
         self._body.append(ir.Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Send `src` to the rank before this one along an axis and receive `out` from that after it."""
+        """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
+
+        `when` is a condition on the turn; 1 is always.
+        """
         name = self._lane(axis, lane)
         op = ir.Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)
         self._lanes[name] = None

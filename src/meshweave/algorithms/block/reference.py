@@ -11,7 +11,11 @@ from meshweave.algorithms.contract import Array, Arrays
 
 
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return Z, and for training DX and the gradients of all weights; with a vocabulary LOSS and no Z and DX."""
+    """Return the outputs of a problem, computed without sharding by numpy, by name.
+
+    They are Z, and for training DX and the gradients of all weights; with a vocabulary LOSS in place of Z and
+    DX.
+    """
     known, functions, layers = dict(inputs), functions_of(problem), layers_of(problem)
     head = head_of(problem) if problem.vocabulary else None
     names = ["Z"] if head is None else ["LOSS"]

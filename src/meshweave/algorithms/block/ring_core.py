@@ -22,7 +22,7 @@ from meshweave.ir.program.expressions import Index, equal
 
 @dataclass
 class RingCore:
-    """The buffers of one layer's ring attention along mesh axis number `axis`."""
+    """Writes one layer's ring attention along mesh axis number `axis`, with its buffers."""
 
     writer: BlockWriter
     at: NodePlace[Attention]
@@ -67,7 +67,7 @@ class RingCore:
         return batch, heads, queries, count, self.at.node.width
 
     def forward(self) -> None:
-        """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
+        """Write attention forward, from queries, keys and values to the heads and their log-sum-exp."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         elements = (writer.elements(self.inner),)
         ins: tuple[Stored, ...] = (self.inner, self._positions())
@@ -90,7 +90,7 @@ class RingCore:
         writer.call(fn("finish_attention"), (self.core, self.log_sums), running, "elementwise", elements)
 
     def backward(self, of_core: Stored, of_inner: Stored) -> None:
-        """Write the gradient by the product of W_qkv of that by the heads."""
+        """Write the gradient of queries, keys and values into `of_inner`, from `of_core`, that of the heads."""
         writer, names, node, fn = self.writer, ring_names(self.at), self.at.node, self.at.fn
         width = node.per_group * node.width
         names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}

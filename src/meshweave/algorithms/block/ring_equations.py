@@ -27,13 +27,13 @@ _REDUCED = "softmax"
 
 
 def ring_names(at: NodePlace[Attention]) -> dict[str, str]:
-    """Return the names of the tensors of a layer's ring attention by what they are."""
+    """Return the tensor names of ring attention, by "queries", "keys", "so_far", "greatest" and "weights"."""
     keys = ("queries", "keys", "so_far", "greatest", "weights")
     return {key: at.own(name) for key, name in zip(keys, ("Q", "KV", "RA", "RM", "RL"), strict=True)}
 
 
 def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the tensors of the forward part."""
+    """Yield the tensors of the forward part of ring attention, (batch, sequence, groups, width) over all ranks."""
     p, names = at.problem, ring_names(at)
     r, d = at.node.per_group, at.node.width
     widths = {"queries": r * d, "keys": 2 * d, "so_far": r * d, "greatest": r, "weights": r}
@@ -43,14 +43,14 @@ def ring_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
 
 
 def ring_gradient_tensors(at: NodePlace[Attention]) -> Iterator[Tensor]:
-    """Yield the tensors of the backward part."""
+    """Yield the gradients with respect to queries, and to keys beside values, of ring attention."""
     queries, keys, *_ = ring_tensors(at)
     for tensor in (queries, keys):
         yield Tensor(f"D{tensor.name}", tensor.shape, tensor.dtype)
 
 
 def ring_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
-    """Yield the equations from the product of W_qkv to what W_o multiplies."""
+    """Yield the equations of ring attention, from queries, keys and values to the heads and their log-sum-exp."""
     names = ring_names(at)
     unit, here = TensorPart(f"{at.operand}_units", _QUERY), TensorPart(POSITIONS, ("s",))
     for number, key in enumerate(("queries", "keys")):
@@ -71,7 +71,7 @@ def ring_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
 
 
 def ring_gradient_meanings(at: NodePlace[Attention]) -> Iterator[Meaning]:
-    """Yield the equations from the gradient of what W_o multiplies to that of the product of W_qkv."""
+    """Yield the equations from the gradient of the heads to that of queries, keys and values."""
     names = ring_names(at)
     yield Same(f"D{at.out}_units", at.arriving)
     of_queries = (f"D{at.out}_units", names["queries"], f"{at.out}_units", f"{at.own(at.node.sums)}_units")

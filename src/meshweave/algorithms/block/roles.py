@@ -33,7 +33,7 @@ class Side:
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the dim, over all ranks."""
         return self.count * self.unit
 
 
@@ -159,10 +159,11 @@ BLOCK_ROLES = {
 
 
 def product(a: AxisDims, b: AxisDims, contracted: Iterable[Dim]) -> AxisDims:
-    """Return how a product lies whose operands lie as given, and whose k are the `contracted` dims.
+    """Return the layout of a product from the layouts of its operands; `contracted` are the dims summed over.
 
     Raises:
-        LayoutError: an axis splits one operand alone along k, or the operands along two dims of the result.
+        LayoutError: an axis splits one operand alone along a contracted dim, or the operands along two dims
+            of the result.
     """
     k = tuple(contracted)
     return tuple(_along(left, right, k) for left, right in zip(a, b, strict=True))
@@ -184,24 +185,25 @@ def _along(left: Dim, right: Dim, contracted: tuple[Dim, ...]) -> Dim:
 
 
 def gradient_dims(dims: AxisDims) -> AxisDims:
-    """Return how the gradient of a product is to lie before the products of the backward part.
+    """Return the layout of the gradient with respect to a product, before the products of the backward part.
 
-    It lies as the product does, replicated where that is partial: the gradient of a sum is that of each term.
+    It is the product's layout, replicated where that is partial: the gradient of a sum is that of each term.
     """
     return tuple("" if dim == "partial" else dim for dim in dims)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of all mesh axes together, as the layouts that a layer has.
+    """The roles of all mesh axes together, as the layouts of a layer's tensors.
 
-    What one axis keeps for the backward part or reduces last, all axes do.
+    What one axis keeps for the backward part or reduces last, all axes do. A layout is an `AxisDims`: for
+    each mesh axis the dim that it shards, "" where it replicates, "partial" for partial sums.
 
     Attributes:
         product_2d: name of the algorithm of `matmul2d` that products are included from; "" for none.
-        experts: for each axis "expert" where its ranks share the experts of a routed layer, "inner" where they
-            share each of them, "" where they have equal ones; () for "inner" where other feed-forward parts are
-            split by inner features.
+        experts: for each axis "expert" if its ranks divide the experts of a routed layer among them, "inner"
+            if they shard each expert, "" if they have equal ones; () for "inner" where other feed-forward
+            parts are sharded by inner features.
     """
 
     axes: tuple[AxisRole, ...]
@@ -215,45 +217,45 @@ class Roles:
 
     @property
     def nowhere(self) -> AxisDims:
-        """Return the layout of what every rank has whole."""
+        """Return the layout of what every rank has whole: "" for each mesh axis."""
         return tuple("" for _ in self.axes)
 
     @property
     def residual(self) -> AxisDims:
-        """Return which dim of the residual each mesh axis divides."""
+        """Return the layout of the residual stream."""
         return tuple(role.residual for role in self.axes)
 
     @property
     def ring_axis(self) -> int | None:
-        """Return the mesh axis along which the keys of attention go round; None where they do not."""
+        """Return the number of the mesh axis of ring attention; None without a ring."""
         axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
         return axes[0] if axes else None
 
     @property
     def expert_dims(self) -> AxisDims:
-        """Return how the parameters of experts lie on each mesh axis."""
+        """Return the layout of the parameters of experts."""
         return self.experts or tuple("inner" if dim == "inner" else "" for dim in self.core(False))
 
     def core(self, is_attention: bool) -> AxisDims:
-        """Return how the inner edges of attention or the feed-forward part lie."""
+        """Return the layout of the inner features of attention, or else of the feed-forward part."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
     def operand(self, is_first: bool) -> AxisDims:
-        """Return how the operand of a product lies that enters the inner features, or leaves them."""
+        """Return the layout of the operand of a layer's first product (into inner features), or of its second."""
         return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
     def weight(self, is_first: bool) -> AxisDims:
-        """Return how a weight lies where it is multiplied."""
+        """Return the layout of the weight of a layer's first product, or of its second, where it is multiplied."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
     def product(self, is_first: bool) -> AxisDims:
-        """Return how a product lies before it is moved."""
+        """Return the layout of the result of a layer's first or second product before any communication."""
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
     def scatters_core(self) -> bool:
-        """Return whether a sum after a product that enters the inner features is scattered over inner features."""
+        """Return whether the sums of a product into the inner features are reduce-scattered over these."""
         return any(
             before == "partial" and "inner" in (role.attention, role.feed_forward)
             for before, role in zip(self.product(True), self.axes, strict=True)
@@ -261,40 +263,50 @@ class Roles:
 
     @property
     def gain(self) -> AxisDims:
-        """Return how the parameters of a norm lie where they are used."""
+        """Return the layout of the parameters of a norm where they are used."""
         return tuple("hidden" if role.residual == "hidden" else "" for role in self.axes)
 
     @property
     def statistics(self) -> AxisDims:
-        """Return which axes divide the statistics of norms, one or two numbers a token, once they are summed."""
+        """Return the layout of the norms' complete statistics, one or two values a token."""
         return tuple(dim if dim in TOKENS else "" for dim in self.residual)
 
     @property
     def two_step_norms(self) -> bool:
-        """Return whether features of a row lie on several ranks."""
+        """Return whether the features of a token lie on several ranks, so that norms need a reduction."""
         return "hidden" in self.residual
 
     @property
     def keeps_gathered(self) -> bool:
-        """Return whether gathered operands are kept for the backward part."""
+        """Return whether gathered operands stay in memory for the backward part, else they are gathered again."""
         return any(role.keeps_gathered for role in self.axes)
 
     @property
     def keeps_weights(self) -> bool:
-        """Return whether gathered weights are kept for the backward part."""
+        """Return whether gathered weights stay in memory for the backward part, else they are gathered again."""
         return any(role.keeps_weights for role in self.axes)
 
     @property
     def reduces_last(self) -> bool:
-        """Return whether gradients of weights are reduced after all backward parts."""
+        """Return whether gradients of weights are reduced after the whole backward part, else as they complete."""
         return any(role.reduces_last for role in self.axes)
 
     def stored(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return how a weight is kept: as it is used, and in parts along axes that keep parts."""
+        """Return the layout in which ranks store a weight: as it is used, sharded along more axes for ZeRO-3.
+
+        `used` is its layout where it is multiplied, `sides` its dims.
+
+        Raises:
+            LayoutError: no dim of the weight is left to shard.
+        """
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
     def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
-        """Return how the gradient of a weight is to lie."""
+        """Return the layout in which the gradient of a weight ends; `used` and `sides` as of `stored`.
+
+        Raises:
+            LayoutError: no dim of the weight is left to scatter over.
+        """
         return _divided(used, sides, [role.scatters_gradients for role in self.axes])
 
 

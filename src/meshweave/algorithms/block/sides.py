@@ -15,7 +15,7 @@ from meshweave.ir.program.expressions import Index, Var, maximum, minimum
 
 
 def layout_of(mesh: Mesh, sides: Sides, dims: AxisDims) -> Layout:
-    """Return the layout of a tensor with these sides that lies on the mesh as `dims` says, axis by axis."""
+    """Return the layout of a tensor with these sides; `dims` says for each mesh axis which side it shards."""
     left = [side.count for side in sides]
     is_even = [True] * len(sides)
     places = {side.dim: number for number, side in enumerate(sides)}
@@ -38,7 +38,7 @@ PEER = Var("peer")
 
 
 def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: Index = PEER) -> Index:
-    """Return the elements of a side that a rank has, as an expression in its coordinates.
+    """Return the elements of a side on a rank, as an expression in the rank's coordinates.
 
     Along axis number `other_axis` the coordinate is `other`, that of another rank.
     """
@@ -58,7 +58,7 @@ def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: 
 
 
 def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
-    """Return the elements of a side on the last `num_axes` mesh axes; None where others divide it unevenly."""
+    """Return the elements of a side that the last `num_axes` axes share; None if others divide it unevenly."""
     count = side.count
     for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:
         if dim == side.dim and dim:
@@ -69,7 +69,7 @@ def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
 
 
 def largest_extent(mesh: Mesh, side: Side, dims: AxisDims) -> int:
-    """Return the most elements of a side that any rank has; the first rank has them."""
+    """Return the most elements of a side on any rank; rank 0 has as many."""
     count = side.count
     for dim, parts in zip(dims, mesh.shape, strict=True):
         if dim == side.dim and dim:

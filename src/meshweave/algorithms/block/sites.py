@@ -38,10 +38,10 @@ class ProductSite:
         is_first: whether it enters the inner features, (hidden, inner), or leaves them.
         is_attention: whether it is of attention, or of the feed-forward part.
         hidden: the features of the residual.
-        units, unit: what is dealt out of the inner features: units of so many columns, that are never divided.
-        stored: how the weight is kept; None as the roles say.
-        leaves_terms: whether the weight comes as it is multiplied, and its gradient stays in terms where ranks
-            have other tokens: who runs the product gathers and sums those of many weights together.
+        units, unit: inner features: number of units that are sharded whole, and columns of each.
+        stored: the layout in which the weight is stored; None for that of the roles.
+        leaves_terms: whether the caller gathers the weight, and reduces the partial sums of its gradient, for
+            many weights together.
     """
 
     is_first: bool
@@ -67,7 +67,7 @@ class ProductSite:
         return (hidden, inner) if self.is_first else (inner, hidden)
 
     def stored_dims(self, roles: Roles) -> AxisDims:
-        """Return how the weight is kept, and its gradient is to lie."""
+        """Return the layout in which the weight is stored and its gradient is to end."""
         used = roles.weight(self.is_first)
         stored = self.stored or roles.stored(used, self.weight_sides)
         return self._with_2d(used, stored, roles) if self.leaves_terms else stored
@@ -78,14 +78,18 @@ class ProductSite:
         return (*dims[:-2], *of_2d[-2:]) if roles.is_flat else dims
 
     def is_local(self, roles: Roles) -> bool:
-        """Return whether a rank multiplies its tokens by a whole weight, and nothing is moved for it."""
+        """Return whether a rank multiplies its own tokens by a whole weight, with no communication."""
         edges = roles.residual, roles.core(self.is_attention)
         if not self.leaves_terms or roles.is_flat or any(roles.weight(self.is_first)):
             return False
         return edges[0] == edges[1] == roles.operand(self.is_first)
 
     def gradient_terms(self, roles: Roles) -> AxisDims:
-        """Return how the gradient of the weight lies where it is computed, terms of a sum among it."""
+        """Return the layout of the weight's gradient as computed, "partial" along axes that divide the tokens.
+
+        Raises:
+            LayoutError: the roles fit no product.
+        """
         arriving = gradient_dims(roles.product(self.is_first))
         lies = product(roles.operand(self.is_first), arriving, TOKENS)
         return self._with_2d(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides), roles)
@@ -99,17 +103,17 @@ def _site_place(problem: BlockProblem, site: ProductSite, is_flat: bool) -> Laye
 def site_problem(
     batch: int, sequence: int, hidden: int, mesh_shape: tuple[int, ...], dtype: str
 ) -> BlockProblem:
-    """Return a problem with these sizes of activations, for a site, which has no others."""
+    """Return a problem with these global sizes of activations, for one site; its other sizes are 1."""
     return BlockProblem(batch, sequence, hidden, 1, 1, 1, 1, mesh_shape, dtype=dtype)
 
 
 def product_parts(
     site: ProductSite, problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh
 ) -> BlockParts:
-    """Return the forward and the backward program of a product.
+    """Return the forward and the backward program of one product.
 
     Inputs are "x", and "dy" backward; outputs "y", and "dx" and "dw" backward. Gradients of the weight are
-    complete and lie as it is stored, but for a site that leaves terms.
+    complete and have the layout in which it is stored, unless the site leaves partial sums.
 
     Raises:
         LayoutError: the roles fit no product.
@@ -132,7 +136,7 @@ class ProductPiece(LayersPiece):
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return the product."""
+        """Return the product as the one layer."""
         return (_site_place(self.problem, self.site, self.roles.is_flat),)
 
     def _declare(self) -> None:
@@ -160,13 +164,13 @@ class ProductPiece(LayersPiece):
         return self.roles.weight(self.site.is_first)
 
     def write_backward(self) -> None:
-        """Write the products for both gradients, and the reduction of that of the weight over ranks."""
+        """Write the products for both gradients, and the reduction of the weight's gradient over ranks."""
         super().write_backward()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, "gradients", out)
 
     def reduce(self, landed: Stored, out: Stored) -> None:
-        """Write the reduction of a gradient here, as in a program of whole layers."""
+        """Write the reduction of a gradient in this program, as in a program of whole layers."""
         super(LayersPiece, self).reduce(landed, out)
 
 
@@ -174,10 +178,10 @@ class ProductPiece(LayersPiece):
 
 
 def ring_parts(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> BlockParts:
-    """Return the forward and the backward program of attention whose keys and values go round.
+    """Return the forward and the backward program of ring attention alone.
 
-    The problem has no biases; with family "gpt" queries and keys come as they are multiplied. Inputs are "qkv0" in
-    groups of heads and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
+    The problem has no biases; with family "gpt" queries and keys are not rotated. Inputs are "qkv0" in groups
+    of heads and "positions", and "da0" backward; outputs "a0", and "dqkv0" backward.
     """
     writer = ProgramWriter(problem, _alone(config), mesh, _batch_dims(roles))
     layer = attention_of(problem)
@@ -193,7 +197,7 @@ class RingPiece(LayersPiece):
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return the attention of a layer."""
+        """Return attention as the one layer."""
         return [attention_of(self.problem)]
 
     def _declare(self) -> None:
@@ -215,8 +219,8 @@ class MoveSite:
 
     Attributes:
         sides: those of the tensor; the first two are batch and sequence, where it has tokens.
-        before, after: how it lies; before it may be terms of a sum.
-        op: how terms are combined.
+        before, after: its layouts; before it may be partial sums.
+        op: the reduction of partial values, as "sum".
     """
 
     sides: Sides
@@ -226,18 +230,18 @@ class MoveSite:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether anything is moved."""
+        """Return whether the two layouts differ."""
         return self.before != self.after
 
     @property
     def is_sum(self) -> bool:
-        """Return whether terms are summed on all ranks that have them, and nothing else is moved."""
+        """Return whether the move is all-reduces alone."""
         pairs = zip(self.before, self.after, strict=True)
         return all(x == y or (x == "partial" and not y) for x, y in pairs)
 
 
 def move_program(site: MoveSite, mesh: Mesh, dtype: str) -> Program:
-    """Return the program of a move."""
+    """Return the program of a move, with input "x" and output "y" of this dtype."""
     token_counts = [side.count for side in site.sides if side.dim in TOKENS]
     batch, sequence = (*token_counts, 1, 1)[:2]
     problem = site_problem(batch, sequence, 1, mesh.shape, dtype)

@@ -29,9 +29,9 @@ ProductPart = Literal["forward", "dgrad", "wgrad"]
 
 
 class FlatTask(NamedTuple):
-    """A task of a flat skeleton. It waits for the numbers `after`; `times` is as of `ir.skeleton.Task`.
+    """A task of rank 0, in a list of tasks. `after` are numbers of tasks in the list that it waits for.
 
-    `part` is which of the three products of training it is of.
+    `times` is as in `ir.skeleton.Task`; `part` says which of the three products of training it belongs to.
     """
 
     lane: str
@@ -47,12 +47,13 @@ BackwardPart = Literal["", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True, slots=True)
 class TaskAccess:
-    """The buffers that a task reads and writes, and which of the gradients that a part of a layer is for.
+    """The buffers that a task reads and writes, and which gradient it computes.
 
     Attributes:
-        makes: "input_grad" for the gradient of the residual before all layers, "weight_grad" for one of a weight.
-        is_backward: whether it makes any gradient.
-        part: which of the three products of training it is of.
+        makes: "input_grad" for the gradient of the residual before all layers, "weight_grad" for one of a
+            weight, "" for any other result.
+        is_backward: whether it computes any gradient.
+        part: which of the three products of training it belongs to.
     """
 
     reads: frozenset[str]
@@ -63,7 +64,7 @@ class TaskAccess:
 
     @classmethod
     def of(cls, reads: Iterable[Stored], writes: Iterable[Stored]) -> TaskAccess:
-        """Return the access of an op. Gradients of weights have no tokens."""
+        """Return the access of an op; an output "D..." with tokens is a gradient of activations, else weights."""
         writes = tuple(writes)
         makes: BackwardPart = ""
         if any(each.tensor == "DX" for each in writes):
@@ -80,7 +81,7 @@ class TaskAccess:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences on a rank."""
+    """A task of a `SizedSkeleton`; `work_of` returns its work for a number of sequences per rank."""
 
     lane: str
     work_of: Callable[[int], Work]
@@ -94,8 +95,8 @@ class SizedProduct:
     """An included 2D product.
 
     Attributes:
-        problem: the product for one sequence a rank.
-        after: per lane what its first task waits for.
+        problem: the product for one sequence per rank.
+        after: for each lane the tasks that its first task waits for.
     """
 
     name: str
@@ -104,7 +105,7 @@ class SizedProduct:
     access: TaskAccess
 
     def problem_of(self, sequences: int) -> Matmul2dProblem:
-        """Return the product for so many sequences a rank."""
+        """Return the product for a number of sequences per rank."""
         if self.problem.dataflow == "rs":
             return replace(self.problem, k=self.problem.k * sequences)
         return replace(self.problem, m=self.problem.m * sequences)
@@ -112,22 +113,22 @@ class SizedProduct:
 
 @dataclass(frozen=True)
 class SizedSkeleton:
-    """The tasks of rank 0, in an order in which each comes after those that it waits for.
+    """The tasks of rank 0, ordered so that each comes after those that it waits for.
 
     Attributes:
-        batch_parts: the ranks over which the batch lies.
+        batch_parts: number of ranks over which the batch is sharded.
     """
 
     tasks: tuple[SizedTask | SizedProduct, ...]
     batch_parts: int
 
     def sequences(self, batch: int) -> int:
-        """Return the most sequences that a rank has of a batch."""
+        """Return the most sequences that a rank has of a global batch."""
         return -(-batch // self.batch_parts)
 
     @cached_property
     def for_weights(self) -> frozenset[int]:
-        """Return the numbers of the backward tasks that lead to gradients of weights alone."""
+        """Return the numbers of the backward tasks on which gradients of weights alone depend."""
         begin = next((at for at, task in enumerate(self.tasks) if task.access.is_backward), 0)
         numbers = self._leading_to("weight_grad") - self._leading_to("input_grad")
         return frozenset(number for number in numbers if number >= begin)
@@ -141,10 +142,10 @@ class SizedSkeleton:
         return frozenset(numbers)
 
     def steps(self, sequences: int, config: BlockConfig, part: BackwardPart = "") -> list[FlatTask]:
-        """Return the tasks for so many sequences a rank, those of products among them.
+        """Return the tasks for a number of sequences per rank, those inside 2D products included.
 
         Args:
-            part: "input_grad" leaves out those that lead to gradients of weights alone, "weight_grad" all others.
+            part: "input_grad" leaves out the tasks of `for_weights`, "weight_grad" all others; "" none.
         """
         steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
@@ -194,7 +195,7 @@ def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) ->
 
 
 class SizedWriter(SkeletonWriter):
-    """Writes tasks as `SkeletonWriter` does for one sequence a rank, and keeps what gives their work."""
+    """Writes tasks as `SkeletonWriter` for one sequence per rank, and records their work for any number."""
 
     def __init__(
         self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims, overlap: Overlap = "layers"
@@ -222,6 +223,6 @@ class SizedWriter(SkeletonWriter):
         self._sized.append(SizedProduct(name, problem, after, TaskAccess.of(reads, writes)))
 
     def sized(self) -> SizedSkeleton:
-        """Return all tasks."""
+        """Return all tasks written so far as a `SizedSkeleton`."""
         self.cut()
         return SizedSkeleton(tuple(self._sized), self._batch_parts)

@@ -52,7 +52,7 @@ class _Users:
 
 @dataclass(frozen=True)
 class Pending:
-    """An op of the loop that is being written. `work_of` gives its work for a number of sequences."""
+    """An op of the loop that is being written. `work_of` returns its work for a number of sequences per rank."""
 
     lane: str
     work_of: Callable[[int], Work]
@@ -78,7 +78,7 @@ class SkeletonWriter(BlockWriter):
         self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
-        """Return all tasks as one turn."""
+        """Return all tasks written so far, as one phase of one turn."""
         self.cut()
         return Skeleton((Phase(1, tuple(self._tasks)),))
 
@@ -109,7 +109,7 @@ class SkeletonWriter(BlockWriter):
         self._note(op, chunk, [me])
 
     def end_site(self) -> None:
-        """Let what follows wait for all that was written; for a writer that `is_by_sites`."""
+        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`."""
         self.cut()
         last: dict[str, int] = {}
         for number in range(self._site_begin, len(self._tasks)):
@@ -186,7 +186,7 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side that a rank has, of the batch those of the chunk."""
+        """Return the elements of a side on rank 0; of the batch, those of the current chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
         return self._largest(side, dims)
@@ -219,7 +219,7 @@ class SkeletonWriter(BlockWriter):
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add a call of a function on the chunk."""
+        """Add the task of a call for the current chunk; `work` and `shape` say how it is priced."""
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
@@ -241,7 +241,7 @@ class SkeletonWriter(BlockWriter):
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add work that grows with the tokens that a rank has of the first input; nothing waits for parameters."""
+        """Add a task whose work depends on the tokens that a rank has of the first input; waits for no weights."""
         del beside
         per_sequence = self._elements_per_sequence(ins[0]) // self._size(ins[0], len(ins[0].sides) - 1)
         self._do(lane, lambda size: work_of(size * per_sequence), ins, outs)
@@ -276,12 +276,12 @@ class SkeletonWriter(BlockWriter):
         self._add_product(name, problem, ops)
 
     def add(self, out: Stored, term: Stored) -> None:
-        """Add out += term on the chunk."""
+        """Add the task of out += term for the current chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype, "add"), (term, out), (out,))
 
     def zero(self, out: Stored) -> None:
-        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
+        """Add the task that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
         count, has_tokens = self._elements_per_sequence(out), out.has_tokens
         op = Pending(
             COMPUTE,
@@ -295,7 +295,7 @@ class SkeletonWriter(BlockWriter):
             self._add_task(op, op.work_of(1), 0)
 
     def copy(self, out: Stored, src: Stored) -> None:
-        """Add out = src on the chunk."""
+        """Add the task of out = src for the current chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
@@ -313,7 +313,10 @@ class SkeletonWriter(BlockWriter):
         self._times = 1
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Send `src` to the rank before this one along an axis and receive `out` from that after it."""
+        """Add the task of a shift along a mesh axis: `src` goes to the rank before, `out` comes from the next.
+
+        `when` is a condition on the turn; 1 is always.
+        """
         if not when:
             return
         per_sequence, parts = self._elements_per_sequence(src), self.mesh.shape[axis]

@@ -23,10 +23,10 @@ class SplitBackward:
     """The backward part of a piece as two programs.
 
     Attributes:
-        input_grad: makes the gradient of the residual; None where there is no residual before the piece.
-        weight_grad: makes the gradients of weights.
+        input_grad: computes the gradient of the residual; None where there is no residual before the piece.
+        weight_grad: computes the gradients of weights.
         passed: the buffers that are outputs of the first and inputs of the second.
-        early: gradients of weights that the first makes, as nodes do whose backward work is not told apart.
+        early: gradients of weights that the first program computes, because a node computes both at once.
     """
 
     input_grad: Program | None
@@ -36,10 +36,11 @@ class SplitBackward:
 
 
 def split_backward(parts: BlockParts) -> SplitBackward:
-    """Return the backward program of a piece as two.
+    """Return the backward program of a piece as two: gradients of inputs, then gradients of weights.
 
     Raises:
-        UnsupportedError: the second part reads scratch that no call of the first makes, or changes what it reads.
+        UnsupportedError: the second part reads scratch that no call of the first writes, or changes what it
+            reads.
     """
     whole = parts.backward
     (on,) = whole.body

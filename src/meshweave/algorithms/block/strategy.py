@@ -61,7 +61,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
-        """Return a sentence for a mesh axis that the strategy has no use for, or lacks."""
+        """Return why the problem's mesh has an axis too many or too few for the strategy; None if it fits."""
         if len(problem.mesh_shape) != len(self.roles):
             axes = ", ".join(AXIS_SIZES[-len(self.roles) :])
             return f"has {len(self.roles)} mesh axes; give a mesh of ({axes})"
@@ -70,13 +70,13 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield 1, 2 and 4 chunks of the batch of a rank, or as many fewer as there are then."""
+        """Yield configs that cut a rank's batch into 1, 2 and 4 chunks, or into as many as it allows."""
         batch = self.max_chunks(problem)
         sizes = (-(-batch // count) for count in (1, 2, 4) if count <= batch)
         yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
 
     def max_chunks(self, problem: BlockProblem) -> int:
-        """Return the most chunks there can be: the most sequences that a rank works on."""
+        """Return the most chunks that the batch of a rank can be cut into: its number of sequences."""
         batch = problem.batch
         for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
             batch = -(-batch // parts) if dim == "batch" else batch
@@ -101,11 +101,12 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
         Args:
             piece: "layers", or with a vocabulary "embedding" or "head" (norm, logits and loss) alone.
-            recompute: what the backward program computes again.
+            recompute: what the backward program recomputes: "none", "full" for all, or attention alone.
 
         Raises:
             LayoutError: the problem or config does not fit.
-            UnsupportedError: a weight is kept in parts, or attention in chunks is to be computed again alone.
+            UnsupportedError: ranks store shards of a weight, whose gathered copy cannot be kept for the
+                backward program, or attention in chunks is to be recomputed alone.
         """
         self._check(problem, config)
         name = f"{self.title}, {piece}, {config}"
@@ -135,35 +136,38 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
-        """Return the layout of every input and output of the program of the first candidate."""
+        """Return the layout of every input and output tensor, by name, as in the first program."""
         buffers = self.program(problem, next(self.candidates(problem))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
+        """Return the seconds of rank 0, which has the largest shards, without contention between transfers."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
-        """Return the tasks of rank 0 of the program, or of one piece of the model."""
+        """Return the tasks of rank 0 of the program, or of one piece. Raises LayoutError as `program` does."""
         self._check(problem, config)
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def sized_skeleton(self, problem: BlockProblem, overlap: Overlap = "layers") -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk for any number of sequences, whatever batch `problem` has."""
+        """Return the tasks of rank 0 in one chunk, for any number of sequences, not only those of `problem`."""
         self._check(problem, BlockConfig())
         return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh, overlap)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""
+        """Return the outputs computed without sharding by numpy, by name, in global shapes."""
         return reference(problem, inputs)
 
     def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return what the calls of the program compute: integers where the problem is exact."""
+        """Return the functions that the program calls, by name; of small integers if the problem is `exact`."""
         return functions_of(problem)
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
-        """Return integers for functions of integers, else values around which training starts; random tokens."""
+        """Return random inputs by name, in global shapes: small integers if `exact`, else normal, deviation 0.5.
+
+        Tokens and targets are drawn from the vocabulary; positions and numbers of tokens count from 0.
+        """
         inputs = super().random_inputs(problem, seed)
         draw = np.random.default_rng(seed)
         for name, value in inputs.items():

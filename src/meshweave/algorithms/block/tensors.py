@@ -24,7 +24,8 @@ class BlockTensors:
     """Declares the tensors of all layers with a writer.
 
     Attributes:
-        stored: where each tensor lies, by name; an operand where it is multiplied has " gathered" after its name.
+        stored: the buffer of each tensor by name; an operand gathered for a product has " gathered" after its
+            name.
     """
 
     problem: BlockProblem
@@ -34,7 +35,7 @@ class BlockTensors:
 
     @property
     def layers(self) -> Sequence[LayerPlace]:
-        """Return the layers that are written."""
+        """Return the places of the layers to be written."""
         return layers_of(self.problem, self.roles.is_flat)
 
     # --- sides --------------------------------------------------------------------------------------------------
@@ -47,14 +48,14 @@ class BlockTensors:
         return Side("batch", batch), Side("sequence", sequence)
 
     def sides(self, features: Features) -> Sides:
-        """Return the sides of a tensor of tokens with these features."""
+        """Return the sides of an activation: those of tokens, then these features."""
         return *self._token_sides, side_of(features)
 
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
 
     def dims(self, at: NodePlace[LayerNode], features: Features) -> AxisDims:
-        """Return how a tensor of tokens lies that a node makes: as the residual, or as its group's features do."""
+        """Return the layout of an activation of a node: the residual's, or that of its group's inner features."""
         return (
             self.roles.residual
             if features.dim in ("hidden", *WITH_TOKENS)
@@ -144,7 +145,7 @@ class BlockTensors:
         )
 
     def new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
-        """Return the buffer of a tensor: that which is declared for it, or a new one."""
+        """Return the buffer of a tensor: the one declared before, or a new one of this layout."""
         if tensor not in self.stored:
             self.stored[tensor] = self.writer.new(
                 tensor.lower(), tensor, sides, dims, dtype or self.problem.dtype
@@ -152,7 +153,7 @@ class BlockTensors:
         return self.stored[tensor]
 
     def weight(self, at: NodePlace[Linear]) -> Stored:
-        """Return the weight of a product where it is multiplied: gathered, if it is kept in parts."""
+        """Return the weight of a product as it is multiplied: all-gathered, if ranks store shards of it."""
         return self._gathered(at.node.weight, at.layer, self.roles.weight(at.node.enters))
 
     def _gathered(self, weight: str, layer: LayerPlace, used: AxisDims) -> Stored:
@@ -171,9 +172,9 @@ class BlockTensors:
         )
 
     def landing(self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims) -> tuple[Stored, Stored]:
-        """Return the buffer that a product writes, and that in which its result is to lie.
+        """Return two views: the one that a product writes partial sums to, and the one for the reduced result.
 
-        They are one where sums are made in place.
+        They are the same buffer if the reduction is in place.
         """
         out = self.new(tensor, sides, final)
         if all(

@@ -18,11 +18,11 @@ Views = tuple[View, ...]
 
 
 def timed_op(works: Sequence[Work], lane: str, outs: Views, ins: Views) -> Op:
-    """Return an op with the price of some work, which reads and writes some views.
+    """Return an op without values that costs some work; it reads the views `ins` and writes `outs`.
 
     Args:
-        works: one, or that of each rank of a group of experts, the first one with the most copies: all wait for
-            its exchanges.
+        works: one, or that of each rank of a group of experts, the first one with the most copies: all wait
+            for its exchanges.
     """
     first = works[0]
     if not isinstance(first, Compute):

@@ -45,7 +45,7 @@ class IncludedProducts(BlockAlgorithm):
     packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield a block whose products are all included, and one in which groups of heads are uneven."""
+        """Yield a block of which every product is a 2D product, and one with uneven groups of heads."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
         yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
@@ -58,7 +58,7 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield numbers of slices, each of which a product has as far as its sizes allow, and of packets."""
+        """Yield configs by number of slices, each an upper limit for every product, and of packets."""
         packets = self.packets if max(problem.mesh_shape) > 2 else (1,)
         return (BlockConfig(slices=count, packets=each) for count in self.slices for each in packets)
 
@@ -113,6 +113,6 @@ class TwoHalfDBlock(IncludedProducts):
     packets = (4,)
 
     def examples(self) -> Iterator[BlockProblem]:
-        """Yield a block whose products are all included, and one whose batch depth does not divide."""
+        """Yield a block of which every product is a 2D product, and one whose batch `depth` does not divide."""
         yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
         yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)

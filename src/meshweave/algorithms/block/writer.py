@@ -34,11 +34,13 @@ Part = Literal["", "input_grad", "weight_grad"]
 
 @dataclass(frozen=True)
 class SequenceWindow:
-    """The positions of a sequence that belong to the rank `turn` places on along a mesh axis.
+    """The positions of a sequence that belong to the rank `turn` places further along a mesh axis.
 
     Attributes:
-        dims: how the sequence lies on the mesh.
-        is_whole: whether the buffer has all positions, of which the window is a part; else it has those alone.
+        dims: layout of the sequence on the mesh.
+        axis: number of the mesh axis.
+        is_whole: whether the buffer holds all positions, of which the window is a part; else the window's
+            alone.
     """
 
     dims: AxisDims
@@ -49,9 +51,9 @@ class SequenceWindow:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor, or terms of it, in a buffer on every rank: its sides, and how they lie on the mesh.
+    """A tensor, or partial sums of it, in a buffer on every rank: its sides, and its layout on the mesh.
 
-    With a `window` it is what a buffer has for the positions of a rank, this one or another.
+    With a `window` it is the part for the positions of one rank, this one or another.
     """
 
     buffer: str
@@ -77,7 +79,7 @@ WeightTensors = tuple[Tensors, Tensors]
 
 
 class TimedWork(Protocol):
-    """Returns the work of so many tokens, of a rank whose experts get `load` times the average, if given."""
+    """Returns the work of `tokens` of a rank; `load` is copies of tokens at its experts over the average."""
 
     def __call__(self, tokens: int, *, load: float | None = None) -> Work:
         """Return the work."""
@@ -110,7 +112,7 @@ class BlockWriter(ABC):
     def new(
         self, name: str, tensor: str, sides: Sides, dims: AxisDims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
-        """Declare a buffer for a tensor that lies on the mesh as `dims` says, and return it."""
+        """Declare a buffer for a tensor with layout `dims`, and return it."""
         assert name not in self._names, name
         self._names.add(name)
         stored = Stored(name, tensor, sides, dims, dtype)
@@ -118,14 +120,14 @@ class BlockWriter(ABC):
         return stored
 
     def scratch(self, stored: Stored, slots: int = 1) -> Stored:
-        """Declare scratch of some slots for what `stored` says, unless there is a buffer of that name."""
+        """Declare scratch memory with `slots` slots for `stored`, unless a buffer of that name exists."""
         if stored.buffer not in self._names:
             self._names.add(stored.buffer)
             self._declare_slots(stored, slots)
         return stored
 
     def partial_buffer(self, out: Stored, dims: AxisDims) -> Stored:
-        """Return a new buffer for terms of what `out` is to hold."""
+        """Return a new buffer for partial sums of `out`, in layout `dims`."""
         return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: AxisDims, suffix: str) -> Stored:
@@ -144,10 +146,10 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def extent(self, side: Side, dims: AxisDims) -> Index:
-        """Return the elements of a side that a rank has, of the batch those of the chunk."""
+        """Return the elements of a side on a rank; of the batch, those of the current chunk."""
 
     def extent_of(self, stored: Stored, number: int) -> Index:
-        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
+        """Return the elements of dim `number` of a buffer, in the current chunk and its window, if any."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._extent_in(side, window)
@@ -157,7 +159,7 @@ class BlockWriter(ABC):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index: ...
 
     def elements(self, stored: Stored) -> Index:
-        """Return how many elements of a buffer one turn of the loop over chunks touches."""
+        """Return the elements of a buffer that one chunk touches."""
         total: Index = 1
         for number in range(len(stored.sides)):
             total = total * self.extent_of(stored, number)
@@ -167,11 +169,11 @@ class BlockWriter(ABC):
 
     @property
     def is_between_loops(self) -> bool:
-        """Return whether no loop over chunks is being written."""
+        """Return whether no loop over chunks is open."""
         return not self._body
 
     def cut(self) -> None:
-        """End the loop over chunks."""
+        """End the loop over chunks; ops written after it form a new loop."""
         self._multiplied.clear()
         self._end_loop()
 
@@ -180,22 +182,22 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def end_site(self) -> None:
-        """Let what follows wait for all that was written; for a writer that `is_by_sites`."""
+        """Let what follows wait for all ops written so far; only if the writer `is_by_sites`."""
 
     @abstractmethod
     def call(
         self, fn: str, outs: Tensors, ins: Tensors, work: str, shape: tuple[Index, ...], part: Part = ""
     ) -> None:
-        """Add a call of a function on the chunk."""
+        """Write a call of function `fn` for the current chunk; `work` and `shape` say how it is priced."""
 
     @abstractmethod
     def timed(
         self, lane: str, work_of: TimedWork, outs: Tensors, ins: Tensors, beside: WeightTensors
     ) -> None:
-        """Add work without values that grows with the tokens that a rank has of the first input.
+        """Write work without values that depends on the tokens that a rank has of the first input.
 
         Args:
-            beside: the parameters that it reads and the gradients of parameters that it makes.
+            beside: the parameters that it reads, and the gradients of parameters that it computes.
         """
 
     def matmul(
@@ -208,7 +210,7 @@ class BlockWriter(ABC):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
+        """Write a product for the current chunk; with `sums_chunks` its results are summed over chunks."""
         self._multiplied.add((b.buffer, b.slot))
         self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
 
@@ -218,9 +220,9 @@ class BlockWriter(ABC):
     ) -> None: ...
 
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
-        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs.
+        """Write a product by the algorithm `name` of `matmul2d`, its communication included.
 
-        It runs on the last two mesh axes. Along others, each layer of the mesh has its own product of what it has.
+        It runs on the last two mesh axes; each coordinate along other axes has a product of its own.
         """
         assert self.num_chunks == 1
         sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
@@ -236,25 +238,25 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def add(self, out: Stored, term: Stored) -> None:
-        """Add out += term on the chunk."""
+        """Write the op out += term for the current chunk."""
 
     @abstractmethod
     def zero(self, out: Stored) -> None:
-        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
+        """Write an op that zeroes a buffer: for the current chunk, or without tokens once before the loop."""
 
     @abstractmethod
     def copy(self, out: Stored, src: Stored) -> None:
-        """Add out = src on the chunk."""
+        """Write the op out = src for the current chunk."""
 
     @abstractmethod
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield the number of each turn of a loop inside that over chunks, or one name for all of them."""
+        """Write a loop of `count` turns inside that over chunks; yield the numbers to write its body with."""
 
     @abstractmethod
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
-        """Send `src` to the rank before this one along an axis and receive `out` from that after it.
+        """Write a shift along a mesh axis: `src` goes to the rank before this one, `out` comes from the next.
 
-        `when` is a condition on the turn.
+        `when` is a condition on the turn; 1 is always.
         """
 
     # --- moving -------------------------------------------------------------------------------------------------
@@ -268,15 +270,15 @@ class BlockWriter(ABC):
         into: Stored | None = None,
         op: str = "sum",
     ) -> Stored:
-        """Move a tensor to where `dims` says, along one axis after another, and return where it is then.
+        """Write the communication that brings a tensor into layout `dims`, axis by axis; return it so.
 
-        Gathers come first, from the last axis that shares a dim to the first, then sums, then the rest. A sum that
-        all ranks need is made in place. Without `into` the result is in `src` or a new buffer.
+        Gathers come first, from the last axis that shards a dim to the first, then all-reduces, then the
+        rest. An all-reduce is in place. Without `into` the result is in `src` or a new buffer.
 
         Args:
             suffix: the end of names of new buffers.
             lane: what the names of lanes have after that of the axis.
-            op: how terms are combined.
+            op: the reduction of partial values, as "sum".
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
@@ -297,7 +299,7 @@ class BlockWriter(ABC):
         return src
 
     def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
-        """Move a tensor without tokens, between loops, and return where it is then."""
+        """Write a move of a tensor without tokens, outside the loop over chunks; return it in layout `dims`."""
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
         out = self.move(src, dims, "whole", lane, into)
@@ -305,9 +307,9 @@ class BlockWriter(ABC):
         return out
 
     def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then.
+        """Write a gather of a weight before the open loop over chunks; return it in layout `dims`.
 
-        Where that loop multiplies by what `into` has so far, it ends first.
+        If that loop already multiplies by the contents of `into`, the loop is ended first.
         """
         if into is not None and (into.buffer, into.slot) in self._multiplied:
             self.cut()

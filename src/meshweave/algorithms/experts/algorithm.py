@@ -26,10 +26,10 @@ from meshweave.ir.program.parse import parse
 
 
 class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
-    """An algorithm for a layer of experts.
+    """An algorithm for a mixture-of-experts layer.
 
-    `counted_program` is the program for all routings, `program` that of the routing of the problem. `validate`
-    proves the first; what packing makes has no equation, so a run is held against the reference.
+    `counted_program` is the program for all routings, `program` that of the routing of the problem.
+    `validate` proves the first; packing has no equation, so a run is compared with the reference.
 
     Attributes:
         is_one_sided: whether rows are stored in the memory of other ranks.
@@ -54,10 +54,14 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
 
     @abstractmethod
     def text(self, problem: ExpertsProblem, config: ConfigT) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
 
     def counted_program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program with counts. Raises LayoutError for a problem that does not fit."""
+        """Return the program for all routings, with counts of rows as inputs.
+
+        Raises:
+            LayoutError: `refusal` has a reason why the problem does not fit.
+        """
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.title}: {refusal}")
@@ -66,17 +70,23 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
     def counts(
         self, problem: ExpertsProblem, config: ConfigT, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, for choices of a run or those of the problem."""
+        """Return the values of the program's counts by name, for these expert choices or the problem's own.
+
+        `choices` are (ranks * tokens, top_k), -1 for a dropped one.
+        """
         chosen = problem.choices if choices is None else choices
         return problem.counts_of(chosen)
 
     def program(self, problem: ExpertsProblem, config: ConfigT) -> Program:
-        """Return the program with the counts of the problem's routing."""
+        """Return the program with the counts of the problem's routing. Raises LayoutError as `counted_program`."""
         program, values = self.counted_program(problem, config), self.counts(problem, config)
         return program.with_counts({name: values[name] for name in program.counts_of})
 
     def machine(self, problem: ExpertsProblem, config: ConfigT, cluster: Cluster) -> Machine:
-        """Return the cluster under the program; each rank of a host has its share of the NICs where all send."""
+        """Return the cluster with the program's mesh on it, on which `estimate` prices it.
+
+        If all ranks of a host send over its NICs at once, each has an equal share of their rate.
+        """
         network = cluster.network
         if self.shares_nics and isinstance(network, HostsNetwork):
             on_a_nic = max(network.chips_per_host / network.nics_per_host, 1)
@@ -86,7 +96,7 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         return super().machine(problem, config, cluster)
 
     def placements(self, problem: ExpertsProblem) -> dict[str, Layout]:
-        """Return the layouts of the program's inputs and outputs."""
+        """Return the layout of every input and output tensor, by name."""
         program = self.program(problem, next(self.candidates(problem)))
         return {
             buffer.tensor: buffer.layout
@@ -95,21 +105,21 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
         }
 
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return what a loop over experts makes; of an exchange alone its rows, rank after rank."""
+        """Return the outputs of a loop over experts, without sharding; of an exchange its rows by rank."""
         if problem.part in ("layer", "training"):
             return layer_reference(problem, inputs)
         return cells_reference(problem, inputs, self.source_order(problem))
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return the places of ranks on the mesh in the order of their rows at an expert."""
+        """Return the source ranks, as positions on the mesh, in the order of their rows at an expert."""
         return list(range(problem.num_ranks))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that its programs call, by name: packing, sums by gates, the activation."""
+        """Return the functions that its programs call, by name: packing rows, weighted sums, the activation."""
         return layer_functions(problem.activation)
 
     def random_inputs(self, problem: ExpertsProblem, seed: int = 0) -> dict[str, Array]:
-        """Return small integers, and the choices of the problem."""
+        """Return inputs by name, in global shapes: random integers from -3 to 3, and the problem's choices."""
         draw = np.random.default_rng(seed)
         inputs: dict[str, Array] = {}
         for name, (shape, dtype) in plain_tensors(problem).items():

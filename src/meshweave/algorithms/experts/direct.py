@@ -23,27 +23,27 @@ class DirectAllToAll(ExpertsAlgorithm[NoChoice]):
     source = "Lepikhin et al., GShard, arXiv 2006.16668, section 3.2"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the one config."""
+        """Yield the only config: there is nothing to choose."""
         yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield the buffer of rows by source."""
+        """Yield the declaration of a buffer of rows ordered by source, in the text form."""
         if layer.own > 1:
             yield f"{tensor.lower()}_by_source = temp({tensor}, ep[S(0)], order=(1, 0, 2))"
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield an all-to-all, and copies to the order of experts."""
+        """Yield the statements of an all-to-all, and of copies into the order of experts."""
         between = dst if layer.own == 1 else f"{tensor.lower()}_by_source"
         yield f'all_to_all({between}, {src}, over="ep.x", split_dim=0, concat_dim=1, lane=go)'
         if between != dst:
             yield from self._copies(layer, dst, between)
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield copies to the order of sources, and an all-to-all."""
+        """Yield the statements of copies into the order of sources, and of an all-to-all."""
         between = src if layer.own == 1 else f"{tensor.lower()}_by_source"
         if between != src:
             yield from self._copies(layer, between, src)

@@ -18,7 +18,7 @@ Array = Any
 
 
 def numbers_like(array: Array, like: Array) -> Array:
-    """Return numbers in numpy as an array of the kind of `like`."""
+    """Convert a numpy array to the library, dtype and device of `like`."""
     return like.new_tensor(array) if hasattr(like, "new_tensor") else np.asarray(array, like.dtype)
 
 
@@ -38,13 +38,16 @@ def _cells(rows: Array, features: int) -> Array:
 
 
 def pack(x: Array, choices: Array) -> Array:
-    """Return the rows of tokens by expert, (1, rows, hidden)."""
+    """Return a row of `x` for each choice, ordered by expert, (1, rows, hidden); dropped choices have none.
+
+    `x` is (tokens, hidden), `choices` (tokens, top_k) experts, -1 for a dropped one.
+    """
     tokens, _, _ = _packing(choices)
     return x[tokens][None]
 
 
 def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
-    """Return the rows of tokens by expert, each times its gate."""
+    """Return a row of `dy` for each choice, times its gate, ordered by expert: (1, rows, hidden), as `pack`."""
     tokens, rows, kept = _packing(choices)
     weights = np.zeros(len(tokens), np.int64)
     weights[rows[kept]] = np.flatnonzero(kept.reshape(-1))
@@ -68,18 +71,25 @@ def _only(values: Array, kept: NDArray[Any]) -> Array:
 
 
 def weigh(b: Array, gates: Array, choices: Array) -> Array:
-    """Return for each token the sum of its rows, each times its gate."""
+    """Return for each token the sum of its experts' rows in `b`, each times its gate, (tokens, hidden).
+
+    `b` has the outputs of experts in packed order.
+    """
     taken, kept = _taken(b, choices)
     return (taken * _only(gates * 1, kept)[..., None]).sum(1)
 
 
 def add_rows(b: Array, choices: Array) -> Array:
-    """Return for each token the sum of its rows."""
+    """Return for each token the sum of its experts' rows in `b`, (tokens, hidden)."""
     return _taken(b, choices)[0].sum(1)
 
 
 def gate_gradient(b: Array, dy: Array, choices: Array) -> Array:
-    """Return the gradient of each gate: its row times that of the token."""
+    """Return the gradient of the gates, (tokens, top_k), 0 where a choice is dropped.
+
+    It is the dot product of the choice's row of `b` (outputs of experts in packed order, (..., hidden)) and
+    its token's row of `dy` (tokens, hidden).
+    """
     taken, kept = _taken(b, choices)
     return _only((taken * dy[:, None, :]).sum(-1), kept)
 
@@ -123,7 +133,7 @@ def _activate_gradient(kind: str) -> Callable[[Array, Array, Array], None]:
 
 
 def layer_functions(activation: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of a layer whose experts have this activation, by the names of calls."""
+    """Return the functions that programs of a layer call, by name; `activation` is "relu" or "silu"."""
     return {
         "pack": pack,
         "pack_weighted": pack_weighted,

@@ -26,8 +26,8 @@ class TokenSlices:
     """How a fused layer is cut.
 
     Attributes:
-        count: of slices of each rank's tokens.
-        by_source: whether rows of each source are multiplied apart, or all of an expert's together.
+        count: number of slices of each rank's tokens.
+        by_source: whether rows of each source rank are multiplied apart, or all of an expert's together.
     """
 
     count: int = 1
@@ -46,7 +46,7 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
     source = "Pati et al., T3, ASPLOS '24; Nam et al., MeshSlice, ISCA '25; Zhang et al., Comet, MLSys '25"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[TokenSlices]:
-        """Yield by source alone, then 2, 4 and 8 slices, with rows by expert and by source."""
+        """Yield one slice by source, then 2, 4 and 8 slices, with the rows of an expert together and by source."""
         yield TokenSlices()
         count = 2
         while count <= MOST_SLICES and -(-problem.tokens // count) * (count - 1) < problem.tokens:
@@ -55,11 +55,11 @@ class FusedExperts(ExpertsAlgorithm[TokenSlices]):
             count *= 2
 
     def text(self, problem: ExpertsProblem, config: TokenSlices) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         return LayerText(problem, self.title, PairwiseExchange(), config.count, config.by_source).text()
 
     def counts(
         self, problem: ExpertsProblem, config: TokenSlices, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, a table for each slice."""
+        """Return the values of the program's counts, by name, one table for each slice of tokens."""
         return problem.counts_of(problem.choices if choices is None else choices, config.count)

@@ -62,7 +62,7 @@ _GRADIENTS = {
 
 @dataclass(frozen=True)
 class HierarchicalText:
-    """The text form of a layer over hosts."""
+    """Writes the text form of a layer whose tokens go to hosts first, then to experts inside them."""
 
     problem: ExpertsProblem
     title: str
@@ -78,7 +78,7 @@ class HierarchicalText:
         return _TENSORS | (_GRADIENTS if self.problem.part == "training" else {})
 
     def text(self) -> str:
-        """Return the program with counts."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         problem = self.problem
         ranks, most, sent = problem.num_ranks, problem.most_rows, problem.tokens * problem.top_k
         mesh = replace(problem.mesh, name="ep", axes=("host", "local"))
@@ -202,18 +202,18 @@ class HierarchicalText:
 
 
 class HierarchicalExperts(ExpertsAlgorithm[NoChoice]):
-    """One copy of a token a host over the NICs, then inside."""
+    """Sends one copy of a token to each host that needs it, over the NICs; the host hands it to its experts."""
 
     name = "experts_hierarchical"
     title = "Experts by hosts"
     source = "Zhao et al., DeepSeek-V3, arXiv 2412.19437, section 3.2.2; Zhuang et al., AlpaComm, MLSys '23"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the one config."""
+        """Yield the only config: there is nothing to choose."""
         yield NoChoice()
 
     def refusal(self, problem: ExpertsProblem) -> str | None:
-        """Return a sentence for a mesh without hosts, and for an exchange alone."""
+        """Return why a problem does not fit: a mesh without hosts, or an exchange alone; None if it fits."""
         if len(problem.mesh.shape) != 2:
             return "it takes a mesh of hosts and their ranks"
         if problem.part not in ("layer", "training", "dispatch"):
@@ -221,13 +221,13 @@ class HierarchicalExperts(ExpertsAlgorithm[NoChoice]):
         return None
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         return HierarchicalText(problem, self.title).text()
 
     def counts(
         self, problem: ExpertsProblem, config: NoChoice, choices: Array | None = None
     ) -> dict[str, Array]:
-        """Return the values of the program's counts, sources by rank of the host and then by host."""
+        """Return the values of the program's counts, by name; sources by rank in the host, then by host."""
         values = problem.counts_of(problem.choices if choices is None else choices)
         shape = (problem.hosts, problem.local_ranks)
         return {
@@ -236,10 +236,10 @@ class HierarchicalExperts(ExpertsAlgorithm[NoChoice]):
         }
 
     def source_order(self, problem: ExpertsProblem) -> list[int]:
-        """Return ranks by their number on a host, then by host."""
+        """Return the source ranks, as positions on the mesh, ordered by their number on a host, then by host."""
         places = range(problem.num_ranks)
         return sorted(places, key=lambda place: (place % problem.local_ranks, place))
 
     def functions(self, problem: ExpertsProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions of all entries, and those of exchanges host by host."""
+        """Return the functions that its programs call, by name: those of all layers, and of exchanges by host."""
         return {**super().functions(problem), **host_functions()}

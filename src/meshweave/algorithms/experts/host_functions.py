@@ -41,13 +41,18 @@ def _flat(rows: Array) -> Array:
 
 
 def pack_hosts(x: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return the rows of tokens by host, (1, rows, features)."""
+    """Return a row of `x` for each host that a token needs, ordered by host, (1, rows, features).
+
+    Args:
+        choices: experts of each token, (tokens, top_k), -1 for a dropped one.
+        per_host: experts of a host.
+    """
     tokens = np.nonzero(_needed(choices, hosts, per_host))[1]
     return x[tokens][None]
 
 
 def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows, (tokens, features)."""
+    """Return for each token the sum of its rows from hosts, (tokens, features); as `pack_hosts`."""
     needed, flat = _needed(choices, hosts, per_host), _flat(rows)
     if not flat.shape[0]:
         return numbers_like(np.zeros((needed.shape[1], flat.shape[1])), flat)
@@ -57,31 +62,34 @@ def sum_hosts(rows: Array, choices: Array, hosts: int, per_host: int) -> Array:
 
 
 def fan_out(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host that a token takes, by expert."""
+    """Return a row for each expert of this host that a token needs, ordered by expert, (1, rows, features)."""
     return pack(_flat(rows), _on_host(choices, host, per_host))
 
 
 def fan_in(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows on this host, each times its gate."""
+    """Return for each token of `choices` the sum of its rows from this host's experts, times their gates.
+
+    The shape is (1, tokens, features).
+    """
     return weigh(rows, _flat(gates), _on_host(choices, host, per_host))[None]
 
 
 def fan_out_weighted(rows: Array, gates: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return a row for each expert of this host, times its gate."""
+    """Return a row for each expert of this host that a token needs, times its gate, ordered by expert."""
     return pack_weighted(_flat(rows), _flat(gates), _on_host(choices, host, per_host))
 
 
 def fan_in_sum(rows: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return for each token the sum of its rows on this host."""
+    """Return for each token the sum of its rows from this host's experts, (1, tokens, features)."""
     return add_rows(rows, _on_host(choices, host, per_host))[None]
 
 
 def fan_gradient(rows: Array, arriving: Array, choices: Array, host: int, per_host: int) -> Array:
-    """Return the gradient of each gate that experts of this host have."""
+    """Return the gradient of the gates, (1, tokens, top_k), 0 for experts of other hosts."""
     return gate_gradient(rows, _flat(arriving), _on_host(choices, host, per_host))[None]
 
 
 def host_functions() -> Mapping[str, Callable[..., Any]]:
-    """Return these functions by the names of calls."""
+    """Return the functions of this module by name, as programs call them."""
     listed = (pack_hosts, sum_hosts, fan_out, fan_in, fan_out_weighted, fan_in_sum, fan_gradient)
     return {function.__name__: function for function in listed}

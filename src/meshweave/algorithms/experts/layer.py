@@ -19,33 +19,39 @@ _SPACES = "    "
 
 
 class RowExchange(Protocol):
-    """How rows go to experts and come back, in the text form; of an algorithm for experts."""
+    """How an algorithm moves rows of tokens to experts and back, as statements of the text form."""
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move packed rows to their experts; `tensor` is that of `dst`."""
+        """Yield the statements that move packed rows in `src` to their experts, into `dst`.
+
+        `tensor` is that of `dst`.
+        """
         ...
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield the statements that move rows of experts to their sources; `tensor` is that of `src`."""
+        """Yield the statements that move rows of experts in `src` back to their source ranks, into `dst`.
+
+        `tensor` is that of `src`.
+        """
         ...
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield the buffers that an exchange needs beside its ends."""
+        """Yield the declarations of the buffers that an exchange needs besides its source and destination."""
         ...
 
 
 def flat_mesh(problem: ExpertsProblem) -> Mesh:
-    """Return the mesh of all ranks along one axis."""
+    """Return a mesh of one axis with all ranks of the problem."""
     return Mesh("ep", (problem.num_ranks,), ("x",), problem.mesh.ranks)
 
 
 @dataclass(frozen=True)
 class LayerText:
-    """The text form of a layer.
+    """Writes the text form of a mixture-of-experts layer.
 
     Attributes:
-        slices: the parts that the tokens of a rank are cut into, each dispatched, multiplied and combined apart.
-        by_source: whether experts multiply the rows of each source as they come, or all of an expert together.
+        slices: number of slices of a rank's tokens, each dispatched, multiplied and combined apart.
+        by_source: whether experts multiply the rows of each source rank apart, or all of an expert together.
     """
 
     problem: ExpertsProblem
@@ -63,31 +69,31 @@ class LayerText:
 
     @property
     def own(self) -> int:
-        """Return the experts of a rank."""
+        """Return the number of experts of a rank."""
         return self.problem.local_experts
 
     def peer(self, step: str) -> str:
-        """Return the position on the mesh that is `step` after the own one."""
+        """Return an expression for the mesh position `step` places after this rank's."""
         return f"((ep.x + {step}) % {self.count})"
 
     def rank_of(self, position: str) -> str:
-        """Return the global rank at a position of the mesh."""
+        """Return an expression for the global rank at a mesh position."""
         ranks = self.problem.mesh.ranks
         if ranks == tuple(range(self.count)):
             return position
         return f"{ranks}[{position}]"
 
     def packed(self, buffer: str, position: str) -> str:
-        """Return the cells of expert `e` of the rank at a position, in a buffer of packed rows."""
+        """Return an expression for the rows of expert `e` of the rank at a position, in packed rows."""
         first = f"{self.own} * {position} + e"
         return f"{buffer}[{first}:{first} + 1, :, :]"
 
     def received(self, buffer: str, position: str) -> str:
-        """Return the cell of expert `e` and the source at a position, in a buffer of received rows."""
+        """Return an expression for the rows of expert `e` from the source at a position, in received rows."""
         return f"{buffer}[e:e + 1, {position}:{position} + 1, :]"
 
     def slice_size(self, number: int) -> int:
-        """Return the tokens of a slice of a rank."""
+        """Return the number of tokens in slice `number` of a rank."""
         size = -(-self.problem.tokens // self.slices)
         return min(self.problem.tokens - number * size, size)
 
@@ -100,7 +106,7 @@ class LayerText:
     # --- the program ----------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """Return the program with counts."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         part = self.problem.part
         names = {
             "layer": (self._layer, "PQHAZB"),
@@ -168,7 +174,7 @@ class LayerText:
             yield from self.product_meanings(i)
 
     def product_meanings(self, i: int) -> Iterator[str]:
-        """Yield what the products of a slice compute."""
+        """Yield the equations of the products of slice `i`."""
         yield f"computes(H{i}, product(Q{i}, W1))"
         yield f'computes(A{i}[e, s, :], call("activate", H{i}[e, s, :]))'
         yield f"computes(Z{i}, product(A{i}, W2))"
@@ -265,7 +271,7 @@ class LayerText:
             yield _SPACES * len(loops) + statement
 
     def forward_products(self, i: int) -> Iterator[str]:
-        """Yield what experts make of the rows of a slice."""
+        """Yield the statements of experts forward on the rows of slice `i`: product, activation, product."""
         _, rows = self._rows()
         yield from self._in_loops(
             _product(f"h{i}{rows}", f"q{i}{rows}", "w1[e:e + 1, :, :]"),
@@ -274,7 +280,7 @@ class LayerText:
         )
 
     def backward_products(self, i: int) -> Iterator[str]:
-        """Yield the gradients of rows and weights of a slice."""
+        """Yield the statements for the gradients of the rows of slice `i` and of the weights."""
         _, rows = self._rows()
         yield from self._in_loops(
             _product(f"da{i}{rows}", f"dz{i}{rows}", "w2[e:e + 1, :, :]", "transpose_b"),
@@ -290,7 +296,7 @@ class LayerText:
 
 
 def call_text(name: str, out: str, *ins: str, args: tuple[int | str, ...] = ()) -> str:
-    """Return a call in the text form."""
+    """Return a call of function `name` in the text form; `args` are integers that the function takes as well."""
     tail = "," if len(ins) == 1 else ""
     more = ', work="elementwise"' if name.startswith("activate") else ""
     more += f", args=({', '.join(map(str, args))})" if args else ""
@@ -303,13 +309,16 @@ def _product(out: str, a: str, b: str, flag: str = "", more: str = "") -> str:
 
 
 def output_names(problem: ExpertsProblem) -> tuple[str, ...]:
-    """Return the tensors that a part makes, those of cells left out."""
+    """Return the names of the output tensors of the problem's part, without those of packed rows."""
     gradients = ("dX", "dGates", "dW1", "dW2")
     return {"layer": ("Y",), "training": ("Y", *gradients), "combine": ("Y",)}.get(problem.part, ())
 
 
 def plain_tensors(problem: ExpertsProblem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and dtype of the inputs and outputs of a part by name, those of cells left out."""
+    """Return (global shape, dtype) of each input and output tensor of the problem's part, by name.
+
+    Tensors of packed rows are left out.
+    """
     rows = problem.num_ranks * problem.tokens
     tokens, gates = ((rows, problem.hidden), problem.dtype), ((rows, problem.top_k), problem.dtype)
     experts, hidden, inner = problem.num_experts, problem.hidden, problem.inner

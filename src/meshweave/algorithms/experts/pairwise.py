@@ -16,21 +16,21 @@ from meshweave.describe.machine.cluster import Cluster
 
 
 class PairwiseExchange:
-    """The rounds, as an exchange of a layer."""
+    """An exchange in rounds: in each, every rank sends to one rank and receives from another."""
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield nothing: rows go from end to end."""
+        """Yield nothing: rows need no buffer between source and destination."""
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield a copy of the own rows, then the rounds."""
+        """Yield the statements of a copy of rows that stay on the rank, then of the rounds."""
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         source, target = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.received(dst, source), layer.packed(src, target)
         yield from self._rounds(layer, f'permute({out}, {sent}, over="ep.x", shift=r + 1, lane=go)')
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield a copy of the own rows, then the rounds backwards: to whom rows came from first."""
+        """Yield the statements of a copy of rows that stay on the rank, then of the rounds in reverse."""
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         source, owner = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.packed(dst, owner), layer.received(src, source)
@@ -45,13 +45,13 @@ class PairwiseExchange:
 
 
 def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
-    """Yield the copies of the cells that stay on their rank."""
+    """Yield the statements that copy the rows that stay on their rank."""
     yield f"for e in range({layer.own}):"
     yield f"    copy({out}, {src}, lane=compute)"
 
 
 class PairwiseRounds(ExpertsAlgorithm[NoChoice]):
-    """Rounds in which each rank has one partner to send to and one to hear."""
+    """Rounds in which each rank sends to one rank and receives from another."""
 
     name = "experts_pairwise"
     title = "Experts by pairwise rounds"
@@ -59,9 +59,9 @@ class PairwiseRounds(ExpertsAlgorithm[NoChoice]):
     source = "Thakur and Gropp, EuroPVM/MPI '03, section 4.3"
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the one config."""
+        """Yield the only config: there is nothing to choose."""
         yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         return LayerText(problem, self.title, PairwiseExchange()).text()

@@ -78,7 +78,7 @@ class ExpertsProblem:
 
     @property
     def local_experts(self) -> int:
-        """Return the experts of a rank."""
+        """Return the number of experts of a rank."""
         return self.num_experts // self.num_ranks
 
     @property
@@ -88,31 +88,35 @@ class ExpertsProblem:
 
     @property
     def local_ranks(self) -> int:
-        """Return the ranks of a host."""
+        """Return the number of ranks of a host."""
         return self.num_ranks // self.hosts
 
     @property
     def most_rows(self) -> int:
-        """Return the most tokens of one rank for one expert."""
+        """Return the most rows that one rank can send to one expert: its tokens, or the capacity if less."""
         return self.tokens if self.capacity is None else min(self.tokens, self.capacity)
 
     @cached_property
     def choices(self) -> NDArray[np.int32]:
-        """Return the experts of each token, (ranks * tokens, top_k), -1 where one is dropped."""
+        """Return the experts of each token by the problem's routing, (ranks * tokens, top_k), -1 if dropped."""
         drawn = self.routing.draw(self.num_ranks * self.tokens, self.top_k, self.num_experts)
         return within_capacity(drawn, self.num_ranks, self.num_experts, self.capacity)
 
     @property
     def num_dropped(self) -> int:
-        """Return how many pairs of a token and an expert are dropped."""
+        """Return how many (token, expert) pairs are dropped, over all ranks."""
         return int((self.choices < 0).sum())
 
     def counts(self, slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the rows of each (expert, source), by the table of each slice: `n0`, ...; see `counts_of`."""
+        """Return the counts of rows by the problem's own choices, as `counts_of` does."""
         return self.counts_of(self.choices, slices)
 
     def counts_of(self, choices: NDArray[Any], slices: int = 1) -> dict[str, NDArray[Any]]:
-        """Return the values of tables `n0`, ... of (experts, ranks), and of `m` of (hosts, ranks), for choices."""
+        """Return the counts of rows for choices (ranks * tokens, top_k), by name.
+
+        Table `n0`, ... of each slice of tokens is (experts, source ranks); table `m` is (hosts, source
+        ranks), the tokens that each host needs.
+        """
         by_rank = choices.reshape(self.num_ranks, self.tokens, self.top_k)
         size = -(-self.tokens // slices)
         out = {

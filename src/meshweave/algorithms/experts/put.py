@@ -16,7 +16,7 @@ from meshweave.describe.machine.cluster import Cluster
 
 
 class PutToOwner(ExpertsAlgorithm[NoChoice]):
-    """Rows are put where the owner's products read them, the neighbour's first."""
+    """Rows are put into the expert's memory, where products read them; the next rank's first."""
 
     name = "experts_put"
     title = "Experts by one-sided puts"
@@ -25,26 +25,26 @@ class PutToOwner(ExpertsAlgorithm[NoChoice]):
     shares_nics = True
 
     def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the one config."""
+        """Yield the only config: there is nothing to choose."""
         yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
-        """Return the program with counts in its text form."""
+        """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
         return LayerText(problem, self.title, self).text()
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
-        """Yield nothing: rows go from end to end."""
+        """Yield nothing: rows need no buffer between source and destination."""
         return iter(())
 
     def dispatch(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield a copy of the own rows, puts of the others and a fence."""
+        """Yield the statements of a copy of rows that stay on the rank, puts of all others, and a fence."""
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         peer = layer.peer("1 + r")
         out, sent = layer.received(dst, "ep.x"), layer.packed(src, peer)
         yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=go)", "go")
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
-        """Yield a copy of the own rows, puts of the others to their sources and a fence."""
+        """Yield the statements of a copy of rows that stay on the rank, puts to other sources, and a fence."""
         yield from own_cells(layer, layer.packed(dst, "ep.x"), layer.received(src, "ep.x"))
         peer = layer.peer("1 + r")
         out, sent = layer.packed(dst, "ep.x"), layer.received(src, peer)

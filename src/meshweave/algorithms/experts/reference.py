@@ -15,7 +15,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """Return Y, and for training dX, dgates, dW1 and dW2, from whole input tensors."""
+    """Return Y, and for training dX, dGates, dW1 and dW2, by name, without sharding, from whole tensors."""
     functions = layer_functions(problem.activation)
     x, choices, gates, w1, w2 = (inputs[name] for name in ("X", "Choices", "Gates", "W1", "W2"))
     out = {"Y": np.zeros_like(x)}
@@ -43,10 +43,10 @@ def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArra
 def cells_reference(
     problem: ExpertsProblem, inputs: Arrays, source_order: Sequence[int]
 ) -> dict[str, NDArray[Any]]:
-    """Return what an exchange alone makes.
+    """Return the output of a dispatch or combine alone, by name.
 
-    Rows of cells stand as in an output of a program: rank after rank, each padded with NaN to the most that
-    one has; on a rank by expert, by source in `source_order`, by token.
+    Rows stand as in an output of a program: rank after rank, each padded with NaN to the most rows of any
+    rank; on a rank by expert, by source in `source_order`, by token.
     """
     choices = inputs["Choices"]
     sources = np.repeat(np.arange(problem.num_ranks), problem.tokens)

@@ -43,10 +43,13 @@ class Routing:
         return f"{self.kind}{detail} routing, seed {self.seed}"
 
     def draw(self, num_tokens: int, top_k: int, num_experts: int) -> NDArray[np.int32]:
-        """Return `top_k` different experts of each token, (tokens, top_k).
+        """Return `top_k` different experts for each token, (tokens, top_k).
 
         A token takes experts without replacement in proportion to their weights (Gumbel's greatest ones: Kool
-        et al., ICML '19). Raises LayoutError for a table of another number of experts.
+        et al., ICML '19).
+
+        Raises:
+            LayoutError: the table has weights for another number of experts.
         """
         draw = np.random.default_rng(self.seed)
         if self.kind == "balanced":
@@ -68,7 +71,10 @@ class Routing:
 def within_capacity(
     choices: NDArray[Any], num_ranks: int, num_experts: int, capacity: int | None
 ) -> NDArray[np.int32]:
-    """Return choices with -1 for those after the first `capacity` of a rank for an expert."""
+    """Return choices (tokens of all ranks, top_k) with -1 beyond the first `capacity` per rank and expert.
+
+    A capacity of None drops none.
+    """
     kept: NDArray[np.int32] = choices.astype(np.int32)
     if capacity is None:
         return kept
@@ -79,11 +85,11 @@ def within_capacity(
 
 
 def cell_counts(choices: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    """Return the rows of each expert and source, (experts, ranks), of choices (ranks, tokens, top_k)."""
+    """Return the rows of each expert by source rank, (experts, ranks); choices are (ranks, tokens, top_k)."""
     return np.stack([np.bincount(each[each >= 0], minlength=num_experts) for each in choices], axis=1)
 
 
 def host_counts(choices: NDArray[Any], num_experts: int, hosts: int) -> NDArray[np.int64]:
-    """Return the tokens that each host needs of each source, (hosts, ranks), of choices (ranks, tokens, top_k)."""
+    """Return the tokens that each host needs of each rank, (hosts, ranks); choices are (ranks, tokens, top_k)."""
     host = np.where(choices >= 0, choices // (num_experts // hosts), -1)
     return np.stack([(host == each).any(axis=2).sum(axis=1) for each in range(hosts)])

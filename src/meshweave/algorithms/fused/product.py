@@ -57,20 +57,20 @@ class Parts:
         return self.size * (self.count - 1) >= self.total
 
     def range(self, number: str) -> str:
-        """Return the range of the dim that part `number` is."""
+        """Return the range "start:stop" of part `number` in the dim, as an expression."""
         start = f"{self.size} * {number}"
         stop = f"{start} + {self.size}"
         return f"{start}:{stop if self.are_equal else f'min({self.total}, {stop})'}"
 
     def extent(self, number: str) -> str:
-        """Return the size of part `number`."""
+        """Return the size of part `number`, as an expression."""
         if self.are_equal:
             return str(self.size)
         return f"min({self.total}, {self.size} * {number} + {self.size}) - {self.size} * {number}"
 
     @property
     def sizes(self) -> str:
-        """Return what a collective takes beside its `dim`: the sizes of the members' parts, where they differ."""
+        """Return the argument `sizes` of a collective, with a leading comma; "" if all parts are equal."""
         return "" if self.are_equal else f", sizes={self.extent('peer')}"
 
 
@@ -96,7 +96,7 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
             yield UniversalProblem(*sizes, a, b, c, orders=(None, order, None))
 
     def refusal(self, problem: UniversalProblem) -> str | None:
-        """Return a sentence for layouts that the entry does not take, or for ranks without a part of C."""
+        """Return why a problem does not fit: its layouts, or ranks without a part of C; None if it fits."""
         mesh = problem.a.mesh
         layouts = (problem.a, problem.b, problem.c)
         on_ring = all(layout.mesh == mesh and len(layout.placements) == 1 for layout in layouts)
@@ -110,7 +110,7 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         return None
 
     def program(self, problem: UniversalProblem, config: ConfigT) -> Program:
-        """Return the program. Raises LayoutError for a problem that does not fit."""
+        """Return the program. Raises LayoutError where `refusal` has a reason."""
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.title}: {refusal}")
@@ -121,13 +121,13 @@ class FusedProduct(AnyLayoutProduct[ConfigT]):
         """Return the program in its text form."""
 
     def gradients(self, problem: UniversalProblem) -> tuple[()]:
-        """Return none: a gradient's operands lie as no fused entry takes them."""
+        """Return (): the operands of a gradient have layouts that no fused product takes."""
         return ()
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles in which products release their results.
+    """The tiles in which products signal finished parts of their results.
 
     Attributes:
         rows, columns: elements of a tile; 0 leaves the tile to the machine.
@@ -147,24 +147,24 @@ class Tiles:
         )
 
     def release(self, update: bool) -> str:
-        """Return the release of an op in the text form."""
+        """Return the `release` argument of an op in the text form; `update` if the op adds to its output."""
         tile = (self.rows, self.columns) if self.rows else ()
         return value_to_text(Release(tile, self.order, self.first, update))
 
 
 @dataclass(frozen=True)
 class NoChoice:
-    """The one config of an algorithm that leaves nothing open."""
+    """The only config of an algorithm that leaves nothing open."""
 
     def __str__(self) -> str:
         return "nothing to choose"
 
 
 class TiledProduct(FusedProduct[Tiles]):
-    """A fused product whose results are released by tiles."""
+    """A fused product that signals its results tile by tile."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[Tiles]:
-        """Yield the machine's tiles, then small ones by rows and by columns from another first one."""
+        """Yield the machine's own tiles, then small ones by rows, and by columns from the second tile on."""
         rows, columns = (
             Parts(size, len(problem.ranks)).size if dim in self.cut_dims else size
             for dim, size in enumerate(problem.sizes[:2])
@@ -175,15 +175,15 @@ class TiledProduct(FusedProduct[Tiles]):
 
 
 class UntiledProduct(FusedProduct[NoChoice]):
-    """A fused product that releases nothing by tiles."""
+    """A fused product that does not signal its results tile by tile."""
 
     def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the one config."""
+        """Yield the only config: there is nothing to choose."""
         yield NoChoice()
 
 
 def rank_of(problem: UniversalProblem, member: str) -> str:
-    """Return the rank of a member of the ring in the text form; `member` is an expression from 0 to ranks - 1."""
+    """Return the global rank of a ring member in the text form; `member` is an expression from 0 to ranks - 1."""
     ranks = problem.a.mesh.ranks
     if ranks == tuple(range(len(ranks))):
         return member
@@ -191,19 +191,19 @@ def rank_of(problem: UniversalProblem, member: str) -> str:
 
 
 def each_region(region: str, count: int) -> str:
-    """Return the map of a region for s = 0 .. count - 1, with what parts it from the next; "" for none."""
+    """Return the argument that maps a region over s = 0 .. count - 1, with a trailing comma; "" for no region."""
     return f"*({region} for s in range({count})), " if count > 0 else ""
 
 
 def end_of_sums(problem: UniversalProblem, parts: Parts, reduced: str) -> str:
-    """Return the op after a reduce-scatter: a gather of the `reduced` parts where C is replicated, else a copy."""
+    """Return the op after a reduce-scatter: an all-gather of `reduced` if C is replicated, else a copy to C."""
     if isinstance(problem.c.placements[0], Replicate):
         return f'all_gather(c, {reduced}, over="tp.x", dim=0{parts.sizes}, lane=compute)'
     return f"copy(c, {reduced}, lane=compute)"
 
 
 def declarations(problem: UniversalProblem, title: str) -> str:
-    """Return the head of a program: its mesh, its tensors and what they mean, and its inputs and output."""
+    """Return the head of a program in the text form: mesh, tensors, equation, inputs and output."""
     (m, n, k), dtype = problem.sizes, problem.dtype
     a, b, c = (
         f"tp[{layout.placements[0]}]" + ("" if order is None else f", order={order}")

@@ -27,7 +27,7 @@ class _Axis:
     placements: Placements
 
     def rings(self) -> Iterator[UniversalProblem | None]:
-        """Yield the product of each ring; None where the parts of one are not those that fused entries cut."""
+        """Yield the product of each ring along the axis; None for a ring whose parts no fused entry takes."""
         mesh = self.problem.a.mesh
         array = np.array(mesh.ranks).reshape(mesh.shape)
         for ranks in np.moveaxis(array, self.number, -1).reshape(-1, mesh.shape[self.number]).tolist():
@@ -78,11 +78,11 @@ class _Axis:
 
 @lru_cache(maxsize=512)
 def ring_problems(problem: UniversalProblem) -> tuple[UniversalProblem, ...]:
-    """Return the products into which a product falls that reduce-scatters or gathers along one mesh axis.
+    """Return the independent products, one per ring of ranks, that a product along one mesh axis consists of.
 
-    Each is on one mesh axis, with the ranks of a ring in the order of the axis, and needs nothing of the others:
-    along the other axes rows of A and C may be sharded, columns of B and C, or nothing. () where the layouts mean
-    no such product, or cut a dim otherwise than fused entries do.
+    Each reduce-scatters or all-gathers along that axis, and has a mesh of one axis with the ranks of a ring
+    in its order. Along the other axes rows of A and C may be sharded, columns of B and C, or nothing. () if
+    the layouts mean no such product, or cut a dim otherwise than fused entries do.
     """
     mesh = problem.a.mesh
     layouts = problem.a, problem.b, problem.c

@@ -68,19 +68,19 @@ class CannonSteps:
 
     @property
     def layers(self) -> int:
-        """The number of meshes that share the steps of a product."""
+        """Return the number of meshes that share the steps of a product."""
         return self.side // self.count
 
     def chunk_at(self, step: Index) -> Index:
-        """Return the number of the chunk that chip (row, col) works on."""
+        """Return the number of the chunk of the sliced dim that chip (row, col) multiplies at a step."""
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
-        """Return by how many chips the parts of a moving input must shift along `axis` before step 0."""
+        """Return by how many chips the shards of a moving input must shift along `axis` before step 0."""
         return self.side - (self._other_coordinate(axis) + self.start) % self.side
 
     def unskew(self, axis: str) -> Index:
-        """Return by how many chips the parts of a moving output must shift after the last step."""
+        """Return by how many chips the shards of a moving output must shift along `axis` after the last step."""
         return (self._other_coordinate(axis) + self.start + (self.count - 1)) % self.side
 
     @staticmethod
@@ -89,7 +89,7 @@ class CannonSteps:
 
 
 def all_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return the steps of Cannon's product on one mesh, all P of them. Raises LayoutError unless it is P x P."""
+    """Return all P steps of Cannon's product on one P x P mesh. Raises LayoutError for any other mesh."""
     shape = problem.mesh_shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise LayoutError(f"Cannon's product needs a square mesh, not {shape}")
@@ -356,26 +356,26 @@ class Cannon(Matmul2d):
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return the square mesh of so many chips, where there is one."""
+        """Return the square mesh shape of `num_chips` chips, or () if their number is no square."""
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield the one config: nothing is left to choose."""
+        """Yield the only config: there is nothing to choose."""
         yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program: a skew, then for each row of the mesh a product and a shift by one."""
+        """Return the program: a skew, then P products with a shift by one chip between two."""
         return build(problem, all_steps(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of the same steps, which is priced without the program."""
+        """Return the tasks of the chip that skews farthest, priced without the program; an upper bound."""
         return build_skeleton(problem, all_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives, by "mesh.axis"."""
+        """Return the bytes that a rank receives in the whole product, by "mesh.axis"."""
         return traffic(problem, rank, problem.mesh_shape[0])
 
 

@@ -35,15 +35,19 @@ class CollectiveProduct(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield the only config: there is nothing to choose."""
         yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program: all-gathers of moving inputs, the product, reduce-scatter of a moving output."""
         return build(problem, _one_slice(problem), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the tasks of the program on the rank with the largest shards."""
         return build_skeleton(problem, _one_slice(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank communicates, by "mesh.axis": each moving matrix crosses its axis once."""
         return problem.traffic_bytes(rank)
 
 

@@ -205,7 +205,7 @@ def build_skeleton(problem: Matmul2dProblem, slices: Slices) -> Skeleton:
 def runs(
     problem: Matmul2dProblem, slices: Slices, placements: Placements
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
-    """Yield (count, tasks): neighbouring slices whose tasks are equal, and the tasks of each of them."""
+    """Yield (count, tasks) for each run of neighbouring slices with equal tasks, and the tasks of one of them."""
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
     if all(slices.size % (size * slices.period) == 0 for size in axis_sizes):
@@ -302,7 +302,7 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
 
 def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2dConfig]:
-    """Yield configs of equal slices, in each number that the paper allows; see `slice_counts`."""
+    """Yield configs of equal slices, one for each number of slices that the paper allows; see `slice_counts`."""
     for count in slice_counts(problem, block):
         yield Matmul2dConfig((1,) * count, block)
 
@@ -320,7 +320,7 @@ class MeshSlice(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield configs of equal slices; see `uniform_slices`."""
+        """Yield configs of equal slices, one for each number of slices that the paper allows."""
         yield from uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
@@ -328,15 +328,15 @@ class MeshSlice(Matmul2d):
         return build(problem, slices_of(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of a config. Raises LayoutError likewise."""
+        """Return the tasks of a config on the rank with the largest shards. Raises LayoutError as `program`."""
         return build_skeleton(problem, slices_of(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends, by mesh axis, whatever the slices are."""
+        """Return the bytes that a rank communicates, by "mesh.axis"; the same for all slices."""
         return problem.traffic_bytes(rank)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield one skeleton: the whole product beside one collective per moving matrix."""
+        """Yield a skeleton no slower than any candidate: the whole product beside one collective per matrix."""
         yield Skeleton((Phase(1, lower_bound_tasks(problem, two_d_placements(problem))),))
 
 

@@ -54,12 +54,12 @@ def _placements(dims: tuple[int, int, int]) -> Placements:
 
 
 def tensor_placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements of activations by tokens or features, and of weights by features, by dataflow."""
+    """Return the placements of tensor parallelism: activations by tokens or features, weights by features."""
     return _placements(_TENSOR_DIMS[problem.dataflow])
 
 
 def fsdp_placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements by the rows of every stored matrix: tokens of activations, the first dim of weights."""
+    """Return placements that shard every stored matrix by rows: tokens of activations, first dim of weights."""
     return _placements((0, 0, 0))
 
 
@@ -74,24 +74,30 @@ class _RingAlgorithm(Matmul2d):
     """The operand that travels, by dataflow."""
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        """Return the one mesh shape (1, num_chips): all chips in a ring."""
         return ((1, num_chips),)
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield configs by the number of products that the ring is divided into."""
         for count in iteration_counts(problem.axis_size("col")):
             yield Matmul2dConfig((1,) * count)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program of the ring."""
         return build(self._ring(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the tasks of the program, every part as large as the largest."""
         return build_skeleton(self._ring(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank receives, by "mesh.axis"."""
         return traffic(self._ring(problem, config), rank)
 
     def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
+        """Return the most bytes that a rank holds at once, operands and results included."""
         if rank:
             return super().peak_bytes(problem, config, rank)
         return peak_bytes(self._ring(problem, config))
@@ -112,7 +118,7 @@ class TensorParallel1d(_RingAlgorithm):
     own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of Megatron's column-parallel and row-parallel layers in turn."""
+        """Return the placements of "a", "b", "c", as in Megatron's column- and row-parallel layers in turn."""
         return tensor_placements(problem)
 
 
@@ -126,7 +132,7 @@ class FullyShardedDataParallel(_RingAlgorithm):
     own_stationary = ("y",)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of FSDP: activations and weights both sharded around the ring."""
+        """Return the placements of "a", "b", "c": activations and weights sharded by rows around the ring."""
         return fsdp_placements(problem)
 
 

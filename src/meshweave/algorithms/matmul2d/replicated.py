@@ -122,17 +122,25 @@ class MeshSliceDataParallel(Matmul2d):
     source = "Nam et al., ISCA '25, section 7"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        """Return every 3D mesh shape of `num_chips` chips with more than one layer in depth."""
         return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
+        """Return the placements of "a", "b", "c": tokens sharded and weights replicated over `depth`."""
         return _placements(problem)
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield configs of equal slices, one for each number of slices that the paper allows."""
         return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return MeshSlice's program on every layer, and for a gradient of weights an all-reduce over `depth`.
+
+        Raises:
+            LayoutError: the mesh has no third axis, or the slices do not fit.
+        """
         if len(problem.mesh_shape) != 3:
             raise LayoutError(
                 f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
@@ -148,7 +156,7 @@ class MeshSliceDataParallel(Matmul2d):
         return replace(layers, lanes=(*layers.lanes, Lane("depth")), body=body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of MeshSlice on the layer with the largest shards, with the sum over layers."""
+        """Return the tasks of the rank with the largest shards, the all-reduce over `depth` included."""
         slices = slices_of(problem, config)
         counted_steps = runs(problem, slices, _placements(problem))
         if not _sums_over_depth(problem):
@@ -159,17 +167,17 @@ class MeshSliceDataParallel(Matmul2d):
         return Skeleton.of_turns(steps)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Yield what any slicing needs, as for MeshSlice, with the sum over layers of the largest shard."""
+        """Yield one skeleton that takes no longer than any candidate, the all-reduce over `depth` included."""
         tasks = lower_bound_tasks(problem, _placements(problem))
         if _sums_over_depth(problem):
             tasks = (*tasks, _sum_task(problem, -(-problem.m // problem.mesh_shape[0])))
         yield Skeleton((Phase(1, tasks),))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank moves (MeshSlice, section 2.3.1).
+        """Return the bytes that a rank communicates, by "mesh.axis" (MeshSlice, section 2.3.1).
 
-        Each moving matrix crosses its axis once. The gradient of the weights crosses `depth` twice, to be reduced
-        and gathered.
+        Each moving matrix crosses its axis once. The gradient of the weights crosses `depth` twice, to be
+        reduced and gathered.
         """
         placed = _placements(problem)
         traffic = problem.traffic_bytes(rank, placed)

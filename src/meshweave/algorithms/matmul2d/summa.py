@@ -286,7 +286,7 @@ class Summa(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield step counts: 1, the least common multiple of rows and columns, its halves and its doubles.
+        """Yield configs by number of steps: 1, the least common multiple of rows and columns, halves, doubles.
 
         Each comes with several packet counts where a broadcast has hops to pipeline over.
         """
@@ -305,7 +305,7 @@ class Summa(Matmul2d):
                 yield Matmul2dConfig((1,) * count, packets=packets)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the product as panels that are broadcast, or reduced, along rows and columns."""
+        """Return the program: panels that are broadcast, or reduced, along mesh rows and columns."""
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
         body: tuple[Op | Repeat, ...]
@@ -320,7 +320,7 @@ class Summa(Matmul2d):
         )
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of rank (0, 0), which has the largest shards, with the roots of chains."""
+        """Return the tasks of rank (0, 0), which has the largest shards; broadcasts are chains."""
         steps = slice_steps(problem, config.slice_count)
         # If steps are alike, the first ones wait for no slot and all others are the same.
         num_different = min(SLOTS if are_alike(problem, steps) else len(steps), len(steps))
@@ -331,7 +331,7 @@ class Summa(Matmul2d):
         return Skeleton.of_runs(runs)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return a skeleton of all products as one task, and per axis all broadcasts as two."""
+        """Return a skeleton no slower than the config: all products as one task, broadcasts as two per axis."""
         placed = two_d_placements(problem)
         first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
         tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
@@ -341,12 +341,12 @@ class Summa(Matmul2d):
         return Skeleton((Phase(1, tuple(tasks)),))
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        """Return the bound of one step for each packet count."""
+        """Yield a skeleton for each packet count; the fastest takes no longer than any candidate."""
         return (self.config_lower_bound(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
-        """Return the bytes that a rank moves, per mesh axis: its part of each panel's chain."""
+        """Return the bytes that a rank communicates, by "mesh.axis": its part of each panel's chain."""
         return problem.traffic_bytes(rank)
 
 

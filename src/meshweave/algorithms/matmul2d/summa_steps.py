@@ -30,8 +30,10 @@ class SliceStep:
 def slice_steps(problem: Matmul2dProblem, count: int) -> tuple[SliceStep, ...]:
     """Return `count` steps that end at the shard boundaries of either axis nearest to even shares.
 
-    Where there are too few boundaries, steps end between them as well. Raises LayoutError for more steps than
-    elements.
+    Where there are too few boundaries, steps end between them as well.
+
+    Raises:
+        LayoutError: there are more steps than elements.
     """
     size = problem.sliced_size
     if not 1 <= count <= size:

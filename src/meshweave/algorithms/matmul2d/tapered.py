@@ -34,7 +34,7 @@ class MeshSliceTapered(MeshSlice):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield MeshSlice's slices, then tapers of which whole periods fit a shard, as equal slices must."""
+        """Yield equal slices, then tapered ones whose relative widths sum to one of MeshSlice's slice counts."""
         yield from uniform_slices(problem, BLOCK)
         for blocks in slice_counts(problem, BLOCK):
             for ramp, widest in RAMPS:

@@ -43,7 +43,7 @@ def _mesh_shapes(num_chips: int) -> tuple[tuple[int, ...], ...]:
 
 
 def depth_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return the steps of each layer of the mesh.
+    """Return the steps of Cannon's product that each layer of the mesh does, as an expression in `depth`.
 
     Raises:
         LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
@@ -67,26 +67,30 @@ class TwoHalfD(Matmul2d):
     estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return every (P, P, c) of that many chips with 1 < c and c dividing P."""
+        """Return every mesh shape (P, P, c) of `num_chips` chips with 1 < c and c dividing P."""
         return _mesh_shapes(num_chips)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
+        """Return placements: A and B replicated over `depth`, rows of C sharded over `row` and then `depth`."""
         replicated = (Shard(0), Shard(1), Replicate())
         return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield the only config: there is nothing to choose."""
         yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program. Raises LayoutError for a mesh that is not P x P x c, see `depth_steps`."""
         return build(problem, depth_steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the tasks of the chip that skews farthest; an upper bound. Raises LayoutError as `program`."""
         return build_skeleton(problem, depth_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank moves: those of its steps, and all rows of its sums but its own."""
+        """Return the bytes that a rank receives, by "mesh.axis": in its steps, and partial sums over `depth`."""
         side, _, layers = problem.mesh_shape
         num_steps = side // layers
         first_step = (problem.mesh.coords(rank)[2] + 1) * num_steps

@@ -50,23 +50,29 @@ class Wang(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
+        """Yield configs by mesh axis of the ring and by number of products that it is divided into."""
         for overlap in OVERLAPS:
             for count in iteration_counts(problem.axis_size(overlap)):
                 yield Matmul2dConfig((1,) * count, overlap=overlap)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the program of the ring, with one collective before or after it."""
         return build(_ring(problem, config), self.name)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return the tasks of the program, every part as large as the largest."""
         return build_skeleton(_ring(problem, config))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank receives, by "mesh.axis"."""
         return traffic(_ring(problem, config), rank)
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
+        """Return a skeleton for each axis of the ring; the fastest takes no longer than any candidate."""
         return (lower_bound(_ring(problem, Matmul2dConfig(overlap=overlap))) for overlap in OVERLAPS)
 
     def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
+        """Return the most bytes that a rank holds at once, operands and results included."""
         if rank:
             return super().peak_bytes(problem, config, rank)
         return peak_bytes(_ring(problem, config))

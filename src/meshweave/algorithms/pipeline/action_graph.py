@@ -45,10 +45,11 @@ class TransferRuntime(Enum):
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """Nodes, and pairs of nodes of which the second waits for the first.
+    """The nodes of a schedule, and pairs of nodes of which the second waits for the first.
 
-    Nodes 0 to the number of actions - 1 are the actions of the table. A receive that runs together with its send
-    is not a node of its own: `node_of` names the send's. Nodes from there on join batches and are no actions.
+    Nodes 0 to the number of actions - 1 are the actions of the table. A receive that runs together with its
+    send is not a node of its own: `node_of` names the send's. Nodes from there on join batches and are no
+    actions.
 
     Attributes:
         table: the table of the schedule.
@@ -56,8 +57,8 @@ class ActionGraph:
         num_nodes: the number of nodes, those that stand for no action among them.
         sources: for each wait the node that comes first.
         targets: for each wait the node that waits.
-        carried: for each wait the edge between stages that carries its value in a transfer that is not listed;
-            ABSENT for the other waits.
+        carried: for each wait the number of the edge whose transfer it stands for, where transfers are not
+            listed; ABSENT for the other waits.
     """
 
     table: ActionTable
@@ -73,10 +74,11 @@ _Waits = list[tuple[IntArray, IntArray, int]]
 
 
 def build_graph(table: ActionTable, runtime: TransferRuntime) -> ActionGraph:
-    """Return the graph of a schedule.
+    """Return the graph of a schedule under the rules of a runtime.
 
     Raises:
-        LayoutError: the messages from one rank to another are not received in the order in which they are sent.
+        LayoutError: the messages from one rank to another are not received in the order in which they are
+            sent.
     """
     num_nodes = int(table.starts[-1])
     node_of = np.arange(num_nodes)

@@ -57,7 +57,7 @@ class ActionColumns:
     peers: dict[int, int]
 
     def rows(self, *kinds: ActionKind) -> IntArray:
-        """Return the rows of some kinds, in order."""
+        """Return the numbers of the rows with one of these kinds, ascending."""
         return np.flatnonzero(np.isin(self.code, [_CODES[kind] for kind in kinds]))
 
 
@@ -95,7 +95,7 @@ class ActionTable:
 
     @property
     def trains(self) -> bool:
-        """Return whether there is any backward."""
+        """Return whether the schedule has any backward action."""
         return bool((self.input_grads != ABSENT).any() or (self.weight_grads != ABSENT).any())
 
     @property
@@ -104,19 +104,19 @@ class ActionTable:
         return bool(self.communicates.any())
 
     def crossing(self) -> list[int]:
-        """Return the numbers of the edges between stages on different ranks."""
+        """Return the numbers of the edges whose two stages are on different ranks."""
         ranks = self.schedule.stage_ranks
         return [i for i, (source, target) in enumerate(self.edges) if ranks[source] != ranks[target]]
 
     def place(self, number: int) -> str:
-        """Return an action in words: what it is, its rank, and its position there."""
+        """Return an action in words: what it does, its rank, and its position there."""
         rank = int(self.ranks[number])
         position = int(number - self.starts[rank])
         return f"{self.schedule.actions[rank][position]} (rank {rank}, action {position + 1})"
 
 
 def chain_edges(num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Return the edges from each stage to the next."""
+    """Return the edges (stage, next stage) of a chain of stages."""
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 

@@ -32,14 +32,15 @@ from meshweave.base.errors import LayoutError
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """What each action takes, in ticks of any unit. A whole backward takes both gradients, an overlap its parts.
+    """The ticks of each action, in any unit. A whole backward takes both gradients, an overlap all of its parts.
 
     Attributes:
-        forward: of each stage, per micro-batch.
+        forward: for each stage the ticks of one micro-batch.
         input_grad: likewise.
         weight_grad: likewise.
-        transfer: of each edge between stages, per micro-batch and direction; none within a rank.
-        saved: what a whole backward takes less than both gradients one after the other; () for nothing.
+        transfer: for each edge between stages the ticks of one micro-batch in one direction; unused within a
+            rank.
+        saved: for each stage the ticks by which a whole backward is shorter than both gradients; () for 0.
 
     Raises:
         LayoutError: the lists of stages differ in length, or a time is negative.
@@ -59,14 +60,14 @@ class ActionTimes:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """Return what a whole backward of each stage takes."""
+        """Return for each stage the ticks of a whole backward of one micro-batch."""
         saved = self.saved or (0,) * len(self.forward)
         parts = zip(self.input_grad, self.weight_grad, saved, strict=True)
         return tuple(soon + late - less for soon, late, less in parts)
 
     @property
     def joined(self) -> ActionTimes:
-        """Return times of gradients that take as long in two as in one: no schedule takes longer with them."""
+        """Return times whose two gradients take together as long as a whole backward: no schedule is slower."""
         late = zip(self.weight_grad, self.saved or (0,) * len(self.forward), strict=True)
         less = tuple(max(ticks - saved, 0) for ticks, saved in late)
         return ActionTimes(self.forward, self.input_grad, less, self.transfer)
@@ -75,7 +76,7 @@ class ActionTimes:
     def uniform(
         cls, num_stages: int, forward: int = 1, input_grad: int = 1, weight_grad: int = 1, transfer: int = 0
     ) -> ActionTimes:
-        """Return equal times for all stages, and for the transfers from each to the next."""
+        """Return equal ticks for all stages of a chain, and for the transfers from each to the next."""
         return cls(
             (forward,) * num_stages,
             (input_grad,) * num_stages,
@@ -84,7 +85,7 @@ class ActionTimes:
         )
 
     def of_compute(self, action: Action) -> int:
-        """Return what an action takes that is no transfer; gathering, freeing and reducing take nothing."""
+        """Return the ticks of an action; 0 for transfers and for gathering, freeing and reducing parameters."""
         if action.parts:
             return sum(map(self.of_compute, action.parts))
         kind, stage = action.kind, action.stage
@@ -107,8 +108,8 @@ class ExposedTransfer:
         rank: the rank that waited.
         transfer: the send, as torch writes it, such as 0SEND_F3.
         consumer: the action that waited.
-        begin: when the exposed part begins.
-        ticks: how long it is.
+        begin: the tick at which the exposed part begins.
+        ticks: how long the exposed part is.
     """
 
     rank: int
@@ -120,11 +121,11 @@ class ExposedTransfer:
 
 @dataclass(frozen=True)
 class TimedSchedule:
-    """A schedule with the begin and end of each action.
+    """A schedule with the begin and end of each action, in ticks.
 
     Attributes:
         schedule: the schedule.
-        times: what each action takes.
+        times: the ticks of each action.
         begins: for each rank and action when it begins; a receive runs with its send.
         ends: likewise when it ends.
         exposed: the transfers that ranks waited for, by rank and begin.
@@ -138,7 +139,7 @@ class TimedSchedule:
 
     @cached_property
     def duration(self) -> int:
-        """Return when the last action ends; the first begins at 0."""
+        """Return the makespan in ticks: when the last action ends; the first begins at 0."""
         return max(max(ends, default=0) for ends in self.ends)
 
     def busy(self, rank: int) -> int:
@@ -146,7 +147,7 @@ class TimedSchedule:
         return self._busy[rank]
 
     def exposed_on(self, rank: int) -> int:
-        """Return the ticks in which a rank waits for transfers that are on their way."""
+        """Return the ticks in which a rank is idle and waits for a transfer that is on its way."""
         return self._exposed[rank]
 
     @cached_property
@@ -166,10 +167,10 @@ class TimedSchedule:
 
     @property
     def largest_idle_span(self) -> int:
-        """Return the most that a rank is idle between its own first and last compute action.
+        """Return the most ticks that any rank is idle between its own first and last compute action.
 
-        That is the bubble of Zero Bubble (Qi et al., arXiv 2401.10241, Table 2 and section 5.3), which counts the
-        longest of all ranks' own spans: steps of different ranks may be shifted against each other.
+        That is the bubble of Zero Bubble (Qi et al., arXiv 2401.10241, Table 2 and section 5.3), which counts
+        the longest of all ranks' own spans: steps of different ranks may be shifted against each other.
         """
         most = 0
         for rank, order in enumerate(self.schedule.actions):
@@ -186,19 +187,20 @@ def time_schedule(
     runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> TimedSchedule:
-    """Return when each action runs.
+    """Return when each action runs, in the ticks of `times`.
 
-    Without listed transfers each takes its time after the action that makes its value, beside everything else.
+    A transfer that is not listed follows the action that makes its value, and runs beside everything else.
 
     Args:
         schedule: compute actions alone, or with all transfers.
-        times: what each action takes.
+        times: the ticks of each action and transfer.
         runtime: how listed transfers proceed.
-        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the next.
+        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
+            next.
 
     Raises:
         LayoutError: the schedule is not complete, or `times` are of other stages or edges.
-        ScheduleDeadlock: the schedule never ends.
+        ScheduleDeadlock: actions wait for each other for ever.
     """
     table = tabulate(schedule, edges)
     if len(times.forward) != schedule.num_stages or len(times.transfer) != len(table.edges):
@@ -275,9 +277,9 @@ def _idle_from(table: ActionTable, ends: IntArray) -> IntArray:
 
 
 def peak_stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most micro-batches, over its stages, that ran forward and lack a weight gradient.
+    """Return for each rank the most (stage, micro-batch) pairs that ran forward and lack a weight gradient.
 
-    It follows from the order alone. Each such micro-batch keeps activations of one stage.
+    It follows from the order alone. Each such pair keeps the activations of one micro-batch in one stage.
     """
     peaks = []
     for order in schedule.actions:

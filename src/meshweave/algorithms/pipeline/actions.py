@@ -106,7 +106,7 @@ class Action:
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """Return the actions of an overlap, or this action."""
+        """Return the parts of an overlap, or this action alone."""
         return self.parts or (self,)
 
 
@@ -155,7 +155,7 @@ class Schedule:
 
     @property
     def has_communication(self) -> bool:
-        """Return whether sends and receives are listed."""
+        """Return whether sends and receives are listed among the actions."""
         return any(action.kind.communicates for action in self.leaves())
 
     def leaves(self) -> Iterator[Action]:
@@ -168,10 +168,10 @@ class Schedule:
 
 
 def looped(num_ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Return `stage_ranks` of stages dealt out in turn: stage s on rank s mod `num_ranks`."""
+    """Return for each stage its rank, dealt out in turn: stage s on rank s mod `num_ranks`."""
     return tuple(stage % num_ranks for stage in range(num_ranks * per_rank))
 
 
 def folded(num_ranks: int) -> tuple[int, ...]:
-    """Return `stage_ranks` of two stages a rank, down the ranks and back up (a V): stage s and 2 P - 1 - s."""
+    """Return for each of 2 P stages its rank, down the ranks and back up (a V): s and 2 P - 1 - s on one rank."""
     return (*range(num_ranks), *reversed(range(num_ranks)))

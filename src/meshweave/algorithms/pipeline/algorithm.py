@@ -59,7 +59,7 @@ class PipelineConfig:
 
 
 def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopology | None:
-    """Return the hosts of a problem's ranks; None without a cluster, or if all stages are on one chip each."""
+    """Return the hosts and NICs of a problem's ranks; None without a cluster, or if each stage is on one chip."""
     if cluster is None or all(mesh.num_ranks == 1 for mesh in problem.meshes):
         return None
     return HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
@@ -94,17 +94,17 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
 
     @abstractmethod
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return the compute actions of each pipeline rank. `stage_ranks` are those of the problem."""
+        """Return the compute actions of each pipeline rank, with the problem's `stage_ranks`."""
 
     def for_stages(self, per_rank: int) -> PipelineAlgorithm:
-        """Return the schedule that this one is called with so many stages on each rank."""
+        """Return the variant of this schedule for `per_rank` stages on each rank; mostly itself."""
         return self
 
     def place_stages(self, num_ranks: int, per_rank: int) -> tuple[int, ...] | None:
-        """Return for each stage the rank that has it, or None where there is no such placement.
+        """Return for each stage its rank; None where the schedule takes no placement of `per_rank` stages.
 
-        Of stages dealt out in turn and, where there are two a rank, stages down the ranks and back up, it is the
-        first that the schedule does not refuse, with micro-batches enough.
+        Tried are stages dealt out in turn, then, of two a rank, stages down the ranks and back up. The first
+        is taken that the schedule does not refuse for a large number of micro-batches.
         """
         placements = [looped(num_ranks, per_rank), *([folded(num_ranks)] if per_rank == 2 else [])]
         many = 4 * num_ranks * per_rank
@@ -112,40 +112,43 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return next(fitting, None)
 
     def takes_stages(self, per_rank: int) -> bool:
-        """Return whether ranks may have so many stages each."""
+        """Return whether the schedule takes `per_rank` stages on each rank."""
         return self.for_stages(per_rank).place_stages(2, per_rank) is not None
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return whether a plan may have the schedule with these numbers; the stages can be placed."""
+        """Return whether the schedule takes these numbers of ranks, stages per rank and micro-batches."""
         placement = self.place_stages(num_ranks, per_rank)
         return placement is not None and self.refusal(chain_of_ranks(placement, micro_batches)) is None
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return for each rank the most stashes that it keeps; None: as the schedule itself tells."""
+        """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
+
+        None where no closed form is known: they are then counted in the schedule (`peak_stashes`).
+        """
         return None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return a lower bound of the schedule's time in the ticks of `times`: here the mean work of a rank."""
+        """Return a lower bound of a step's makespan in the ticks of `times`: here the mean work of a rank."""
         return micro_batches * sum(whole_ticks(times)) // num_ranks
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return when the ranks are done, in ticks, by a recurrence that is faster than a graph; None without."""
+        """Return for each rank the tick at which it ends a step, by a fast recurrence; None if there is none."""
         return None
 
     def examples(self) -> Iterator[PipelineProblem]:
-        """Yield the small problems that the schedule solves."""
+        """Yield those of the example problems that the schedule does not refuse."""
         return (problem for problem in example_problems() if self.refusal(problem) is None)
 
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield transfers beside the stages, then in turn with them, with reshards planned for the cluster."""
+        """Yield configs with overlapped and with blocking transfers, their reshards planned for the cluster."""
         network = network_of(problem, cluster)
         yield PipelineConfig(network=network)
         yield PipelineConfig("blocking", network=network)
 
     def program(self, problem: PipelineProblem, config: PipelineConfig) -> Program:
-        """Return the Program of the schedule. Raises LayoutError where `refusal` has a reason."""
+        """Return the program of the schedule. Raises LayoutError where `refusal` has a reason."""
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.name}: {refusal}")
@@ -160,13 +163,13 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         )
 
     def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return gradients and results of the whole batch, by numpy, stage after stage."""
+        """Return outputs and gradients of the whole batch by name, computed by numpy stage after stage."""
         return reference(problem, inputs)
 
     def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
-        """Return the layouts of parameters, gradients, inputs, results and targets, by tensor."""
+        """Return the layouts of parameters, gradients, inputs, outputs and targets, by tensor name."""
         return tensor_layouts(problem)
 
     def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return what the calls of the stages compute, exactly, on integers."""
+        """Return the functions that the program calls, by name, on integers."""
         return stage_functions(problem)

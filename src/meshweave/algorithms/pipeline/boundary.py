@@ -36,13 +36,13 @@ UNIFORM_BYTES_PER_S = 10**9
 
 @dataclass(frozen=True)
 class BoundarySide:
-    """One end of a boundary: a stage, and how the tensor of a micro-batch lies on its mesh.
+    """One end of a boundary: a stage, and the layout of a micro-batch's tensor on its mesh.
 
     Attributes:
         mesh: the ranks, under the mesh's name in the program.
         layout: of (rows, ...) on that mesh.
-        shape: what the stage makes or reads on one rank: its rows, all of the other dims.
-        splits: (axis, dim) of the axes besides data axes that split a dim, in the order of the mesh.
+        shape: what the stage writes or reads on one rank: its rows, all of the other dims.
+        splits: (axis, dim) of the mesh axes besides data axes that shard a dim, in the order of the mesh.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ class BoundarySide:
 
     @classmethod
     def of(cls, problem: PipelineProblem, edge: Edge, number: int, mesh: Mesh) -> BoundarySide:
-        """Return the side of an edge at stage `number`, whose mesh is `mesh`."""
+        """Return the side of an edge at stage `number`, with `mesh` as its mesh in the program."""
         stage: Stage = problem.stages[number]
         layout = replace(problem.layout_at(edge, number), mesh=mesh)
         splits = tuple(
@@ -63,14 +63,14 @@ class BoundarySide:
         return cls(mesh, layout, (problem.rows // stage.data_parallelism, *edge.shape), splits)
 
     def part_shape(self, num_splits: int | None = None) -> tuple[int, ...]:
-        """Return the shape of a rank's part after the first `num_splits` splits, all by default."""
+        """Return the shape of a rank's shard after the first `num_splits` splits; None for all."""
         shape = list(self.shape)
         for axis, dim in self.splits[:num_splits]:
             shape[dim] //= self.mesh.size(axis)
         return tuple(shape)
 
     def part_start(self, coordinates: Mapping[str, Index]) -> tuple[Index, ...]:
-        """Return where a rank's part begins in the whole, given its coordinates by axis."""
+        """Return the first index per dim of a rank's shard, given the rank's coordinates by axis."""
         start: list[Index] = [0] * len(self.shape)
         for number, (axis, dim) in enumerate(self.splits):
             start[dim] = start[dim] + coordinates[axis] * self.part_shape(number + 1)[dim]
@@ -105,18 +105,18 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        """Return what the names of its buffers begin with."""
+        """Return the beginning of the names of its buffers."""
         return f"{self.kind}{self.edge.name}"
 
     def _slots(self, name: str) -> int:
         return self.slots.get(name, 1)
 
     def out_view(self, micro_batch: Index) -> View:
-        """Return what the stage at the sending end writes."""
+        """Return the view of a micro-batch that the sending stage writes."""
         return self._whole(self.name if self.is_local else f"{self.name}_out", micro_batch)
 
     def in_view(self, micro_batch: Index) -> View:
-        """Return what the stage at the receiving end reads."""
+        """Return the view of a micro-batch that the receiving stage reads."""
         return self._whole(self.name if self.is_local else f"{self.name}_in", micro_batch)
 
     def _whole(self, name: str, micro_batch: Index) -> View:
@@ -175,9 +175,9 @@ class Boundary:
 
     @cached_property
     def is_aligned(self) -> bool:
-        """Return whether rank number k of one mesh sends what rank number k of the other wants, for all k.
+        """Return whether rank k of the sender's mesh has just the elements that rank k of the receiver's needs.
 
-        Ranks that hold the same elements share NICs, where a network says so: then a reshard sends them once.
+        False, too, if several ranks hold the same elements and hosts are known: a reshard sends them once.
         """
         sources, targets = self.sender.mesh.ranks, self.receiver.mesh.ranks
         held = [self.sender.layout.intervals(self._tensor_shape, source) for source in sources]
@@ -188,7 +188,7 @@ class Boundary:
 
     @cached_property
     def mesh(self) -> Mesh | None:
-        """Return a mesh of the ranks of both sides, where a reshard has buffers on it."""
+        """Return a mesh of the ranks of both sides for the scratch of a reshard; None where there is none."""
         if self.is_local or self.has_signals or self.is_aligned:
             return None
         if all(buffer.kind != "scratch" for buffer in self._plan.buffers):
@@ -230,11 +230,11 @@ class Boundary:
     def statements(
         self, sends: bool, micro_batch: Index, lane: str, label: str, *, one_lane: bool
     ) -> Iterator[Statement]:
-        """Yield what one side does in a transfer, to stand among the statements of its mesh.
+        """Yield the statements of one side of a transfer, to stand among those of its mesh.
 
         Args:
             sends: whether the side is that of the sender.
-            micro_batch: which one.
+            micro_batch: number of the micro-batch.
             lane: the lane of the transfer; a reshard that has more gets names from it, unless `one_lane`.
             label: the name of every op.
             one_lane: whether all ops are in `lane`.
@@ -368,8 +368,7 @@ def boundary_of(
     network: HostTopology | None = None,
     signals: bool = False,
 ) -> Boundary:
-    """Return the boundary of an edge, of activations ("h") or gradients ("g"), given the meshes of its
-    stages."""
+    """Return the boundary of an edge, of activations ("h") or gradients ("g"), given its stages' meshes."""
     sides: Sequence[BoundarySide] = (
         BoundarySide.of(problem, edge, edge.source, meshes[0]),
         BoundarySide.of(problem, edge, edge.target, meshes[1]),

@@ -17,15 +17,15 @@ from meshweave.describe.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a schedule is asked for.
+    """The sizes that a schedule is asked for.
 
     Attributes:
         num_stages: stages of the model.
         num_micro_batches: micro-batches of a step.
-        per_rank: stages a rank; 0 for as many as the schedule needs, one where it leaves that open.
+        per_rank: stages per rank; 0 for as many as the schedule needs, one where it leaves that open.
         delay: micro-batches by which weight gradients are put off, for the schedule that takes it.
-        stash_rest: what a micro-batch keeps of its stash between input and weight gradient, as a share of all of
-            it; for the automatic schedules.
+        stash_rest: share (0 to 1) of a micro-batch's stash that stays from the input gradient to the weight
+            gradient; for the automatic schedules.
     """
 
     num_stages: int
@@ -41,7 +41,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_by_name(name: str, request: ScheduleRequest, times: ActionTimes) -> Schedule:
-    """Return the schedule of an entry, of stages with these times on one chip a rank.
+    """Return the schedule called `name`, for stages with these times on one chip per rank.
 
     Raises:
         UnsupportedError: there is no such schedule.

@@ -31,7 +31,7 @@ _MAKES_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
 
 @dataclass
 class Steps:
-    """A schedule as numbers: what to do, and for which micro-batch.
+    """A schedule as integers: number of the action's template, and micro-batch.
 
     Attributes:
         templates: the different actions, for micro-batch 0; the parts of an overlap relative to the first of
@@ -45,7 +45,7 @@ class Steps:
     _numbers: dict[Action, int] = field(default_factory=dict)
 
     def number(self, template: Action) -> int:
-        """Return the number of a template."""
+        """Return the number of a template, which is added if it is new."""
         known = self._numbers.get(template)
         if known is None:
             known = self._numbers[template] = len(self.templates)
@@ -53,7 +53,7 @@ class Steps:
         return known
 
     def schedule(self, like: Schedule) -> Schedule:
-        """Return the steps as a schedule with the stages of another one."""
+        """Return the steps as a schedule, with the stages and micro-batches of `like`."""
         orders = (
             tuple(at_micro_batch(self.templates[number], at) for number, at in order.tolist())
             for order in self.of_rank
@@ -66,7 +66,7 @@ def _pairs(flat: Sequence[int]) -> Pairs:
 
 
 def at_micro_batch(template: Action, micro_batch: int) -> Action:
-    """Return a template's action for a micro-batch."""
+    """Return the action of a template for a micro-batch."""
     if template.parts:
         parts = tuple(at_micro_batch(part, micro_batch + (part.micro_batch or 0)) for part in template.parts)
         return replace(template, parts=tuple(parts))
@@ -76,7 +76,7 @@ def at_micro_batch(template: Action, micro_batch: int) -> Action:
 
 
 def template_of(action: Action) -> tuple[Action, int]:
-    """Return the template of an action, and its micro-batch, -1 for none."""
+    """Return the template of an action and its micro-batch, -1 where the action belongs to none."""
     if action.parts:
         first = action.parts[0].micro_batch or 0
         parts = tuple(replace(part, micro_batch=(part.micro_batch or 0) - first) for part in action.parts)
@@ -87,7 +87,7 @@ def template_of(action: Action) -> tuple[Action, int]:
 
 
 def steps_of(schedule: Schedule) -> Steps:
-    """Return the actions of a schedule as they are listed."""
+    """Return the actions of a schedule as integers, as they are listed."""
     steps = Steps()
     numbers: dict[tuple[ActionKind, int, int | None], int] = {}
     for order in schedule.actions:
@@ -110,12 +110,12 @@ def steps_of(schedule: Schedule) -> Steps:
 def communicating_steps(
     schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None, durations: Durations | None = None
 ) -> Steps:
-    """Return the steps of a schedule with sends and receives added; those that it lists, if it lists any.
+    """Return the steps of a schedule with sends and receives added, unless it lists some already.
 
     Args:
         schedule: compute actions.
         edges: (source stage, target stage) of all tensors; None for a chain.
-        durations: the time of the three parts of each stage; None for 1 each.
+        durations: for each stage the times of forward, input gradient and weight gradient; None for 1 each.
 
     Raises:
         LayoutError: an action waits for one that never runs.
@@ -197,7 +197,7 @@ class _Play:
         return tuple(sends)
 
     def run(self) -> Steps:
-        """Return the steps with communication. Raises LayoutError where the schedule cannot go on."""
+        """Return the steps with communication. Raises LayoutError if an action can never run."""
         num_ranks = self.schedule.num_ranks
         done: set[tuple[int, int]] = set()
         waiting: dict[tuple[int, int], list[int]] = {}

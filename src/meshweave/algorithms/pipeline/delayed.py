@@ -27,7 +27,7 @@ COVERED = 1.001
 
 
 class DelayedWeights(PipelineAlgorithm):
-    """One stage on each pipeline rank. The config says the delay."""
+    """Eager 1F1B with weight gradients put off by some micro-batches, one stage on each pipeline rank."""
 
     name = "eager-1f1b-delayed"
     title = "Eager-1F1B, delayed weight gradients"
@@ -36,13 +36,13 @@ class DelayedWeights(PipelineAlgorithm):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return a reason if a pipeline rank holds several stages."""
+        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
         return several_stages(problem)
 
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield the least delay that covers the transfers on a cluster, one more and one less; 0 to 2 without."""
+        """Yield delays: the least one that hides the cluster's transfers, one more and less; 0 to 2 without it."""
         least = 1 if cluster is None else least_delay(problem, times_on(problem, cluster))
         network = network_of(problem, cluster)
         for delay in (least, least + 1, least - 1):
@@ -51,21 +51,19 @@ class DelayedWeights(PipelineAlgorithm):
         yield PipelineConfig("blocking", delay=least, network=network)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return eager-1F1B whose weight gradients come `config.delay` micro-batches late."""
+        """Return eager 1F1B whose weight gradients come `config.delay` micro-batches late."""
         return delayed(problem, config.delay)
 
 
 def delayed(problem: PipelineProblem, delay: int) -> Schedule:
-    """Return the schedule of a delay."""
+    """Return eager 1F1B whose weight gradients come `delay` micro-batches after their input gradients."""
     return alternating(problem, lambda stage: num_eager(problem, stage), delay)
 
 
 def least_delay(problem: PipelineProblem, times: ActionTimes) -> int:
-    """Return the least delay whose step is as short as without transfers, or the best one if none is.
+    """Return the least delay, in micro-batches, whose step is as short as without transfers; else the fastest.
 
-    Args:
-        problem: the pipeline.
-        times: of its parts and transfers.
+    `times` are those of stages and transfers.
     """
     free = replace(times, transfer=(0,) * len(times.transfer))
     bound = step_ticks(problem, delayed(problem, 0), free)

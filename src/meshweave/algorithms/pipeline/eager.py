@@ -14,7 +14,7 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
 class EagerOneForwardOneBackward(PipelineAlgorithm):
-    """One stage on each pipeline rank."""
+    """1F1B with more forwards before the first backward, so that transfers overlap; one stage on each rank."""
 
     name = "eager-1f1b"
     title = "Eager-1F1B"
@@ -23,14 +23,14 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return a reason if a pipeline rank holds several stages."""
+        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
         return several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return 1F1B in which stage i runs min(M, 2 (P - i) - 1) forwards first."""
+        """Return 1F1B in which stage i of P runs min(M, 2 (P - i) - 1) of M forwards before its first backward."""
         return alternating(problem, lambda stage: num_eager(problem, stage))
 
 
 def num_eager(problem: PipelineProblem, stage: int) -> int:
-    """Return the forwards of a stage before its first backward."""
+    """Return how many forwards a stage runs before its first backward."""
     return 2 * (problem.num_stages - stage) - 1

@@ -28,12 +28,13 @@ def small_stage(
     recomputes: bool = False,
     parameters: int = 4,
 ) -> Stage:
-    """Return a stage that keeps what the functions of `pipeline.functions` keep.
+    """Return a stage with the stash that `pipeline.functions` keep.
 
     Args:
         mesh: its ranks.
-        rows: rows of a micro-batch, of all data-parallel ranks together.
-        work: MFLOPs of the forward and of each gradient.
+        rows: rows of a micro-batch, over all data-parallel ranks.
+        work: MFLOPs of the forward and of each gradient, of one micro-batch and rank.
+        parameters: elements of the parameters of a rank.
     """
     share = rows
     for axis in data_axes:
@@ -56,7 +57,7 @@ def chain_of_ranks(
     skips: Sequence[tuple[int, int]] = (),
     recomputes: Sequence[int] = (),
 ) -> PipelineProblem:
-    """Return stages in a row, each on the single chip that `stage_ranks` says.
+    """Return a problem of stages in a row, each on the single chip that `stage_ranks` says.
 
     Args:
         stage_ranks: for each stage its rank.

@@ -22,8 +22,7 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepLoop:
-    """A run of `count` repetitions, from each to the next of which all micro-batches advance by
-    `increment`."""
+    """A loop of `count` turns over `body`; from turn to turn all micro-batches grow by `increment`."""
 
     count: int
     increment: int
@@ -35,7 +34,7 @@ Folded = tuple[tuple[int, int] | StepLoop, ...]
 
 
 def fold(steps: Pairs) -> Folded:
-    """Return steps as loops and single steps."""
+    """Return steps of one rank as loops and single steps, in order."""
     return _fold(steps, MOST_NESTED)
 
 

@@ -40,7 +40,7 @@ class GPipe(PipelineAlgorithm):
         return Schedule(problem.stage_ranks, count, tuple(orders))
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return all micro-batches, of each stage of a rank."""
+        """Return for each rank its most stashes: all micro-batches, for each of its `per_rank` stages."""
         return (micro_batches * per_rank,) * num_ranks
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
@@ -48,5 +48,5 @@ class GPipe(PipelineAlgorithm):
         return True
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return the least time of a step: the fill before the busiest rank, its work, and the drain after it."""
+        """Return a lower bound of a step in ticks of `times`: fill before the busiest rank, its work, drain."""
         return least_of_looped(num_ranks, micro_batches, times)

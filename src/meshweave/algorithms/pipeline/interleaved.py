@@ -19,7 +19,7 @@ from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
 class InterleavedOneForwardOneBackward(PipelineAlgorithm):
-    """Stage s is on pipeline rank s mod P."""
+    """1F1B over several stages per rank, dealt out in turn: stage s is on pipeline rank s mod P."""
 
     name = "interleaved-1f1b"
     title = "Interleaved 1F1B"
@@ -30,31 +30,31 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "Interleaved1F1B", "megatron-lm": "interleaved"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return a reason if stages are not dealt out to ranks in turn."""
+        """Return why the stages do not fit, if they are not dealt out to ranks in turn; else None."""
         per_rank = problem.num_stages // problem.num_ranks
         if problem.stage_ranks != looped(problem.num_ranks, per_rank):
             return f"its stages are dealt out in turn, not on pipeline ranks {problem.stage_ranks}"
         return None
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return 1F1B over the stages of each rank, in rounds of as many micro-batches as ranks."""
+        """Return 1F1B over the stages of each rank, in rounds of as many micro-batches as there are ranks."""
         ranks, count = problem.num_ranks, problem.micro_batches
         rounds = round_sizes(count, ranks)
         orders = tuple(_order(rank, problem.stages_of(rank), ranks, rounds) for rank in range(ranks))
         return Schedule(problem.stage_ranks, count, orders)
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
-        """Return whether micro-batches are whole rounds, as Megatron-LM wants them (section 2.2)."""
+        """Return whether `num_ranks` divides the micro-batches, as Megatron-LM requires (section 2.2)."""
         return micro_batches % num_ranks == 0
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return the forwards of the warm-up and one more for each rank, or those of all micro-batches."""
+        """Return for each rank its most stashes: one more than forwards before its first backward, at most all."""
         ahead = (per_rank - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
         most = micro_batches * per_rank
         return tuple(min(most, ahead + 2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return the least time of a step: the fill before the busiest rank, its work, and the drain after it."""
+        """Return a lower bound of a step in ticks of `times`: fill before the busiest rank, its work, drain."""
         return least_of_looped(num_ranks, micro_batches, times)
 
 
@@ -62,7 +62,7 @@ INTERLEAVED_1F1B = InterleavedOneForwardOneBackward()
 
 
 def round_sizes(micro_batches: int, ranks: int) -> list[int]:
-    """Return the micro-batches of each round."""
+    """Return the number of micro-batches in each round, at most `ranks`."""
     rounds = max(1, micro_batches // ranks)
     size, left = divmod(micro_batches, rounds)
     return [size + (number < left) for number in range(rounds)]

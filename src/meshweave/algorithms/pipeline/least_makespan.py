@@ -11,14 +11,15 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 
 
 def whole_ticks(times: ActionTimes) -> list[int]:
-    """Return what a micro-batch takes on each stage, forward and backward."""
+    """Return for each stage the ticks of one micro-batch, forward and both gradients."""
     return [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
 
 
 def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-    """Return a bound for whole backwards on stages that are dealt out in turn: the busiest rank, and its ends.
+    """Return a lower bound of a step, in ticks, for whole backwards on stages that are dealt out in turn.
 
-    A rank begins when the first micro-batch has come through the ranks before it, and they end after it.
+    The busiest rank begins when the first micro-batch has come through the ranks before it, works all of its
+    time at best, and the ranks before it end after it.
     """
     before, best, whole = 0, 0, whole_ticks(times)
     for rank in range(num_ranks):
@@ -28,10 +29,11 @@ def least_of_looped(num_ranks: int, micro_batches: int, times: ActionTimes) -> i
 
 
 def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-    """Return a bound for backwards in two parts; with `is_folded` stages go down the ranks and back up.
+    """Return a lower bound of a step, in ticks, for backwards in two parts; `is_folded` for stages in a V.
 
-    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at best.
-    Before its last gradient of inputs goes back through the ranks before it, it has made all of them.
+    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at
+    best. Before its last gradient of inputs goes back through the ranks before it, it has computed all of
+    them.
     """
     last = len(times.forward) - 1
     best = before = after = 0
@@ -47,7 +49,7 @@ def least_of_split(is_folded: bool, num_ranks: int, micro_batches: int, times: A
 
 
 def longest_of_1f1b(micro_batches: int, times: ActionTimes) -> int:
-    """Return the longest path through 1F1B that stays at one rank but for round trips that make it longer."""
+    """Return a lower bound of a step of 1F1B, in ticks: the longest path at one rank with some round trips."""
     whole = whole_ticks(times)
     before, best, size = 0, 0, len(whole)
     after = sum(whole) + 2 * sum(times.transfer)

@@ -19,7 +19,7 @@ from meshweave.algorithms.pipeline.slotted import ends_in_slots
 
 
 class OneForwardOneBackward(PipelineAlgorithm):
-    """One stage on each pipeline rank."""
+    """1F1B: a few forwards, then a forward and a backward in turn; one stage on each pipeline rank."""
 
     name = "1f1b"
     title = "1F1B"
@@ -29,15 +29,15 @@ class OneForwardOneBackward(PipelineAlgorithm):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "1F1B", "megatron-lm": "1f1b"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return a reason if a pipeline rank holds several stages."""
+        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
         return several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return P - i forwards on stage i, then backwards and forwards in turn."""
+        """Return the schedule in which stage i of P runs P - i forwards, then backwards and forwards in turn."""
         return alternating(problem, lambda stage: problem.num_stages - stage)
 
     def for_stages(self, per_rank: int) -> PipelineAlgorithm:
-        """Return interleaved 1F1B for several stages a rank."""
+        """Return interleaved 1F1B for several stages per rank, this schedule for one."""
         return INTERLEAVED_1F1B if per_rank > 1 else self
 
     def takes(self, num_ranks: int, per_rank: int, micro_batches: int) -> bool:
@@ -45,15 +45,15 @@ class OneForwardOneBackward(PipelineAlgorithm):
         return True
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...]:
-        """Return P - i for rank i, or all micro-batches."""
+        """Return for each rank i of P its most stashes: P - i, or all micro-batches if they are fewer."""
         return tuple(min(micro_batches, num_ranks - rank) for rank in range(num_ranks))
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return the longest of some paths through the actions (`least_makespan`)."""
+        """Return a lower bound of a step in the ticks of `times`: the longest of some paths of actions."""
         return longest_of_1f1b(micro_batches, times)
 
     def ends(self, micro_batches: int, times: ActionTimes) -> tuple[int, ...] | None:
-        """Return when many ranks are done, slot by slot."""
+        """Return for each rank the tick at which it ends a step; None for few ranks, whose graph is as fast."""
         return ends_in_slots(micro_batches, times) if len(times.forward) >= _MANY_RANKS else None
 
 
@@ -62,7 +62,7 @@ _MANY_RANKS = 16
 
 
 def several_stages(problem: PipelineProblem) -> str | None:
-    """Return why a schedule of one stage per pipeline rank does not fit, or None."""
+    """Return why a schedule of one stage per pipeline rank does not fit; None if it does."""
     if problem.num_ranks < problem.num_stages:
         return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"
     return None

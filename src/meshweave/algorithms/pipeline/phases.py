@@ -19,8 +19,8 @@ def actions_of_phases(
 ) -> tuple[Action, ...]:
     """Return the actions of one rank, without those of micro-batches from `num_micro_batches` on.
 
-    A whole backward ("B0") counts as an input and a weight gradient. "W" without a stage is the oldest input
-    gradient of the rank whose weight gradient is due; without one it is nothing.
+    A whole backward ("B0") counts as an input and a weight gradient. "W" without a stage is the weight
+    gradient of the rank's oldest micro-batch that lacks it; it is left out if there is none.
     """
     writer = _PhaseWriter(stages, num_micro_batches)
     for repeats, symbols in phases:

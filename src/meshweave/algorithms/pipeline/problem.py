@@ -54,17 +54,17 @@ class Stash:
 
     @property
     def from_forward(self) -> int:
-        """Return the bytes that the forward keeps."""
+        """Return the bytes of one micro-batch that the forward keeps on a rank."""
         return self.until_input_grad + self.until_weight_grad
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """A second forward, right before the input gradient, that makes again what the first one did not keep.
+    """A second forward, right before the input gradient, that recomputes what the first one did not keep.
 
     Attributes:
-        cost: what it costs.
-        kept: the bytes that the first forward keeps, a part of the whole stash.
+        cost: its cost for one micro-batch and rank.
+        kept: the bytes of one micro-batch that the first forward keeps, a part of the whole stash.
     """
 
     cost: PartCost
@@ -103,22 +103,22 @@ class Stage:
 
     @property
     def own_gradient_dtype(self) -> str:
-        """Return the dtype of the gradients of the parameters."""
+        """Return the dtype of the parameters' gradients: `gradient_dtype`, or else `parameter_dtype`."""
         return self.gradient_dtype or self.parameter_dtype
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
-        """Return the placements of rows: split over the data axes, equal over the others."""
+        """Return for each mesh axis the placement of rows: sharded over data axes, replicated over others."""
         return tuple(Shard(0) if axis in self.data_axes else Replicate() for axis in self.mesh.axes)
 
     def parameter_layout(self) -> Layout:
-        """Return the layout in which the parameters lie between steps."""
+        """Return the layout of the parameters between steps: sharded over the first data axis if `is_sharded`."""
         first = self.data_axes[0] if self.is_sharded and self.data_axes else ""
         return Layout(self.mesh, tuple(Shard(0) if axis == first else Replicate() for axis in self.mesh.axes))
 
     @property
     def data_parallelism(self) -> int:
-        """Return into how many parts the rows of a micro-batch are cut."""
+        """Return the number of ranks over which the rows of a micro-batch are sharded."""
         size = 1
         for axis in self.data_axes:
             size *= self.mesh.size(axis)
@@ -148,7 +148,7 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """Return what the names of its tensors end in."""
+        """Return the ending of the names of its tensors."""
         return f"{self.source}_{self.target}"
 
 
@@ -200,7 +200,7 @@ class PipelineProblem:
         skips: Iterable[tuple[int, int]] = (),
         dtype: str = "float32",
     ) -> PipelineProblem:
-        """Return stages one after the other, with skip connections: every edge has the same shape."""
+        """Return a problem of stages one after the other, with skip connections; every edge has the same shape."""
         listed = tuple(stages)
         pairs = [*((number, number + 1) for number in range(len(listed) - 1)), *skips]
         edges = tuple(Edge(source, target, shape, dtype=dtype) for source, target in pairs)
@@ -218,7 +218,7 @@ class PipelineProblem:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of pipeline ranks: of different meshes."""
+        """Return the number of pipeline ranks, which is that of different meshes."""
         return len(self.meshes)
 
     @cached_property
@@ -242,21 +242,21 @@ class PipelineProblem:
         return self._edges_by_stage[0][stage]
 
     def edges_out_of(self, stage: int) -> tuple[Edge, ...]:
-        """Return the edges whose tensors a stage makes, in the order listed."""
+        """Return the edges whose tensors a stage writes, in the order listed."""
         return self._edges_by_stage[1][stage]
 
     def is_local(self, edge: Edge) -> bool:
-        """Return whether both stages of an edge are of one pipeline rank, so that nothing is sent."""
+        """Return whether both stages of an edge are on one pipeline rank, so that nothing is sent."""
         return self.stage_ranks[edge.source] == self.stage_ranks[edge.target]
 
     def layout_at(self, edge: Edge, stage: int) -> Layout:
-        """Return how the tensor of an edge lies on the mesh of one of its two stages."""
+        """Return the layout of an edge's tensor on the mesh of one of its two stages."""
         of = self.stages[stage]
         placements = edge.source_placements if stage == edge.source else edge.target_placements
         return Layout(of.mesh, placements or of.row_placements)
 
     def edge_bytes(self, edge: Edge) -> int:
-        """Return the bytes of an edge's tensor, of one micro-batch, over all ranks of a mesh."""
+        """Return the bytes of an edge's tensor for one micro-batch, over all ranks of a mesh."""
         size = self.rows * dtype_bytes(edge.dtype)
         for extent in edge.shape:
             size *= extent

@@ -37,28 +37,28 @@ Transfers = Literal["overlapped", "blocking", "paired", "signals"]
 
 
 class StageWriter(Protocol):
-    """What writes one stage on its mesh: its buffers and the statements of its actions."""
+    """Writes one stage on its mesh: its buffers and the statements of its actions."""
 
     number: int
 
     @property
     def meshes(self) -> Sequence[Mesh]:
-        """Return meshes besides that of the stage."""
+        """Return the meshes that the stage needs besides its own."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors of its inputs and outputs."""
+        """Return the tensors of the stage's inputs and outputs."""
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterable[Buffer]:
-        """Return its buffers; `layouts` are those of the tensors that a pipeline of calls has."""
+        """Return the buffers of the stage; `layouts` are those of the problem's tensors, by name."""
 
     def begin(self, *, gathers: bool) -> Iterable[Statement]:
-        """Return what comes before the first action."""
+        """Return the statements before the first action; `gathers` if sharded parameters are gathered there."""
 
     def end(self, *, reduces: bool) -> Iterable[Statement]:
-        """Return what comes after the last action."""
+        """Return the statements after the last action; `reduces` if gradients are reduced there."""
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterable[Statement]:
-        """Return the statements of an action that is no transfer."""
+        """Return the statements of an action that is no transfer, all ops called `label`."""
 
 
 StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], Stashes], StageWriter]
@@ -90,14 +90,15 @@ def pipeline_program(
             pipeline ranks, both directions, as NCCL orders them), or "signals" (overlapped, of one byte
             each).
         chunks: messages into which each transfer is cut.
-        strategy: of boundaries whose layouts differ.
+        strategy: how transfers between unlike layouts are resharded; a key of
+            `algorithms.reshard.STRATEGIES`.
         network: hosts and NICs for which these are planned; None where each chip is a host of its own.
         title: for the name of the program.
-        writes_stage: what writes the stages in place of one call for each of their parts. Inputs of a stage are
-            then alive until its backward part.
+        writes_stage: what writes the stages in place of one call for each of their parts. Inputs of a stage
+            are then alive until its backward part.
 
     Raises:
-        LayoutError: the schedule is not one of the problem, or an action waits for what never runs.
+        LayoutError: the schedule is not one of the problem, or an action waits for one that never runs.
     """
     check_schedule(problem, schedule)
     writer = _PipelineWriter(problem, schedule, transfers, chunks, strategy, network, writes_stage)
@@ -142,7 +143,10 @@ def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
 
 
 def stage_durations(problem: PipelineProblem) -> list[tuple[int, int, int]]:
-    """Return the FLOPs of a forward, an input gradient with its recomputation, and a weight gradient by stage."""
+    """Return for each stage the FLOPs of forward, input gradient with recomputation, and weight gradient.
+
+    They are those of one micro-batch and rank, 1 at least.
+    """
     durations = []
     for stage in problem.stages:
         again = 0 if stage.recompute is None else stage.recompute.cost.flops
@@ -305,8 +309,7 @@ def _lanes(body: Iterable[Statement]) -> Iterator[str]:
 
 
 def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:
-    """Return a number for each edge between pipeline ranks, different where two edges have a rank in
-    common."""
+    """Return a number for each edge; edges that meet at a pipeline rank have different ones."""
     taken: dict[int, set[int]] = defaultdict(set)
     colors: dict[tuple[int, int], int] = {}
     for edge in problem.edges:

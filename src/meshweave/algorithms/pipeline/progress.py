@@ -34,7 +34,7 @@ class ListedAction:
 
 
 class ScheduleDeadlock(LayoutError):
-    """A schedule that never ends.
+    """A schedule whose actions wait for each other for ever.
 
     Attributes:
         cycle: the actions that wait for each other: each for the next one, and the last for the first.
@@ -57,11 +57,12 @@ def prove_progress(
     Args:
         schedule: compute actions alone, or with all transfers.
         runtime: how transfers proceed. Without listed transfers it makes no difference.
-        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the next.
+        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
+            next.
 
     Raises:
         LayoutError: an action is missing, doubled, or in the wrong order on its rank.
-        ScheduleDeadlock: the schedule never ends. The error has the cycle.
+        ScheduleDeadlock: actions wait for each other for ever. The error has the cycle.
     """
     in_order(build_graph(tabulate(schedule, edges), runtime))
 
@@ -88,11 +89,11 @@ def in_order(graph: ActionGraph) -> list[int]:
 
 @dataclass(frozen=True)
 class OrderedActions:
-    """The nodes of a graph in order, and before each the transfers that it waits for and that are not listed.
+    """The nodes of a graph in order, each preceded by the transfers that it waits for and that are not listed.
 
     Attributes:
-        places: the number of each node; transfers have the numbers after all nodes.
-        waits: for each of them the places that it waits for.
+        places: the numbers of the nodes, in order; transfers have the numbers after all nodes.
+        waits: for each of them the numbers that it waits for.
         carried: for each transfer, by number, the edge between stages.
     """
 
@@ -101,7 +102,7 @@ class OrderedActions:
     carried: list[int]
 
     def ends(self, durations: Sequence[int], delays: Sequence[int]) -> list[int]:
-        """Return when each node ends, in ticks, then when each transfer does.
+        """Return the ticks at which each node ends, followed by those at which each transfer ends.
 
         Args:
             durations: the ticks of each node.
@@ -114,7 +115,7 @@ class OrderedActions:
 
 
 def ordered(graph: ActionGraph) -> OrderedActions:
-    """Return the recurrence of a graph. Raises ScheduleDeadlock where there is a cycle."""
+    """Return the nodes of a graph in order, with their waits. Raises ScheduleDeadlock where there is a cycle."""
     number, order = graph.num_nodes, np.array(in_order(graph), np.int64)
     rank_of = np.empty(number, np.int64)
     rank_of[order] = np.arange(number)

@@ -28,18 +28,17 @@ FIRST, LAST = 0, 1
 def num_slots(
     problem: PipelineProblem, steps: Steps, spare: int, *, keeps_inputs: bool = False
 ) -> dict[str, int]:
-    """Return the slots of each buffer by name: "h0_1_out", and with "g" for gradients, "_in" where it
-    arrives.
+    """Return the slots of each buffer by name: "h0_1_out" for edge (0, 1), "h0_1_in" where it arrives.
 
-    The buffer of an edge inside of a pipeline rank has no "_in" or "_out".
+    Names of gradients begin with "g". An edge inside a pipeline rank has one buffer without "_in" or "_out".
 
     Args:
         problem: its stages and edges.
         steps: with communication.
         spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
             last use.
-        keeps_inputs: whether a stage reads its inputs in its backward part, too, and gradients that arrive until
-            that of its weights.
+        keeps_inputs: whether a stage reads its inputs in its backward part, too, and arriving gradients until
+            its weight gradient.
     """
     counts: dict[str, int] = {}
     for rank, order in enumerate(steps.of_rank):
@@ -55,12 +54,12 @@ def num_slots(
 
 
 class Stashes(NamedTuple):
-    """How many micro-batches are at most between two parts of a stage.
+    """The most micro-batches that are at once between two parts of a stage.
 
     Attributes:
         until_input_grad: between the forward part and the gradient of the stage's input.
         until_weight_grad: between the forward part and the gradient of its weights.
-        between: from the gradient of its input on until that of its weights.
+        between: between the gradient of its input and that of its weights.
     """
 
     until_input_grad: int = 1
@@ -69,7 +68,7 @@ class Stashes(NamedTuple):
 
 
 def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> Stashes:
-    """Return how many micro-batches are at most between the parts of a stage."""
+    """Return the most micro-batches that are at once between the parts of a stage."""
     order = steps.of_rank[problem.stage_ranks[stage]]
     positions = _positions(steps, order, problem.micro_batches)
 
@@ -149,9 +148,9 @@ def _at(
 
 
 def most_alive(first: Positions, last: Positions) -> int:
-    """Return one more than the largest distance of two indices whose spans [first, last] overlap; 0 for none.
+    """Return the slots that values need if value i takes slot i modulo their number; 0 for no values.
 
-    A negative `first` stands for a value that is never made.
+    Value i is alive from `first[i]` to `last[i]`. A negative `first` stands for a value that is never made.
     """
     order = np.argsort(first, kind="stable")
     order = order[first[order] >= 0]

@@ -61,11 +61,11 @@ class StageOps:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Return no meshes besides that of the stage."""
+        """Return (): the stage needs no mesh besides its own."""
         return ()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of inputs and outputs."""
+        """Yield the tensors of the stage's inputs and outputs."""
         suffix = str(self.number)
         names = {f"{prefix}{suffix}" for prefix in ("W", "DW", "X", "T", "Y")}
         yield from (tensor for tensor in tensors(self.problem) if tensor.name in names)

@@ -19,7 +19,7 @@ BATCH_DTYPE = "float32"
 
 
 def batch_layout(problem: PipelineProblem, stage: Stage) -> Layout:
-    """Return the layout of X, Y or T of a stage: rows (M x rows of a micro-batch) over the data axes."""
+    """Return the layout of X, Y or T at a stage: rows of all M micro-batches sharded over its data axes."""
     size, placements = problem.rows, list[Placement]()
     for axis, extent in zip(stage.mesh.axes, stage.mesh.shape, strict=True):
         if axis in stage.data_axes:
@@ -31,7 +31,7 @@ def batch_layout(problem: PipelineProblem, stage: Stage) -> Layout:
 
 
 def tensor_layouts(problem: PipelineProblem) -> dict[str, Layout]:
-    """Return the layouts of inputs and outputs by tensor."""
+    """Return the layouts of the problem's inputs and outputs, by tensor name."""
     layouts: dict[str, Layout] = {}
     for number, stage in enumerate(problem.stages):
         parameters, batch = stage.parameter_layout(), batch_layout(problem, stage)
@@ -44,7 +44,7 @@ def tensor_layouts(problem: PipelineProblem) -> dict[str, Layout]:
 
 
 def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
-    """Yield all tensors: those of inputs and outputs, then those of edges."""
+    """Yield all tensors in global shapes: those of inputs and outputs, then those of edges."""
     batch = problem.micro_batches * problem.rows
     for number, stage in enumerate(problem.stages):
         yield Tensor(f"W{number}", (stage.parameters,), stage.parameter_dtype)
@@ -60,7 +60,7 @@ def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
 
 
 def meanings(problem: PipelineProblem, joint: Collection[int] = ()) -> Iterator[Meaning]:
-    """Yield what each activation, gradient and output is computed from: row r from row r, parameters from all.
+    """Yield the equations of each activation, gradient and output: row r from row r, and all parameters.
 
     Args:
         problem: the pipeline.

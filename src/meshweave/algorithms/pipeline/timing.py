@@ -17,9 +17,10 @@ from meshweave.describe.machine.cluster import Cluster
 
 
 def times_on(problem: PipelineProblem, cluster: Cluster) -> ActionTimes:
-    """Return picoseconds on a cluster: FLOPs at the chip's rate, transfers at that of NICs or local links.
+    """Return the picoseconds of stages and transfers on a cluster, each for one micro-batch.
 
-    An input gradient's time includes that of the stage's recomputation. Transfers are those of `problem.edges`.
+    A part takes its FLOPs or bytes, whichever is longer; a transfer its bytes through NICs or local links. An
+    input gradient's time includes that of the stage's recomputation. Transfers are those of `problem.edges`.
     """
     network = HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
 
@@ -37,13 +38,17 @@ def times_on(problem: PipelineProblem, cluster: Cluster) -> ActionTimes:
 
 
 def step_ticks(problem: PipelineProblem, schedule: Schedule, times: ActionTimes) -> int:
-    """Return the ticks of a step of compute actions, with a lane for each direction of each edge.
+    """Return the makespan of a step, transfers included, in the ticks of `times`.
+
+    Each direction of each edge has a lane of its own.
 
     Args:
-        times: of the stages and of `problem.edges`.
+        schedule: compute actions.
+        times: the ticks of the stages and of the transfers of `problem.edges`.
 
     Raises:
-        ScheduleDeadlock: an action waits for ever.
+        LayoutError: the schedule is not complete, or `times` are of other stages or edges.
+        ScheduleDeadlock: actions wait for each other for ever.
     """
     edges = [(edge.source, edge.target) for edge in problem.edges]
     listed = list_transfers(schedule, times, edges)

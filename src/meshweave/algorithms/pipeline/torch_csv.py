@@ -36,13 +36,13 @@ class _CellError(Exception):
 
 
 def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
-    """Return the schedule that a CSV of torch holds. Which rank holds which stage follows from its actions.
+    """Return the schedule in a CSV as torch writes it. Which rank holds which stage follows from its actions.
 
     `name` is the file that errors name.
 
     Raises:
-        DescriptionError: a cell is no action, a row is empty, a stage is on two ranks, or numbers of stages have
-            gaps. Whether the schedule is complete and ends is another question: `prove_progress`.
+        DescriptionError: a cell is no action, a row is empty, a stage is on two ranks, or numbers of stages
+            have gaps. Whether the schedule is complete and ends is another question: `prove_progress`.
     """
     rows = _rows(text, name)
     holders: dict[int, tuple[int, int]] = {}
@@ -76,7 +76,7 @@ def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """Return the CSV that torch loads and, but for idle steps, dumps: a row a rank, lines that end in `\\r\\n`.
+    """Return the CSV that torch loads and, but for idle steps, dumps: a row for each rank, lines end in `\r\n`.
 
     Raises:
         UnsupportedError: an action has no counterpart in torch's CSV.

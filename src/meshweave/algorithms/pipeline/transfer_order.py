@@ -35,10 +35,10 @@ def list_transfers(
 
     Args:
         schedule: compute actions; UNSHARD, RESHARD and REDUCE_GRAD may be among them.
-        times: what actions take, which decides where receives stand. Default: forward, input and weight gradient
-            equally long, a transfer a tenth of that.
-        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the next.
-            A transfer that is not to the next stage has a `peer`.
+        times: ticks of actions, which decide where receives stand. Default: forward, input and weight
+            gradient equally long, a transfer a tenth of that.
+        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the
+            next. A transfer that is not to the next stage has a `peer`.
 
     Raises:
         LayoutError: the schedule lists transfers already, is not complete, or never ends.

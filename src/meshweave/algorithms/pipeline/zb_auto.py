@@ -42,12 +42,12 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class StashLimit:
-    """The memory of a rank for stashes, in any unit.
+    """The memory of each rank for stashes, in any unit.
 
     Attributes:
-        limit: what all stashes of a rank may take together.
-        whole: what a micro-batch keeps on a stage from its forward to its input gradient.
-        rest: what it keeps from there to its weight gradient.
+        limit: the most that all stashes of a rank may take together.
+        whole: size of a micro-batch's stash from its forward to its input gradient.
+        rest: size of what stays of it until its weight gradient.
 
     Raises:
         LayoutError: not even one micro-batch fits.
@@ -64,7 +64,7 @@ class StashLimit:
             )
 
     def peak(self, order: Sequence[Action]) -> int:
-        """Return the most that the actions of a rank keep."""
+        """Return the most that a rank's stashes take at once, in the unit of `limit`, if it runs `order`."""
         live = peak = 0
         for action in order:
             if action.kind is ActionKind.FORWARD:
@@ -80,11 +80,11 @@ class StashLimit:
 
 
 def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> Schedule:
-    """Return the best schedule of the heuristic, one stage a rank, never over the limit on any rank.
+    """Return the best schedule that the heuristic finds, one stage per rank, within the limit on every rank.
 
     Args:
         num_micro_batches: the micro-batches of a step.
-        times: what actions take, by stage; transfers by edge to the next stage.
+        times: ticks of actions, by stage; transfers by edge to the next stage.
         stashes: the memory of each rank.
 
     Raises:
@@ -162,7 +162,7 @@ class _ForwardRun:
                 self._choose(rank, now)
 
     def cost(self) -> tuple[int, int]:
-        """Return the longest span of a rank between its first begin and last end, and the time of the step."""
+        """Return (longest span of a rank from first begin to last end, makespan of the step), in ticks."""
         return (
             max(state.free_at - state.first_begin for state in self.ranks),
             max(state.free_at for state in self.ranks),

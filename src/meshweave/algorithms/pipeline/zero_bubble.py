@@ -27,7 +27,7 @@ class _ZeroBubble(PipelineAlgorithm):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield transfers beside the stages."""
+        """Yield one config, with overlapped transfers."""
         yield PipelineConfig()
 
 
@@ -46,7 +46,7 @@ def _two_stages_folded(problem: PipelineProblem) -> str | None:
 
 
 class ZeroBubbleH1(_ZeroBubble):
-    """1F1B in as much memory, weight gradients in its bubbles."""
+    """1F1B in as much memory, with weight gradients in its bubbles."""
 
     name = "zb-h1"
     title = "ZB-H1"
@@ -54,7 +54,7 @@ class ZeroBubbleH1(_ZeroBubble):
     stages_per_rank = (1,)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, or None."""
+        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
@@ -62,11 +62,11 @@ class ZeroBubbleH1(_ZeroBubble):
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return those of the first rank of 1F1B for every rank, where there are micro-batches enough."""
+        """Return for each of P ranks its most stashes, P; None for fewer than P micro-batches."""
         return (num_ranks,) * num_ranks if micro_batches >= num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return the longest of some paths through the actions (`least_makespan`)."""
+        """Return a lower bound of a step in the ticks of `times`, for backwards in two parts."""
         return least_of_split(False, num_ranks, micro_batches, times)
 
 
@@ -80,24 +80,24 @@ class ZeroBubbleV(_ZeroBubble):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "ZBVZeroBubble"}
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, or None."""
+        """Return why the stages do not fit, if they are not two per rank in a V; else None."""
         return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
-        """Return ZB-V, for two stages a rank that go down the ranks and back up."""
+        """Return ZB-V, for two stages per rank that go down the ranks and back up."""
         return zbv(problem.num_ranks, problem.micro_batches)
 
     def num_stashes(self, num_ranks: int, per_rank: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return two for each rank of the pipeline, where there are micro-batches enough."""
+        """Return for each of P ranks its most stashes, 2 P; None for fewer than 2 P micro-batches."""
         return (2 * num_ranks,) * num_ranks if micro_batches >= 2 * num_ranks else None
 
     def least_makespan(self, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
-        """Return the longest of some paths through the actions (`least_makespan`)."""
+        """Return a lower bound of a step in the ticks of `times`, for backwards in two parts."""
         return least_of_split(True, num_ranks, micro_batches, times)
 
 
 class DualPipeV(_ZeroBubble):
-    """Two stages a rank in a V, forwards and backwards beside each other."""
+    """Two stages per rank in a V, forwards and backwards beside each other."""
 
     name = "dualpipev"
     title = "DualPipeV"
@@ -107,12 +107,12 @@ class DualPipeV(_ZeroBubble):
     names_elsewhere: ClassVar[Mapping[str, str]] = {"torch": "DualPipeV"}
 
     def examples(self) -> Iterator[PipelineProblem]:
-        """Yield two ranks, and one that has both stages."""
+        """Yield problems of two ranks, and of one rank that has both stages."""
         yield chain_of_ranks((0, 1, 1, 0), 4)
         yield chain_of_ranks((0, 0), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages or micro-batches do not fit, or None."""
+        """Return why the stages or micro-batches do not fit; None if they do."""
         if problem.micro_batches < problem.num_stages:
             return f"{problem.num_stages} stages need as many micro-batches, not {problem.micro_batches}"
         return _two_stages_folded(problem)
@@ -123,10 +123,10 @@ class DualPipeV(_ZeroBubble):
 
 
 class ZeroBubbleAuto(_ZeroBubble):
-    """The base of schedules that are made from the costs of the stages, under a limit of memory.
+    """The base of schedules that are searched for from the costs of the stages, under a limit of memory.
 
-    The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest stash
-    sets the limit.
+    The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest
+    stash sets the limit.
     """
 
     source = _SOURCE
@@ -137,13 +137,13 @@ class ZeroBubbleAuto(_ZeroBubble):
     """The memory of a rank, in stashes over ranks."""
 
     def examples(self) -> Iterator[PipelineProblem]:
-        """Yield two equal stages, three uneven ones, and one alone."""
+        """Yield problems of two equal stages, three uneven ones, and one alone."""
         yield chain_of_ranks((0, 1), 4, 2)
         yield chain_of_ranks((0, 1, 2), 3, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
         yield chain_of_ranks((0,), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
-        """Return why the stages do not fit, or None."""
+        """Return why the stages do not fit, if a pipeline rank holds several; else None."""
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
@@ -163,7 +163,7 @@ class ZeroBubbleAuto(_ZeroBubble):
 
 
 class ZeroBubble1p(ZeroBubbleAuto):
-    """Made for the memory of 1F1B."""
+    """The searched schedule with the memory of 1F1B."""
 
     name = "zb-1p"
     title = "ZB-1p"
@@ -171,7 +171,7 @@ class ZeroBubble1p(ZeroBubbleAuto):
 
 
 class ZeroBubble2p(ZeroBubbleAuto):
-    """Made for twice the memory of 1F1B."""
+    """The searched schedule with twice the memory of 1F1B."""
 
     name = "zb-2p"
     title = "ZB-2p"

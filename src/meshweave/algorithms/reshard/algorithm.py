@@ -27,7 +27,7 @@ UNIFORM_BYTES_PER_S = 10**9
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """Hosts and NICs that the plan is for, the order of multicasts, and the largest message in bytes."""
+    """The hosts and NICs that the plan is for, the order of multicasts, and the most bytes of a message."""
 
     network: HostTopology
     order: str = "best"
@@ -50,7 +50,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         self.source = "Zhuang et al., AlpaComm, MLSys '23, section 3"  # type: ignore[misc]
 
     def examples(self) -> Iterator[ReshardProblem]:
-        """Yield tensors that move between disjoint meshes of equal and of different shapes."""
+        """Yield problems of tensors that move between disjoint meshes of equal and of different shapes."""
         source, destination = (
             Mesh.of("src", (2, 2), ("x", "y")),
             Mesh("dst", (2, 2), ("x", "y"), (4, 5, 6, 7)),
@@ -70,7 +70,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield ReshardProblem((move, other))
 
     def candidates(self, problem: ReshardProblem, cluster: Cluster | None = None) -> Iterator[ReshardConfig]:
-        """Yield the best order, then the others. Without a cluster each rank is a host of its own."""
+        """Yield configs by order of multicasts, the best one first. Without a cluster each rank is a host."""
         count = problem.ranks[-1] + 1
         if cluster is None:
             network = HostTopology(
@@ -82,26 +82,29 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         yield from (ReshardConfig(network, order) for order in ORDERS if order not in ("best", "exact"))
 
     def plan(self, problem: ReshardProblem, config: ReshardConfig) -> ReshardPlan:
-        """Return senders, gateways, chunks and order."""
+        """Return the plan of a config: senders, gateways, chunks and order of multicasts."""
         return _planned(problem, config, self.strategy.name)
 
     def program(self, problem: ReshardProblem, config: ReshardConfig) -> Program:
+        """Return the program of the config's plan."""
         return reshard_program(self.plan(problem, config))
 
     def reference(self, problem: ReshardProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return the output tensors by name: the inputs, since a reshard changes no values."""
         return {f"Y{number}": inputs[f"X{number}"] for number in range(len(problem.moves))}
 
     def placements(self, problem: ReshardProblem) -> dict[str, Layout]:
+        """Return the layout of every input and output tensor, by name."""
         sources = {f"X{number}": move.src for number, move in enumerate(problem.moves)}
         return sources | {f"Y{number}": move.dst for number, move in enumerate(problem.moves)}
 
     def estimate(self, problem: ReshardProblem, config: ReshardConfig, machine: Machine) -> Estimate:
-        """Return the predicted time of the plan on the hosts and NICs of the config; `machine` is not used."""
+        """Return the plan's predicted seconds on the hosts and NICs of the config; `machine` is not used."""
         predicted_s = self.plan(problem, config).predicted_s
         return Estimate(predicted_s, 0.0, 0.0, 0.0, 0.0, predicted_s)
 
     def gradients(self, problem: ReshardProblem) -> tuple[Gradient[ReshardProblem], ...]:
-        """Return the reverse reshard: the gradient of each tensor moves back to the source layout."""
+        """Return the reverse reshard: gradients move from the target layouts back to the source layouts."""
         numbers = range(len(problem.moves))
         back = ReshardProblem(
             tuple(TensorMove(move.name, move.shape, move.dtype, move.dst, move.src) for move in problem.moves)

@@ -36,15 +36,15 @@ class ChainBroadcast:
     one_gateway = True
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True: the chain begins at one sender."""
+        """Return True, always: the chain begins at one sender."""
         return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the whole multicast: one chain serves all hosts."""
+        """Yield the multicast unsplit: one chain serves all hosts."""
         yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return the number of chunks K that makes the chain shortest.
+        """Return the number of chunks K for which the chain takes the least time.
 
         (K + A - 1) (t / K + latency) is least at K = sqrt((A - 1) t / latency), and likewise with the chains
         inside hosts. Where a message costs nothing, K is as large as is allowed.
@@ -62,7 +62,7 @@ class ChainBroadcast:
         return max(min(round(math.sqrt(fill_s / latency_s)), most), 1)
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the time of one copy through a NIC, and of filling the chains between and inside hosts."""
+        """Return the seconds of one copy through a NIC, and of filling the chains between and inside hosts."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         hosts, longest_host = len(multicast.hosts), max(map(len, multicast.hosts))
         count = num_messages(multicast.pieces, chunks)
@@ -89,7 +89,7 @@ class ChainBroadcast:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages, chunk by chunk along the chains."""
+        """Append the messages to `sink`, chunk by chunk along the chains."""
         (sender,) = multicast.senders
         hops = [(hop.upstream, hop.gateway, hop.lane) for hop in self.host_hops(multicast)]
         for host in multicast.hosts:

@@ -30,19 +30,19 @@ class GlobalAllGather:
     one_gateway = False
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether there is one receiving host, which takes in no more than one sender sends."""
+        """Return whether there is a single receiving host, which takes in no more than one sender sends."""
         return len(multicast.hosts) == 1
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the whole multicast: all receivers gather together."""
+        """Yield the multicast unsplit: all receivers gather together."""
         yield multicast
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1: the parts of the ring are chunks already."""
+        """Return 1, always: the parts of the ring are chunks already."""
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the time of the scatter and of the ring; a ring inside one host occupies no NIC."""
+        """Return the seconds of the scatter and of the ring; a ring inside one host occupies no NIC."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = len(multicast.receivers)
         across_hosts = len(multicast.hosts) > 1
@@ -56,7 +56,7 @@ class GlobalAllGather:
         return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return the hop to the last rank of each host, which receives its part last."""
+        """Return for each host the hop to its last rank in the ring, which receives its part last."""
         if multicast.is_local:
             return ()
         ranks, gateways = multicast.receivers, [host[-1] for host in multicast.hosts]
@@ -66,7 +66,7 @@ class GlobalAllGather:
         )
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append for each chunk the messages of the scatter and those of the ring."""
+        """Append to `sink` for each chunk the messages of the scatter and those of the ring."""
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         ranks = multicast.receivers
         count = len(ranks)
@@ -105,7 +105,7 @@ class LocalAllGather(GlobalAllGather):
     name = "local_all_gather"
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield a multicast per receiving host."""
+        """Yield one multicast for each receiving host."""
         for host in multicast.hosts:
             yield replace(multicast, hosts=(host,))
 

@@ -44,7 +44,7 @@ class Multicast:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all pieces, each counted once."""
+        """Return the bytes of all pieces, each counted once however many ranks receive it."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
@@ -64,7 +64,7 @@ class HostHop:
 
 @dataclass(frozen=True)
 class MulticastCost:
-    """Seconds that a multicast occupies its NICs, and seconds after that until the last rank has all pieces."""
+    """Seconds for which a multicast occupies its NICs, and seconds after that until all ranks have all pieces."""
 
     occupied_s: float
     fill_s: float = 0.0
@@ -80,11 +80,11 @@ class Strategy(Protocol):
 
     @property
     def one_gateway(self) -> bool:
-        """Return whether each host receives its copy through one rank, not through all of them."""
+        """Return whether each host receives its copy through a single rank, not through all of them."""
         ...
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return whether one sender sends everything, not a part each."""
+        """Return whether a single sender sends everything; else each sends a part."""
         ...
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
@@ -92,15 +92,15 @@ class Strategy(Protocol):
         ...
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return into how many messages to cut the bytes that cross a link."""
+        """Return into how many messages to cut the bytes that cross each link."""
         ...
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds by the formulas above, plus latency and packing of each message after another."""
+        """Return the seconds by the formulas above, plus latency and packing of each message."""
         ...
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
-        """Return the hop into each host, in the order of hosts.
+        """Return for each host the hop by which the multicast enters it, in the order of hosts.
 
         The gateway of a hop is the rank that knows when its host has everything.
         """
@@ -109,7 +109,8 @@ class Strategy(Protocol):
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
         """Append the messages, each of at most a `chunks`-th of the bytes, to `sink`.
 
-        Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their hosts.
+        Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their
+        hosts.
         """
         ...
 

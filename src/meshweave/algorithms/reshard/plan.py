@@ -57,16 +57,16 @@ class ScheduledMulticast:
 
     @property
     def end_s(self) -> float:
-        """Return when the last receiving rank has everything."""
+        """Return the seconds from the start of the reshard until the last receiving rank has everything."""
         return self.start_s + self.cost.occupied_s + self.cost.fill_s
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The multicasts of a reshard in the order in which the program has them.
+    """The multicasts of a reshard in the order of the program.
 
-    All times are predictions of the model, in seconds. With `serial` each multicast between hosts waits for the
-    one before, whichever ranks take part in them.
+    All times are predictions of the model, in seconds. With `serial` each multicast between hosts waits for
+    the one before, whichever ranks take part in them.
     """
 
     problem: ReshardProblem
@@ -79,12 +79,12 @@ class ReshardPlan:
 
     @cached_property
     def predicted_s(self) -> float:
-        """Return when the last rank has everything."""
+        """Return the predicted seconds of the whole reshard, until the last rank has everything."""
         return max((scheduled.end_s for scheduled in self.multicasts), default=0.0)
 
     @cached_property
     def bound_s(self) -> float:
-        """Return the bound of the module docstring, which no program beats while NICs are the bottleneck."""
+        """Return a lower bound of its seconds, by the bytes of the busiest NIC (see the module docstring)."""
         return nic_bound_s(self.tasks, self.network)
 
     @cached_property
@@ -96,7 +96,7 @@ class ReshardPlan:
 
     @property
     def bytes_across_hosts(self) -> int:
-        """Return the bytes of all messages between hosts."""
+        """Return the bytes of all messages between hosts, copies counted."""
         return self._traffic.bytes_across_hosts
 
     @property
@@ -105,7 +105,7 @@ class ReshardPlan:
         return self._traffic.num_messages
 
     def scratch_bytes(self, rank: int) -> int:
-        """Return an upper bound of what a rank needs beside the tensors, to pack what is not contiguous."""
+        """Return an upper bound of the bytes that a rank needs besides the tensors, to pack strided pieces."""
         return self._traffic.scratch_bytes(rank)
 
     @property
@@ -119,7 +119,7 @@ class ReshardPlan:
         return total
 
     def local_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's shards, those before and those after the reshard together."""
+        """Return the bytes of a rank's shards before and after the reshard, both counted."""
         return sum(
             math.prod(layout.local_shape(move.shape, rank)) * move.element_bytes
             for move in self.problem.moves
@@ -136,19 +136,21 @@ def plan_reshard(
     order: str = "best",
     message_bytes: int = MESSAGE_BYTES,
 ) -> ReshardPlan:
-    """Choose senders, gateways, chunks and the order of multicasts.
+    """Return a plan: senders, gateways, chunks and the order of multicasts.
 
-    The same arguments give the same plan in every process, except for the order "exact", which has a time limit.
+    The same arguments give the same plan in every process, except for the order "exact", which has a time
+    limit.
 
     Args:
         strategy: one of `strategies.STRATEGIES`.
         order: one of `order.ORDERS`. With "naive" the first source sends, and one task runs after another.
-        message_bytes: the largest message, except that a message has at least one element. What ranks need beside
-            the tensors is room for a few messages: see `ReshardPlan.scratch_bytes`.
+        message_bytes: the most bytes of a message, except that a message has at least one element. Besides
+            the tensors ranks need room for a few messages: see `ReshardPlan.scratch_bytes`.
 
     Raises:
         LayoutError: the network does not know a rank.
-        UnsupportedError: there is no such strategy or order, or the order needs a library that is not installed.
+        UnsupportedError: there is no such strategy or order, or the order needs a library that is not
+            installed.
     """
     planner = _Planner(
         network, STRATEGIES[check_known(strategy, STRATEGIES, "strategy")], order, message_bytes
@@ -216,7 +218,7 @@ class _Planner:
         return multicasts, schedule
 
     def num_chunks(self, multicast: Multicast) -> int:
-        """Return in how many messages a multicast crosses each link."""
+        """Return the number of messages in which a multicast crosses each link."""
         least = -(-multicast.num_bytes // self.message_bytes)
         return max(self.strategy.num_chunks(multicast, self.network), least)
 

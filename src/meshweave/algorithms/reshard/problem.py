@@ -12,12 +12,13 @@ from meshweave.describe.layout import Layout, Partial
 
 @dataclass(frozen=True)
 class TensorMove:
-    """A tensor of global `shape` that lies as `src` says and shall lie as `dst` says.
+    """A tensor of global `shape` that moves from layout `src` to layout `dst`.
 
     The two meshes may share all, some or none of their ranks.
 
     Raises:
-        LayoutError: a layout does not fit the shape, or is partial. Sums are made on the source mesh beforehand.
+        LayoutError: a layout does not fit the shape, or is partial. Sums are reduced on the source mesh
+            beforehand.
     """
 
     name: str

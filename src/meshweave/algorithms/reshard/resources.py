@@ -43,8 +43,8 @@ def routes_of(
 ) -> list[MulticastRoute]:
     """Return each choice of sender and gateways of multicast `number`, with one rank per NIC.
 
-    Ranks behind one NIC are equally good. The first of them sends, so that the messages of one rank follow each
-    other without completion signals.
+    Ranks behind one NIC are equally good. The first of them sends, so that the messages of one rank follow
+    each other without completion signals.
     """
     picks = strategy.uses_one_sender(multicast)
     if multicast.is_local:
@@ -112,7 +112,7 @@ class _NicResources:
 def jobs_of(
     multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostTopology, strategy: Strategy
 ) -> JobSet:
-    """Return multicasts as the jobs to be ordered; each occupies its NICs for its duration in seconds."""
+    """Return the multicasts as jobs to be ordered; each occupies its NICs for its duration."""
     picks_all_senders = all(map(strategy.uses_one_sender, multicasts))
     resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
     jobs = []

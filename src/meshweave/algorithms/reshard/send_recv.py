@@ -23,20 +23,20 @@ class SendRecv:
     one_gateway = True
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
-        """Return True: one sender is enough."""
+        """Return True, always: one sender is enough."""
         return True
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield a multicast per receiving rank."""
+        """Yield one multicast for each receiving rank."""
         for rank in multicast.receivers:
             yield replace(multicast, hosts=((rank,),))
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
-        """Return 1: nobody passes anything on, so there is no pipeline to fill."""
+        """Return 1, always: no rank passes anything on, so there is no pipeline to fill."""
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the time of one copy, the latency of its messages and what they pack."""
+        """Return the seconds of one copy, with the latency and the packing of its messages."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = num_messages(multicast.pieces, chunks)
         packed_s = sum(packing_s(multicast.pieces, chunks, network))
@@ -49,7 +49,7 @@ class SendRecv:
         return (HostHop(multicast.senders[0], multicast.hosts[0][0], INTER_HOST_LANES[0]),)
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
-        """Append the messages from the sender to the receiver."""
+        """Append to `sink` the messages from the sender to the receiver."""
         (sender,), ((receiver,),) = multicast.senders, multicast.hosts
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         for piece in with_tail(in_chunks(multicast.pieces, chunks), LEAD_BYTES):

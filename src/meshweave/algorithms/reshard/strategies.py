@@ -17,7 +17,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def check_known(name: str, table: Iterable[str], what: str) -> str:
-    """Return the name if the table of strategies or orders has it.
+    """Return `name` if the table of strategies or orders has it.
 
     Raises:
         UnsupportedError: the table has no such name; the error lists those that it has.

@@ -58,7 +58,7 @@ class TensorPiece:
 
     @property
     def is_strided(self) -> tuple[bool, bool]:
-        """Return whether the box is no single run of memory in the source shard, and in the destination shard."""
+        """Return whether the box is strided in memory, in the source shard and in the destination shard."""
         return _has_gaps(self.shape, self.src_shard), _has_gaps(self.shape, self.dst_shard)
 
 
@@ -135,9 +135,10 @@ def _has_gaps(shape: Sequence[int], shard: Sequence[int]) -> bool:
 
 
 def cut_piece(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
-    """Return parts of nearly equal size, each of at most `most` bytes or of one element.
+    """Return the parts of a box, of nearly equal size, each of at most `most` bytes or of one element.
 
-    Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can be.
+    Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can
+    be.
     """
     shape, dim = piece.shape, 0
     if piece.num_bytes <= most or not shape:
@@ -168,7 +169,7 @@ def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
 
 
 def with_tail(chunks: Iterable[TensorPiece], most: int) -> Iterator[TensorPiece]:
-    """Yield the chunks, of which the last is cut so that the last part has at most `most` bytes or is one row."""
+    """Yield the chunks; the last one is cut so that its own last part has at most `most` bytes or is one row."""
     last: TensorPiece | None = None
     for chunk in chunks:
         if last is not None:
@@ -194,13 +195,13 @@ def _heads_and_tail(piece: TensorPiece, most: int) -> Iterator[TensorPiece]:
 
 
 def num_messages(pieces: Sequence[TensorPiece], count: int) -> int:
-    """Return the number of chunks of `in_chunks` where sizes divide evenly; else it may yield a few more."""
+    """Return the number of chunks that `in_chunks` yields if sizes divide evenly; else it may yield a few more."""
     share = _chunk_bytes(pieces, count)
     return sum(-(-piece.num_bytes // share) for piece in pieces)
 
 
 def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) -> tuple[float, float]:
-    """Return the seconds to pack all chunks of `in_chunks` from source shards, and those at destinations."""
+    """Return the seconds to pack all chunks of `in_chunks` at the source, and to unpack them at the other end."""
     if not network.packs:
         return 0.0, 0.0
     at_source = at_destination = 0.0

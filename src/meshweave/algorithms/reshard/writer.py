@@ -38,20 +38,20 @@ LEAD_BYTES = 1 << 15
 
 
 class MessageSink(Protocol):
-    """What a strategy writes the messages of a multicast to."""
+    """The interface that a strategy writes the messages of a multicast to."""
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
         """Append a message of one piece from rank `src` to rank `dst`.
 
-        `from_source` says that `src` sends from its shard of the source mesh; else it passes on what it received.
-        The NIC is free when the last message with `signals` has arrived.
+        `from_source` says that `src` sends from its shard of the source mesh; else it passes on what it
+        received. The NIC is free when the last message with `signals` has arrived.
         """
         ...
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Let all that follows in `lane` of rank `waiter` wait until `receiver` has what was sent to it last."""
+        """Make what follows in `lane` of rank `waiter` wait until `receiver` has the last message sent to it."""
         ...
 
 
@@ -80,7 +80,7 @@ class TrafficCounter:
         self._count(dst, lane, "in", piece.num_bytes)
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
-        """Count nothing: completion signals are not messages of the tensors."""
+        """Do nothing: completion signals are not messages of the tensors."""
 
     def scratch_bytes(self, rank: int) -> int:
         """Return an upper bound of the bytes that an executor of `rank` packs messages into.
@@ -134,7 +134,7 @@ class ReshardWriter:
             self.wait_for(self.send_completion(last, receiver, waiter), self.dtype_of(last), waiter, lane)
 
     def begin_multicast(self) -> None:
-        """Forget what arrived in the multicast before."""
+        """Begin a multicast: forget which pieces arrived in the one before."""
         self._arrived.clear()
 
     def completion_piece(self, rank: int) -> TensorPiece | None:
@@ -151,7 +151,7 @@ class ReshardWriter:
         return self._problem.moves[piece.tensor_index].dtype
 
     def copy_locally(self, piece: TensorPiece, rank: int) -> None:
-        """Append a copy on a rank that has what it needs."""
+        """Append a copy on a rank that holds the piece in its source shard already."""
         self._on(rank, Copy(out=self._target(piece), src=self._source(piece), lane=COPY_LANE))
 
     def send_completion(self, last: TensorPiece, receiver: int, waiter: int) -> View:
@@ -174,7 +174,7 @@ class ReshardWriter:
         return signal
 
     def wait_for(self, signal: View, dtype: str, rank: int, lane: str) -> None:
-        """Let all that follows in `lane` of `rank` wait for a signal: append a copy of its element."""
+        """Make all that follows in `lane` of `rank` wait for a signal: append a copy of its element."""
         num_dims = len(signal.selectors)
         name = f"go_{dtype}_{num_dims}d_{lane}"
         self._scratch[name] = dtype, (1,) * num_dims
@@ -183,7 +183,7 @@ class ReshardWriter:
     # --- the program --------------------------------------------------------------------------------------
 
     def program(self, name: str) -> Program:
-        """Return the program of all that was written so far."""
+        """Return the program of all that was written so far, called `name`."""
         program_meshes = ProgramMeshes()
         tensors: list[Tensor] = []
         buffers: list[Buffer] = []

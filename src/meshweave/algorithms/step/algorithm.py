@@ -38,7 +38,10 @@ from meshweave.ir.program import Program
 
 
 class StepEstimate(Estimate):
-    """The estimate of a step, of which parts are made when they are asked for."""
+    """The estimate of a step; its parts are computed when they are asked for.
+
+    Seconds are those of the pipeline rank that works longest, as in `StepParts`.
+    """
 
     step: Step
 
@@ -48,33 +51,33 @@ class StepEstimate(Estimate):
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of products, attention and element-wise work."""
+        """Return the seconds of products, attention and element-wise work of a step, recomputation included."""
         parts = self.step.parts
         return parts.compute + parts.recompute + parts.ends
 
     @property
     def copy_s(self) -> float:
-        """Return the seconds of the update of weights."""
+        """Return the seconds of the optimizer's update of weights."""
         return self.step.parts.optimizer
 
     @property
     def launch_s(self) -> float:
-        """Return the seconds of what is outside the model."""
+        """Return the seconds of a step outside the model, by the constants of the software stack."""
         return self.step.parts.software
 
     @property
     def sync_s(self) -> float:
-        """Return the seconds in which a rank waits for others."""
+        """Return the seconds of the pipeline bubble, transfers left out."""
         return self.step.parts.bubble
 
     @property
     def transfer_s(self) -> float:
-        """Return the seconds of communication that nothing hides."""
+        """Return the seconds of exposed communication, without that of recomputed work."""
         return self.step.parts.exposed
 
 
 class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
-    """A step of training: layers on tensor-parallel ranks, in a pipeline, on replicas."""
+    """A training step: layers sharded over tensor-parallel ranks, in a pipeline, on data-parallel replicas."""
 
     name = "step"
     title = "Training step"
@@ -85,7 +88,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     is_proved = False
 
     def examples(self) -> Iterator[StepProblem]:
-        """Yield steps of integers of two small models on four chips."""
+        """Yield steps of two small models on four chips."""
         cluster = load_cluster("tpu-v4-pod:4")
         tiny = Transformer("tiny", 2, 8, 4, 4, 2, 16, 12, False, "made up", tied_embeddings=False)
         yield StepProblem(tiny, cluster, 4, 4, "float32")
@@ -93,7 +96,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         yield StepProblem(grouped, cluster, 8, 4, "float32")
 
     def candidates(self, problem: StepProblem, cluster: Cluster | None = None) -> Iterator[Parallelism]:
-        """Yield what may fit by `least_memory`, configurations with few tensor and pipeline ranks first."""
+        """Yield the configurations whose least memory fits, those with few tensor and pipeline ranks first."""
         for choice in StepSpace(problem).choices():
             try:
                 if least_memory(problem, choice).total <= problem.usable_bytes():
@@ -102,15 +105,20 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
                 continue
 
     def program(self, problem: StepProblem, config: Parallelism) -> Program:
-        """Return the program on all chips. Raises LayoutError, and UnsupportedError where none is written."""
+        """Return the program on all chips.
+
+        Raises:
+            LayoutError: the degrees do not fit the chips, the batch or the model.
+            UnsupportedError: no program is written for a step of this kind.
+        """
         return lay_step(step_of(problem, config).stages, folds=False).program
 
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
-        """Return the machine of the program: the cluster is that of the problem."""
+        """Return the machine of the program, on the cluster of the problem; `cluster` is not used."""
         return lay_step(step_of(problem, config).stages, folds=False).machine
 
     def placements(self, problem: StepProblem) -> dict[str, Layout]:
-        """Return the layouts of the buckets of the first candidate."""
+        """Return the layouts of the first candidate's buckets (vectors of weights, gradients), by tensor name."""
         buffers = self.program(problem, next(self.candidates(problem))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
@@ -118,15 +126,15 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     # --- closed forms -----------------------------------------------------------------------------------
 
     def estimate(self, problem: StepProblem, config: Parallelism, machine: Machine) -> Estimate:
-        """Return the closed form of `step_of`, on the cluster of the problem; `machine` is not used."""
+        """Return the closed form of a step's time, on the cluster of the problem; `machine` is not used."""
         return StepEstimate(step_of(problem, config))
 
     def outside_s(self, problem: StepProblem, config: Parallelism) -> float:
-        """Return the seconds of software, and of the gradient of a table that both ends have."""
+        """Return the seconds outside the program: software, and the gradient of a table that both ends share."""
         return outside_s(step_of(problem, config))
 
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
-        """Return the bytes that a chip of the rank's stages holds at once (`program_memory`)."""
+        """Return the most bytes that a chip of the rank's stages holds at once."""
         return program_memory(step_of(problem, config).stages)[
             rank // config.stride("pipeline") % config.pipeline
         ]
@@ -136,7 +144,7 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def branches(
         self, problem: StepProblem, part: StepPart | None = None, limit_s: float = math.inf
     ) -> Iterator[StepPart] | None:
-        """Return plain layouts and others, then layouts, choices, or configurations (`step.parts`)."""
+        """Return the smaller parts of a part, down to configurations (`step.parts`); None for a configuration."""
         if isinstance(part, Parallelism):
             return None
         if part is None:
@@ -144,13 +152,13 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part.tree.branches(part, limit_s)
 
     def lower_bound(self, problem: StepProblem, part: StepPart, *, is_tight: bool = False) -> float:
-        """Return a bound by the layers of the busiest rank, or of a configuration `least_step_s`."""
+        """Return a lower bound of a step's seconds from the layers of the busiest rank; 0 for all layouts."""
         if isinstance(part, Parallelism):
             return least_step_s(problem, part)
         return 0.0 if isinstance(part, LayoutsPart) else part.tree.bound_s(part, is_tight=is_tight)
 
     def row(self, problem: StepProblem, part: StepPart) -> Hashable:
-        """Return degrees and strategy."""
+        """Return a key of degrees and strategy; a ranking shows the best configuration of each."""
         match part:
             case Parallelism():
                 return row_key(part)
@@ -161,34 +169,34 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return part
 
     def admits(self, problem: StepProblem, config: Parallelism) -> bool:
-        """Return whether the step fits, by what its program holds."""
+        """Return whether the memory of the step, as its program holds it, fits the chips."""
         return memory_of(problem, config).total <= problem.usable_bytes()
 
     def preference(self, problem: StepProblem, config: Parallelism, estimate: Estimate) -> Any:
-        """Return the bytes of the fullest chip, then the configuration in words."""
+        """Return (bytes of the fullest chip, configuration in words), by which ties in time are broken."""
         assert isinstance(estimate, StepEstimate)
         return estimate.step.memory.total, str(config)
 
     # --- meaning ----------------------------------------------------------------------------------------
 
     def random_inputs(self, problem: StepProblem, seed: int = 0) -> dict[str, Array]:
-        """Return small integers for the weights of the model, by name."""
+        """Return small random integers for the weights of the model, by name."""
         return random_weights(problem, seed)
 
     def reference(self, problem: StepProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return the gradients of all weights over the whole batch, and the weights that they are updated to."""
+        """Return the gradients of all weights over the whole batch, and the updated weights, by name."""
         return dense_step(problem, inputs)
 
     def operands(self, problem: StepProblem, config: Parallelism, inputs: Arrays) -> dict[str, Array]:
-        """Return the buckets of weights of all ranks."""
+        """Return the buckets of weights over all ranks, by tensor name, from the weights of the model."""
         return LaidWeights(step_of(problem, config)).buckets(inputs)
 
     def results(self, problem: StepProblem, config: Parallelism, outputs: Arrays) -> dict[str, Array]:
-        """Return gradients and updated weights by name from their buckets."""
+        """Return gradients and updated weights of the model by name, from the program's buckets."""
         return LaidWeights(step_of(problem, config)).whole(outputs)
 
     def calls(self, problem: StepProblem, config: Parallelism) -> Mapping[str, Callable[..., Any]]:
-        """Return what the calls of the program compute, on integers; the optimizer subtracts the gradient."""
+        """Return the functions that the program calls, by name, on integers; the optimizer subtracts gradients."""
         return LaidWeights(step_of(problem, config)).calls()
 
 

@@ -42,10 +42,10 @@ from meshweave.ir.program import Program
 
 @dataclass(frozen=True)
 class LaidStep:
-    """The program of a step and the machine that it is on.
+    """The program of a step and the machine that it runs on.
 
     Attributes:
-        fold: how many chips each simulated rank stands for.
+        fold: the number of chips that each simulated rank stands for.
     """
 
     program: Program
@@ -57,11 +57,10 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
     """Return the program of a step with the programs of its layers inside, and its machine.
 
     Args:
-        folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
+        folds: whether one replica is simulated for all, if they are alike and each is in hosts of its own.
 
     Raises:
-        UnsupportedError: products in another dtype, or sizes that tensor-parallel ranks do not share
-            evenly.
+        UnsupportedError: products in another dtype, or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -84,11 +83,11 @@ def lay_step(step: Stages, *, folds: bool = True) -> LaidStep:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where a stage of a step lies.
+    """The ranks and layers of a stage of a step.
 
     Attributes:
         mesh, replicas: its ranks, with the axes of blocks and with those of replicas.
-        layers: by the names of its units the numbers of their layers in the model; (0,) for an end.
+        layers: the numbers of its layers in the model, by the name of their unit; (0,) for embedding or head.
     """
 
     mesh: Mesh
@@ -98,12 +97,12 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class WrittenStep:
-    """The program of a step, and what its buckets are.
+    """The program of a step, and what its buckets (vectors of many weights or gradients) hold.
 
     Attributes:
         units: the pieces of the model by name.
-        stages: where each stage lies.
-        settings: how its buckets are kept.
+        stages: the ranks and layers of each stage.
+        settings: how its buckets are sharded and gathered.
         loss_copies: how many ranks of a pipeline rank have the losses of the same tokens.
     """
 
@@ -120,13 +119,13 @@ class WrittenStep:
 
 @dataclass(frozen=True)
 class StepPieces:
-    """What the program of a step is made of.
+    """The parts from which the program of a step is written.
 
     Attributes:
         units: for each stage its pieces of the model, with how many of each there are.
         layers: for each stage the names of the units of its layers, in order.
         schedule: the actions of each pipeline rank.
-        settings: how buckets are kept.
+        settings: how buckets are sharded and gathered.
     """
 
     units: tuple[tuple[tuple[Unit, int], ...], ...]
@@ -136,7 +135,7 @@ class StepPieces:
 
 
 def step_pieces(step: Stages) -> StepPieces:
-    """Return what the program of a step is made of, on one of its replicas. Raises as `lay_step`."""
+    """Return the parts of the program of a step, on one of its replicas. Raises UnsupportedError as `lay_step`."""
     if has_timed_layers(step.problem):
         raise UnsupportedError(
             "programs of layers with experts or latent attention do not say what they hold"
@@ -145,14 +144,14 @@ def step_pieces(step: Stages) -> StepPieces:
 
 
 def write_step(step: Stages) -> WrittenStep:
-    """Return the program of a step on all chips, for those who run it. Raises as `lay_step`."""
+    """Return the program of a step on all chips, to be executed. Raises UnsupportedError as `lay_step`."""
     if has_timed_layers(step.problem):
         raise UnsupportedError(REFUSAL)
     return _StepWriter(step, 1).written()
 
 
 def has_timed_layers(problem: StepProblem) -> bool:
-    """Return whether programs of some layers say what they cost and not what they compute."""
+    """Return whether the programs of some layers state costs only and have no equations."""
     known = problem.cache("timed layers")
     if not known:
         known[""] = any(is_timed(graph) for _, graph in problem.model.runs)
@@ -190,7 +189,7 @@ class _StepWriter:
         self.units: dict[str, Unit] = {}
 
     def written(self) -> WrittenStep:
-        """Return the program with what its buckets are."""
+        """Return the program with what its buckets hold."""
         program, stages, begin = self.program(), dict[int, StagePlace](), 0
         for number, rank in enumerate(self.step.stage_ranks):
             layers: dict[str, tuple[int, ...]] = {}
@@ -218,7 +217,7 @@ class _StepWriter:
         return PipelineProblem(stages, edges, self.step.micro_batches, rows=rows)
 
     def pieces(self) -> StepPieces:
-        """Return what the program is made of, without writing it."""
+        """Return the parts of the program without writing it."""
         schedule = self._schedule(self._pipeline())
         numbers = range(self.p.num_stages)
         counts = tuple(self._units_of(number) for number in numbers)

@@ -99,15 +99,15 @@ class BlockStage:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Return the meshes of buckets."""
+        """Return the meshes on which the stage's buckets lie."""
         return tuple(each.mesh for each in self.ranks if each is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of its buckets."""
+        """Yield the tensors of the stage's buckets."""
         yield from self.buckets.tensors()
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
-        """Yield buckets, matrices, what is kept, and gradients of matrices. `layouts` are not read."""
+        """Yield buffers of buckets, weight matrices, stashes and gradients of matrices. `layouts` are not read."""
         del layouts
         residual, scratch = self._residual_shape(), self.buckets.scratch
         if residual is not None:
@@ -179,17 +179,17 @@ class BlockStage:
     # --- actions ----------------------------------------------------------------------------------------
 
     def begin(self, *, gathers: bool) -> Iterator[Statement]:
-        """Yield zeros of gradients, gathers of sharded weights, and the matrices of all layers."""
+        """Yield the statements before the first action: zeroed gradients, gathers of shards, all matrices."""
         del gathers
         yield from self.buckets.begin()
 
     def end(self, *, reduces: bool) -> Iterator[Statement]:
-        """Yield reductions that nothing is beside, and the update of the weights."""
+        """Yield the statements after the last action: exposed reductions, and the update of the weights."""
         del reduces
         yield from self.buckets.end()
 
     def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterator[Statement]:
-        """Yield the statements of an action that computes; others have none."""
+        """Yield the statements of a compute action, all ops called `label`; none for other kinds of action."""
         part = PART_OF_ACTION.get(kind)
         if part == "forward":
             yield from self._forward(_StagePart(part, micro_batch, label))

@@ -32,7 +32,8 @@ _CONTEXT_AXIS = ".depth"
 
 @dataclass(frozen=True)
 class PartTime:
-    """Seconds of a piece of work: computing, and exposed communication of tensor and context parallelism.
+    """Seconds of a piece of work: computing, exposed tensor- and context-parallel communication, waits for the
+    host.
 
     Attributes:
         host_s: seconds in which the chip waits for its host, where that waits for collectives (`HostPace`).
@@ -45,7 +46,7 @@ class PartTime:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of the whole."""
+        """Return the sum of the four parts in seconds."""
         return self.compute_s + self.tensor_s + self.context_s + self.host_s
 
     def __add__(self, other: PartTime) -> PartTime:
@@ -113,9 +114,9 @@ class PricedTasks:
         self.computing_ps = sum(self._durations)
 
     def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
-        """Return the time on a machine; `known` keeps what transfers take there.
+        """Return the time of one micro-batch on a machine; `known` caches picoseconds of transfers there.
 
-        Where the software waits for each transfer (`waits`), nothing of it is hidden.
+        If the software waits for each transfer (`waits`), no transfer is hidden.
         """
         durations = self._priced(machine, known)
         communication = context = exchanges = 0
@@ -172,7 +173,7 @@ class PricedTasks:
         return durations
 
     def issued(self, machine: Machine, known: dict[Transfer, int], start: int = 0) -> list[IssuedTask]:
-        """Return the tasks from a place on as a host issues them; what comes before has ended."""
+        """Return the tasks from number `start` on as a host issues them; all tasks before it have ended."""
         durations = self._priced(machine, known)
         transfers = {place: work for place, work, _ in self._transfers}
         out = []
@@ -190,7 +191,7 @@ class PricedTasks:
 
 
 def compute_ps(problem: StepProblem, work: Compute) -> int:
-    """Return the picoseconds of work on a chip."""
+    """Return the picoseconds of work on one chip of the cluster."""
     known = problem.cache("computing")
     ticks: int | None = known.get(work)
     if ticks is None:
@@ -199,7 +200,7 @@ def compute_ps(problem: StepProblem, work: Compute) -> int:
 
 
 def adapted_compute(work: Compute, products: ProductDtypes | None, part: ProductPart = "forward") -> Compute:
-    """Return work with products in the dtype of their part, and with ring attention to half of the keys a turn."""
+    """Return work as a step prices it: products in the dtype of their part, ring attention to half of the keys."""
     if work.kind == "matmul" and products is not None:
         dtype = getattr(products, part)
         return work if dtype is None else replace(work, dtype=dtype, item_bytes=item_bytes(dtype))
@@ -214,12 +215,12 @@ def adapted_compute(work: Compute, products: ProductDtypes | None, part: Product
 
 
 def is_call(task: FlatTask, work: str) -> bool:
-    """Return whether a task is a call of a kind of work."""
+    """Return whether a task is a call whose kind of work is `work`, such as "attention"."""
     return isinstance(task.work, Compute) and task.work.call == work
 
 
 def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
-    """Return the time of a block with included products; `waits` is that of `PricedTasks.time`."""
+    """Return the time of a block whose tasks are a skeleton; `waits` is that of `PricedTasks.time`."""
     time = estimate_skeleton(skeleton, machine)
     exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
     computing_s = time.total_s - exposed_s
@@ -235,15 +236,15 @@ def estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
 
 
 def is_summed_later(lane: str, work: Work) -> bool:
-    """Return whether a task is a sum of gradients that a step makes once, and not in each backward part.
+    """Return whether a task reduces gradients of weights, which a step does once and not per micro-batch.
 
-    Those that are scattered over the ranks of a 2D product are made in it.
+    A reduce-scatter inside a 2D product is no such task.
     """
     return lane.endswith(_GRADIENTS) and not (isinstance(work, Transfer) and work.kind == "reduce_scatter")
 
 
 def without_gradients(skeleton: Skeleton) -> Skeleton:
-    """Return a skeleton without the sums of gradients of weights that a step makes once."""
+    """Return a skeleton without the reductions of gradients of weights, which a step does once."""
     phases = []
     for phase in skeleton.phases:
         dropped = {
@@ -267,7 +268,11 @@ def without_gradients(skeleton: Skeleton) -> Skeleton:
 
 
 def adapted_skeleton(skeleton: Skeleton, products: ProductDtypes | None) -> Skeleton:
-    """Return a skeleton whose work is that of `adapted_compute`. Raises UnsupportedError for several dtypes."""
+    """Return a skeleton whose work is changed by `adapted_compute`.
+
+    Raises:
+        UnsupportedError: the three products of training have different dtypes.
+    """
     if products is not None and len(set(products)) > 1:
         raise UnsupportedError(
             "tasks of such a layer are not told apart by what they make, and its precision is"

@@ -36,7 +36,7 @@ from meshweave.ir.skeleton import Skeleton
 
 
 def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
-    """Return what the time of a layer depends on."""
+    """Return the fields of `parallelism` that a layer's time depends on, as a cache key."""
     p = parallelism
     experts = (p.expert, p.expert_tensor, expert_axes(p)) if p.expert * p.expert_tensor > 1 else ()
     return p.strategy, p.micro_batch, block_axes(p), experts
@@ -45,7 +45,10 @@ def layer_key(parallelism: Parallelism) -> tuple[object, ...]:
 def block_of(
     problem: StepProblem, parallelism: Parallelism, training: bool = True, vocabulary: int = 0
 ) -> BlockProblem:
-    """Return the block that the ranks of a layer compute."""
+    """Return one layer, for one micro-batch of one replica, as a block on its tensor and context ranks.
+
+    With a `vocabulary` it has embedding, last norm, logits and loss as well.
+    """
     shape = tuple(size for _, size, _ in block_axes(parallelism))
     work = Workload(parallelism.micro_batch, problem.sequence, problem.dtype)
     block = BlockProblem.of(problem.model, work, shape, training=training)
@@ -53,12 +56,15 @@ def block_of(
 
 
 def layer_block(problem: StepProblem, parallelism: Parallelism) -> LayerBlock:
-    """Return the block of a layer on its ranks. Raises LayoutError, UnsupportedError as `strategy_of`."""
+    """Return the block of a layer on its ranks. Raises LayoutError or UnsupportedError as `strategy_of`."""
     return _block(problem, parallelism, 0, problem.products)
 
 
 def wide_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) -> LayerBlock:
-    """Return the block of a layer, with both ends of the model where there is a vocabulary, in 16 bits or more."""
+    """Return the block of a layer priced in the step's own dtype, whatever its products' recipe.
+
+    With a `vocabulary` it has embedding, last norm, logits and loss as well.
+    """
     return _block(problem, parallelism, vocabulary, None)
 
 
@@ -73,15 +79,15 @@ def _block(
 
 
 class LayerBlock:
-    """The program of a layer, and of both ends of the model, on the ranks that share them.
+    """One layer, with or without embedding and head, on the ranks that share it, for one micro-batch.
 
-    Times are None where broadcasts are chains, if tasks would have to be told apart for them.
+    Parts of the time are None where broadcasts are chains, whose tasks are not priced one by one.
 
     One object serves all configurations with an equal `layer_key`.
 
     Attributes:
-        vocabulary: the size of that of embedding and loss; 0 for a layer alone.
-        products: the dtypes of products; None for that of the problem.
+        vocabulary: that of embedding and loss; 0 for a layer alone.
+        products: the dtypes of the three products of training; None for the problem's dtype.
     """
 
     def __init__(
@@ -114,22 +120,29 @@ class LayerBlock:
 
     @property
     def config(self) -> BlockConfig:
-        """Return the config that is best for forward and backward part. Raises LayoutError: it does not fit."""
+        """Return the config that is fastest for forward and backward part together.
+
+        Raises:
+            LayoutError: the layer does not fit the strategy.
+        """
         return self._best[1]
 
     @property
     def whole(self) -> BlockTime:
-        """Return the time of forward and backward part. Raises as `config`."""
+        """Return the time of forward and backward part of one micro-batch. Raises LayoutError as `config`."""
         return self._best[0]
 
     @cached_property
     def forward(self) -> BlockTime:
-        """Return the time of the forward part, with the config that is best for both. Raises as `config`."""
+        """Return the time of the forward part, in the config that is fastest for both. Raises as `config`."""
         return self._time(False, self.config)
 
     @cached_property
     def split(self) -> tuple[PartTime, PartTime] | None:
-        """Return the time of the backward part in two: gradient of the residual, and gradients of weights."""
+        """Return the times of the two backward parts: gradient of the residual, gradients of weights.
+
+        None where tasks are not priced one by one.
+        """
         if self._is_estimated:
             return None
         first, last = (self._time(True, self.config, part).part for part in ("input_grad", "weight_grad"))
@@ -137,7 +150,10 @@ class LayerBlock:
 
     @property
     def issued(self) -> tuple[list[IssuedTask], list[IssuedTask]] | None:
-        """Return the tasks of the forward and of the backward part as their host issues them."""
+        """Return the tasks of the forward and of the backward part in the order in which the host issues them.
+
+        None where tasks are not priced one by one.
+        """
         if self._is_estimated:
             return None
         forward, whole = (self._tasks(training, self.config, "") for training in (False, True))
@@ -149,7 +165,7 @@ class LayerBlock:
         """Return the time of ring attention in the forward part, for recomputation that repeats it alone.
 
         It begins with the last element-wise call before attention and ends with the first one after it. None
-        without context parallelism, too.
+        without context parallelism, or where tasks are not priced one by one.
         """
         if self._ranks.context == 1 or self._is_estimated:
             return None
@@ -166,7 +182,7 @@ class LayerBlock:
         return priced.time(self._machine, self._transfers, self.problem.stack.waits_for_tensor).part
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
-        """Return the time of a piece of the model alone, forward or (`training`) forward and backward."""
+        """Return the time of embedding or head alone, forward or (`training`) forward and backward."""
         problem, known = self.problem, self.problem.cache("pieces")
         block = block_of(problem, self._ranks, training, problem.model.vocab_size or 0)
         key = self._entry.name, block, self.config, piece
@@ -176,7 +192,10 @@ class LayerBlock:
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:
-        """Return when the tasks of `whole` run. Raises as `config`."""
+        """Return when each task of `whole` begins and ends; None where broadcasts are chains.
+
+        Raises LayoutError as `config`.
+        """
         machine = self._machine
         return task_spans(self._skeleton(True, self.config), lambda work: price(work, machine).total_ps)
 

@@ -47,7 +47,7 @@ def _mean_weights(problem: StepProblem) -> float:
 
 
 class LayerBounds:
-    """Least seconds of a layer, forward and backward, of the layouts of a space."""
+    """Lower bounds of a layer's time, forward and backward, for the layouts of a space."""
 
     def __init__(self, space: StepSpace) -> None:
         self._problem = space.problem
@@ -61,7 +61,7 @@ class LayerBounds:
         self._places: dict[tuple[object, ...], StepLayout] = {}
 
     def flops_s(self, sizes: DegreeSizes) -> float:
-        """Return the least seconds of a layer with one sequence, by its FLOPs and the highest rate of a chip."""
+        """Return the least seconds of a layer for one sequence, by its FLOPs and the highest rate of a chip."""
         sequence = self._problem.sequence
         attention = sum(
             share * kind.model.layer.attention_flops(sequence) for share, kind in self._problem.kinds
@@ -70,13 +70,13 @@ class LayerBounds:
         return flops / self._most_flops_per_s / (sizes.context * sizes.tensor)
 
     def apart(self) -> LayerBounds:
-        """Return bounds of the same space that share what kernels take, with representatives of their own."""
+        """Return bounds of the same space that share the prices of kernels, with representatives of their own."""
         other = copy(self)
         other._layers, other._places = {}, {}
         return other
 
     def kernels_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the least seconds of a layer wherever its ranks lie: those of its products and attention.
+        """Return the least seconds of a layer and micro-batch wherever its ranks lie: products and attention.
 
         Raises LayoutError where the strategy does not fit.
         """
@@ -92,9 +92,9 @@ class LayerBounds:
         return both_s + self._added[with_data] + (forward_s if recompute == "full" else 0.0)
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of a layer in a layout, with the least time of what is computed again.
+        """Return the seconds of a layer for one micro-batch in a layout; its recomputation is a lower bound.
 
-        Raises as `kernels_s` does.
+        Raises LayoutError where the strategy does not fit.
         """
         layout = self.representative(layout)
         key = layout, micro_batch
@@ -104,14 +104,14 @@ class LayerBounds:
         return self._layers[key] + again_s
 
     def head_s(self, layout: StepLayout, micro_batch: int) -> float:
-        """Return the seconds of last norm, logits and loss in a layout. Raises as `kernels_s` does."""
+        """Return the seconds of last norm, logits and loss per micro-batch. Raises LayoutError as `layer_s`."""
         _, head = ends_time(
             self._problem, self.representative(layout).choice(micro_batch, _ANY, 1, 0, "none")
         )
         return max(head.forward.total_s + head.backward.total_s, 0.0)
 
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
-        """Return the seconds of a layer with all that is computed again. Raises as `kernels_s` does."""
+        """Return the seconds of a layer and micro-batch with recomputation. Raises LayoutError as `layer_s`."""
         if recompute == "none":
             return self.layer_s(layout, micro_batch)
         layer = layer_time(
@@ -120,10 +120,10 @@ class LayerBounds:
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def representative(self, layout: StepLayout) -> StepLayout:
-        """Return a layout whose layers take as long as those of `layout`: the first one that was asked for.
+        """Return the layout that stands for all with equally long layers: the first one that was asked for.
 
-        Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of the
-        same levels, and where all have replicas or none. So layers are priced once for all such layouts.
+        Layers take as long where strategy, tensor and context degrees are equal, and groups lie on links of
+        the same levels, and where all have replicas or none. So layers are priced once for all such layouts.
         """
         sizes: dict[Degree, int] = {"tensor": ranks_of(layout.tensor), "context": layout.context}
         places = (
@@ -188,11 +188,18 @@ def step_bound_s(
     layer_s: float,
     head_s: float = 0.0,
 ) -> float:
-    """Return the least seconds of a step whose layers take `layer_s` a micro-batch, forward and backward.
+    """Return a lower bound of a step's seconds from the time of its layers.
 
-    A rank works on every micro-batch, one of them also on head and loss. The last rank may also wait for the first
-    stages of the others before its first micro-batch, and they for it after the last, as in 1F1B (Narayanan et al.
-    2021, section 2.2); zero-bubble schedules fill that time.
+    A rank works on every micro-batch, one of them also on head and loss. The last rank may also wait for the
+    first stages of the others before its first micro-batch, and they for it after the last, as in 1F1B
+    (Narayanan et al. 2021, section 2.2); zero-bubble schedules fill that time.
+
+    Args:
+        num_layers: layers of the model.
+        pipeline, virtual: pipeline ranks, and stages on each.
+        num_micro_batches: micro-batches of a step through each pipeline.
+        layer_s: seconds of one layer for one micro-batch, forward and backward.
+        head_s: likewise of last norm, logits and loss.
     """
     layers = rank_layers(num_layers, schedule, pipeline, virtual)
     head = ranks_of_stages(schedule, pipeline, virtual)[-1]

@@ -20,7 +20,7 @@ from meshweave.ir.program.views import FULL, Range, View
 
 
 class BucketViews:
-    """The buckets of one stage, and which part of them a view is.
+    """The buckets of one stage (vectors of the weights or gradients of many layers), and views of their parts.
 
     Args:
         number: of the stage.
@@ -30,7 +30,8 @@ class BucketViews:
         last: the micro-batch whose backward part is the last here.
 
     Attributes:
-        early: by buffer, of how many micro-batches gradients of matrices are kept that come before others.
+        early: for each buffer of matrix gradients that are computed early the micro-batches that it has slots
+            for.
     """
 
     def __init__(
@@ -46,26 +47,26 @@ class BucketViews:
         self.units = {each.name: (each, count) for unit, count in units.values() for each in unit.buckets}
 
     def term(self, unit: Unit, weight: Weight, layer: Index, at: Index) -> View:
-        """Return the gradient of a matrix of a layer, of one micro-batch or more (`early`)."""
+        """Return the view of the gradient of a layer's matrix from micro-batch `at`, before it is summed."""
         name = f"d{weight.name}"
         slots = self.early.get(f"{unit.name}_{name}", 0)
         slot = (at % slots) * self.units[unit.name][1] + layer if slots else 0
         return self.whole(f"{unit.name}_{name}", len(weight.shape), slot)
 
     def ranks_of(self, unit: Unit) -> BucketRanks:
-        """Return where the bucket of a unit lies."""
+        """Return the ranks on which the bucket of a unit lies."""
         own = self._ranks[unit.is_of_experts]
         assert own is not None
         return own
 
     def settings_of(self, unit: Unit) -> StageSettings:
-        """Return how the bucket of a unit is kept."""
+        """Return how the bucket of a unit is sharded and gathered."""
         return self.ranks_of(unit).settings
 
     # --- declarations -----------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the buckets of weights, of gradients and of updated weights of all tensor-parallel ranks."""
+        """Yield the tensors of buckets over all ranks of the stage: weights, gradients and updated weights."""
         settings = self._ranks[0].settings
         for unit, count in self.units.values():
             ranks = self.ranks_of(unit)
@@ -76,7 +77,7 @@ class BucketViews:
             yield Tensor(self._tensor(unit, "NEW"), shape, settings.dtype)
 
     def buffers(self, unit: Unit, count: int) -> Iterator[Buffer]:
-        """Yield the buffers of the buckets of a unit."""
+        """Yield the buffers of the buckets of `count` layers of a unit."""
         ranks = self.ranks_of(unit)
         settings, mesh, split = ranks.settings, ranks.mesh, ranks.split
         layout = Layout(mesh, tuple(Shard(0) if axis in split else Replicate() for axis in mesh.axes))
@@ -92,19 +93,19 @@ class BucketViews:
                     yield self.scratch(name, (slots * unit.elements // self._divisor(unit, level),), dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: str, slots: int = 1) -> Buffer:
-        """Return scratch of the stage."""
+        """Declare a scratch buffer of the stage and return it."""
         return Buffer(self.name(name), "scratch", self.mesh.name, dtype, shape=shape, slots=slots)
 
     def name(self, name: str) -> str:
-        """Return what a buffer of the stage is called."""
+        """Return a name with the stage's number before it, as buffers of the stage are called."""
         return f"s{self.number}_{name}"
 
     def whole(self, name: str, dims: int, slot: Index = 0) -> View:
-        """Return a slot of a buffer of the stage."""
+        """Return the view of one slot of a buffer of the stage, all of its `dims` dims."""
         return View(self.name(name), (FULL,) * dims, slot)
 
     def matrix_slots(self, unit: Unit) -> int:
-        """Return of how many layers the matrices of weights are there at once."""
+        """Return for how many layers weight matrices are in memory at once."""
         count = self.units[unit.name][1]
         return min(count, GATHERED_LAYERS) if self.settings_of(unit).shards_weights else count
 

@@ -36,12 +36,16 @@ from meshweave.ir.program.views import FULL, Range, View
 
 
 class StageBuckets(BucketViews):
-    """Writes what is done with the buckets of one stage. Collectives of experts follow those of their layer."""
+    """Writes the gathers, sums and reductions of the buckets of one stage.
+
+    A bucket is a vector of all weights, or gradients, of one layer. Collectives of experts follow those of
+    their layer.
+    """
 
     # --- weights ----------------------------------------------------------------------------------------
 
     def begin(self) -> Iterator[Statement]:
-        """Yield zeros of gradients, gathers of sharded weights, and the matrices of all layers."""
+        """Yield the statements before the first action: zeroed gradients, gathers of shards, all matrices."""
         order = self._in_order()
         for is_waited in (True, False):
             for unit, count in reversed(order) if is_waited else order:
@@ -85,9 +89,11 @@ class StageBuckets(BucketViews):
     def weights(
         self, unit: Unit, layer: Index, at: Index, *, is_forward: bool, then: Iterable[Op] = ()
     ) -> Iterator[Statement]:
-        """Yield what makes the matrices of a layer before a part of it.
+        """Yield the statements that bring a layer's weight matrices into memory before a part of it.
 
         Args:
+            at: the micro-batch.
+            is_forward: whether the part is the forward one.
             then: collectives that follow its gathers.
         """
         yield from self._gathers_beside(unit, layer, is_forward=is_forward)
@@ -114,13 +120,13 @@ class StageBuckets(BucketViews):
     def waits_to_gather(
         self, unit: Unit, layer: Index, ins: tuple[View, ...], *, is_forward: bool
     ) -> Iterator[Op]:
-        """Yield a call that the first gather of an action waits for: it writes an element of what that makes."""
+        """Yield a call that the first gather of an action waits for: it writes an element that is gathered."""
         yield from self._before_gather(self._gathers_beside(unit, layer, is_forward=is_forward), ins)
 
     def weights_used(self, unit: Unit, layer: Index) -> Iterator[Op]:
-        """Yield a call after a part of a layer, for which what is gathered next where its weights were waits.
+        """Yield a call after a part of a layer that lets the next gather reuse the memory of its weights.
 
-        Matrices are views of what is gathered, so that one layer and the next are whole, and no third one.
+        Matrices are views of gathered weights, so that one layer and the next are whole, and no third one.
         """
         for each in unit.buckets:
             if self.settings_of(each).shards_weights and self.units[each.name][1] > GATHERED_LAYERS:
@@ -160,7 +166,7 @@ class StageBuckets(BucketViews):
                 )
 
     def matrix(self, unit: Unit, name: str, dims: int, layer: Index) -> View:
-        """Return a matrix of weights of a layer."""
+        """Return the view of a weight matrix of a layer."""
         slots = self.matrix_slots(unit)
         slot = layer % slots if slots < self.units[unit.name][1] else layer
         return self.whole(f"{unit.name}_{name}", dims, slot)
@@ -175,9 +181,9 @@ class StageBuckets(BucketViews):
     # --- gradients --------------------------------------------------------------------------------------
 
     def gradients(self, unit: Unit, layer: Index, at: Index) -> Iterator[Statement]:
-        """Yield what follows the gradients of a layer's matrices: their sum, and reductions of it.
+        """Yield the statements after a layer's gradients for micro-batch `at`: their sum, and its reductions.
 
-        Those of a micro-batch that run beside other work come later (`reductions_beside`).
+        Reductions of a micro-batch that run beside other work come later (`reductions_beside`).
         """
         for each in unit.buckets:
             yield from self._added(each, layer, at)
@@ -256,7 +262,7 @@ class StageBuckets(BucketViews):
             yield Call(fn="add", outs=(out,), ins=(src, out), lane=lane, name="add gradients")
 
     def end(self) -> Iterator[Statement]:
-        """Yield reductions that nothing is beside, and the update of the weights."""
+        """Yield the statements after the last action: exposed reductions, and the update of the weights."""
         order = self._in_order()[::-1]
         for unit, count in order:
             late = [each for each in unit.buckets if not self.settings_of(each).reduces_each]

@@ -15,12 +15,13 @@ from meshweave.describe.machine.left_out import best_product_rate
 
 @dataclass(frozen=True)
 class RateCeiling:
-    """The most of its peak that a chip has shown in products of a step's dtype.
+    """The highest share of its peak that a chip has shown in products of a step's dtype.
 
     Attributes:
-        share: of the peak: what was measured, in steady training where that is known; 1 where nothing was.
+        share: measured share of the peak (0 to 1), in steady training where that is known; 1 where nothing
+            was.
         shown: that in words.
-        priced: what of the step is priced above it, each with its share of the peak, in words.
+        priced: the parts of the step that are priced above it, each with its share of the peak, in words.
     """
 
     share: float
@@ -28,12 +29,12 @@ class RateCeiling:
     priced: str
 
     def reason(self, utilization: float) -> str:
-        """Return in one line why a utilization is above the ceiling; "" where it is not."""
+        """Return in one line why a utilization (0 to 1) is above the ceiling; "" where it is not."""
         return f"above {self.shown}: {self.priced}" if utilization > self.share else ""
 
 
 def rate_ceiling(problem: StepProblem) -> RateCeiling:
-    """Return the ceiling of the chips of a problem, and what of the problem is priced above it."""
+    """Return the ceiling of the chips of a problem, and the parts of the problem that are priced above it."""
     known = problem.cache("ceiling")
     if not known:
         known[""] = _rate_ceiling(problem)

@@ -35,7 +35,7 @@ from meshweave.ir.work import Compute
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     """Return the time and memory of a step.
 
-    The problem keeps what has been priced, so a search uses one problem for all configurations.
+    The problem caches prices, so a search uses one problem for all configurations.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -62,7 +62,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
 
 
 def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return a lower bound of the time of a step in seconds, close to `step_of` and much cheaper: for searches.
+    """Return a lower bound of a step's seconds, close to `step_of` and much cheaper: for searches.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -126,7 +126,7 @@ def step(
 
 
 def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
-    """Return the parallelism of some attributes by name; without `data`, with the replicas that chips allow."""
+    """Return the parallelism with these attributes; without `data`, with as many replicas as chips allow."""
     if "data" not in degrees:
         alone = {"zero_group": None, "expert": 1, "expert_tensor": 1}  # what replicas are shared by
         size = Parallelism(**{**degrees, **alone}).num_ranks
@@ -135,7 +135,7 @@ def with_defaults(problem: StepProblem, degrees: dict[str, Any]) -> Parallelism:
 
 
 def update_times_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
-    """Return the seconds of the update of weights on each pipeline rank."""
+    """Return for each pipeline rank the seconds of the optimizer's update of weights."""
     p, known, out = parallelism, problem.cache("optimizer"), []
     layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
     for count in rank_parameters(problem, parallelism, layers):

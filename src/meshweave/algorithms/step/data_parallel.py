@@ -46,11 +46,12 @@ class DataParallelTime:
     """Seconds of the collectives of one layer's weights, and of an embedding table's gradient.
 
     Attributes:
-        reduce_s: the reduction of a layer's gradients.
+        reduce_s: the reduction of one layer's gradients.
         gather_s: the all-gather of its weights; 0 without ZeRO.
         table_s: the reduction of the gradient of an embedding table.
         table_gather_s: the all-gather of such a table; 0 without ZeRO.
-        tied_s: the sum of that gradient over the first and the last pipeline rank, where they share the table.
+        tied_s: the sum of that gradient over the first and the last pipeline rank, where they share the
+            table.
     """
 
     reduce_s: float
@@ -61,7 +62,7 @@ class DataParallelTime:
 
 
 def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataParallelTime:
-    """Return the seconds of the collectives of a layer and of an embedding table."""
+    """Return the seconds of the collectives of one layer's weights, and of an embedding table."""
     of_layer, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
     weights = of_layer.others
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
@@ -119,11 +120,13 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
 def exposed_after(
     layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
 ) -> float:
-    """Return the seconds that each layer's communication adds, where it follows the layer's computing.
+    """Return the seconds that communication adds to the computing of all layers, if each layer's follows it.
 
     Args:
-        overlap: the share of the communication that may run beside the computing.
-        queued_s: communication that comes before it in the same lane.
+        layers: number of layers.
+        compute_s, communication_s: seconds of one layer.
+        overlap: share (0 to 1) of the communication that may run beside the computing of other layers.
+        queued_s: seconds of communication that comes before it in the same lane.
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
     hidden, before = overlap * communication_s, overlap * queued_s
@@ -136,9 +139,12 @@ def exposed_after(
 def exposed_before(
     layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
 ) -> float:
-    """Return the seconds that communication before each layer's computing adds: `exposed_after` in reverse.
+    """Return the seconds that communication adds to the computing of all layers, if each layer's precedes it.
 
     Args:
-        queued_s: communication that comes after it in the same lane.
+        layers: number of layers.
+        compute_s, communication_s: seconds of one layer.
+        overlap: share (0 to 1) of the communication that may run beside the computing of other layers.
+        queued_s: seconds of communication that comes after it in the same lane.
     """
     return exposed_after(layers, compute_s, communication_s, overlap, queued_s)

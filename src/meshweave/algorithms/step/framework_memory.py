@@ -63,7 +63,7 @@ which nothing needs."""
 
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
-    """Return the bytes that one micro-batch keeps of a layer on each rank."""
+    """Return the bytes that one micro-batch keeps of one layer on each rank, for its backward part."""
     known = problem.cache("kept")
     if recompute not in known:
         known[recompute] = _kept(problem, recompute)
@@ -139,7 +139,7 @@ def _kept_kinds(problem: StepProblem, recompute: ActivationRule) -> set[KeptKind
 
 
 def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the logits of a micro-batch on one rank."""
+    """Return the number of logits of a micro-batch on one rank."""
     tokens = parallelism.micro_batch * problem.sequence
     return -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
 

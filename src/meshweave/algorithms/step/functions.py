@@ -55,7 +55,7 @@ class StepFunctions:
         self.loss = 0.0
 
     def table(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by name."""
+        """Return the functions that the program calls, by name."""
         table: dict[str, Callable[..., Any]] = dict(self._blocks)
         loss = self._blocks.get("loss")
         if loss is not None:
@@ -128,11 +128,11 @@ def local_bucket(
     settings: StageSettings,
     rank: int,
 ) -> Array:
-    """Return what a rank keeps of the weights of some layers of a model, as one vector.
+    """Return one rank's shard of the weights of some layers of a model, as one vector.
 
     Args:
         weights: those of the whole model by name.
-        layers: the numbers of the layers in the model; (0,) for an end.
+        layers: the numbers of the layers in the model; (0,) for embedding or head.
         mesh, replicas: the ranks of the pipeline rank, with the axes of blocks and with those of replicas.
         settings: which of its groups shard buckets, and in how many runs.
     """

@@ -24,7 +24,9 @@ _PASSES = 3
 
 @dataclass(frozen=True)
 class IssuedTask:
-    """A task of a part of a layer: what it is, its picoseconds, and the numbers of those that it waits for."""
+    """A task of a layer's forward or backward part: kind, picoseconds, and numbers of the tasks that it waits
+    for.
+    """
 
     kind: IssuedKind
     ticks: int
@@ -33,7 +35,7 @@ class IssuedTask:
 
 @dataclass(frozen=True)
 class IssueCounts:
-    """What the host issues in a part of a layer.
+    """The operations that the host issues in a layer's forward or backward part.
 
     Attributes:
         layers: of how many layers it runs the Python code.
@@ -45,9 +47,9 @@ class IssueCounts:
     layers: int = 0
 
     def seconds(self, host: HostRates, graphs: bool = False, captured: float = 0.0) -> float:
-        """Return the seconds in which a host issues them: with `graphs` all of them at once, as one kernel.
+        """Return the seconds in which a host issues them; with `graphs` all of them at once, as one kernel.
 
-        Of kernels and Python code a share is `captured`, and costs nothing.
+        A share `captured` (0 to 1) of kernels and Python code costs nothing.
         """
         if graphs:
             return host.kernel_s * (self.kernels > 0)
@@ -57,10 +59,10 @@ class IssueCounts:
 
 
 def paced_ps(tasks: Sequence[IssuedTask], counts: IssueCounts, host: HostRates, added_ps: int) -> int:
-    """Return the picoseconds of a part of a layer between others, whose host waits for each collective.
+    """Return the picoseconds of a layer's part amid equal ones, if its host waits for each collective.
 
-    Kernels beyond those of the tasks, their `added_ps`, and the Python code of the layer are spread over the tasks
-    that compute.
+    Kernels beyond those of the tasks, their `added_ps`, and the Python code of the layer are spread over the
+    tasks that compute.
     """
     computing = sum(task.kind == "kernel" for task in tasks)
     whole_ps = to_ps(counts.kernels * host.kernel_s + counts.layers * host.layer_s)

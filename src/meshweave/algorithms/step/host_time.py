@@ -15,7 +15,7 @@ from meshweave.base.units import to_ps, to_s
 
 
 def unfused_of(problem: StepProblem, parallelism: Parallelism, part: str) -> UnfusedKernels:
-    """Return the kernels of a part of a layer that the stack does not fuse, with those that copy for products."""
+    """Return the kernels of a layer's part, "forward" or "backward", that the stack does not fuse, with copies."""
     stack, p, is_forward = problem.stack, parallelism, part == "forward"
     unfused = stack.forward if is_forward else stack.backward
     copies = p.tensor_size > 1 or (p.replicas > 1 and (p.zero or not is_forward))
@@ -28,7 +28,7 @@ softmax and dropout."""
 
 
 def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCounts, IssueCounts]:
-    """Return what the host issues in the forward and in the backward part of a layer."""
+    """Return the operations that the host issues in the forward and in the backward part of one layer."""
     problem, first, whole = block.problem, block.forward, block.whole
     plain = _PLAIN_KERNELS if problem.attention_kind == "plain" else dict.fromkeys(_PLAIN_KERNELS, 0)
     stack = problem.stack
@@ -47,7 +47,10 @@ def issue_counts(block: LayerBlock, parallelism: Parallelism) -> tuple[IssueCoun
 
 
 def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds in which the host issues the parts of a layer, and what is computed again."""
+    """Return the seconds in which the host issues a layer's forward part, backward part and recomputation.
+
+    All are 0 where no host is known.
+    """
     problem = block.problem
     host, graphs = problem.host, problem.stack.graphs
     captured = problem.stack.captured if problem.model.is_routed else 0.0
@@ -66,7 +69,11 @@ def issued_s(block: LayerBlock, parallelism: Parallelism) -> tuple[float, float,
 def stalls_s(
     block: LayerBlock, parallelism: Parallelism, added_s: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return by how much the parts of a layer take longer because the host waits for its collectives."""
+    """Return the seconds that a layer's forward and backward part gain because the host waits for collectives.
+
+    `added_s` are seconds that the software adds to the two parts. Both results are 0 for a host that does not
+    wait.
+    """
     host, first, whole = block.problem.host, block.forward, block.whole
     if host is None or not host.waits or block.problem.stack.graphs or not whole.collectives:
         return 0.0, 0.0

@@ -48,7 +48,7 @@ class LayerRun:
     next: str
 
     def layers(self, *, backwards: bool) -> Iterator[LayerAt]:
-        """Yield the layers of a turn, of the loop over `LAYER` where there are several."""
+        """Yield the layers of one turn, in order of the pass; of the loop over `LAYER` if it has several."""
         count = len(self.kinds) + bool(self.next)
         order: list[LayerAt] = []
         for offset in reversed(range(count)):
@@ -76,7 +76,7 @@ class LayerRun:
 
 
 def layer_runs(kinds: Sequence[str]) -> tuple[LayerRun, ...]:
-    """Return the layers of a stage, whose kinds are given in order, as runs."""
+    """Return the layers of a stage as runs; `kinds` are the names of their units, in order."""
     count = len(kinds)
     runs: list[LayerRun] = []
     at = 0

@@ -49,12 +49,12 @@ class LayerTime:
 
     @property
     def issued_back_s(self) -> float:
-        """Return the seconds in which the host issues the backward part and what it computes again."""
+        """Return the seconds in which the host issues the backward part and its recomputation."""
         return self.issued_s[1] + self.issued_s[2]
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    """Return what one micro-batch takes in one layer. Raises LayoutError where the strategy does not fit."""
+    """Return the time of a micro-batch in a layer, the mean over kinds. Raises LayoutError if it does not fit."""
     known = problem.cache("layers")
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
     if key not in known:
@@ -65,7 +65,7 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 
 
 def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> LayerTime:
-    """Return the mean over a stage with so many layers of each kind, which `StepProblem.kinds` names."""
+    """Return the mean time of a micro-batch in a stage's layers; `counts` has their number by `problem.kinds`."""
     known = problem.cache("stages of kinds")
     key = layer_key(parallelism), parallelism.recompute, counts
     if key not in known:
@@ -90,7 +90,7 @@ def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
 
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
-    """Return what one micro-batch takes before the first layer (embedding), and after the last (norm to loss)."""
+    """Return the times of one micro-batch in the embedding, and in last norm, logits and loss."""
     known = problem.cache("ends")
     key = layer_key(parallelism)
     if key not in known:
@@ -166,9 +166,9 @@ Split = tuple[PartTime, PartTime]
 
 
 def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
-    """Return the backward part of a layer in two; passes over gradients are of the second.
+    """Return the two backward parts of a layer: gradient of the residual, gradients of weights.
 
-    None where the tasks of the strategy are not told apart (`LayerBlock.split`).
+    None where tasks are not priced one by one (`LayerBlock.split`).
     """
     known = problem.cache("layers in two")
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
@@ -194,7 +194,7 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None
 
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
-    """Return the backward parts of embedding, and of norm, logits and loss, in two; None as `layer_split`."""
+    """Return the two backward parts of embedding, and of norm, logits and loss; None as `layer_split`."""
     known, key = problem.cache("ends in two"), layer_key(parallelism)
     if key not in known:
         known[key] = _ends_split(problem, parallelism)
@@ -217,7 +217,7 @@ def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, 
 
 
 def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds of a layer and micro-batch that its overlap hides beyond that within single sites.
+    """Return the seconds per layer and micro-batch that overlap beyond single sites (products) hides.
 
     They are what a plan of overlap "layers" counts on, and a model whose sites run one by one does not do.
     """
@@ -228,7 +228,7 @@ def hidden_between_sites_s(problem: StepProblem, parallelism: Parallelism) -> fl
 
 
 def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float, float]:
-    """Return the seconds of a layer beyond the ops of its program: forward, backward, of this for weights."""
+    """Return the seconds per layer that its program does not have: forward, backward, part of this for weights."""
     forward_s, backward_s = _parts_added_s(layer_block(problem, parallelism), parallelism)
     if parallelism.recompute == "full":
         skipped_s = _last_product_s(problem, parallelism) if problem.stack.stops_early else 0.0
@@ -239,12 +239,12 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
 
 
 def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
-    """Return the config of the strategy with which a layer is priced."""
+    """Return the fastest config of the strategy, with which a layer is priced."""
     return layer_block(problem, parallelism).config
 
 
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds of `layer_time` without recomputation, in less time: the two parts are not told apart.
+    """Return the seconds of `layer_time`, both parts together, without recomputation; it is faster.
 
     Raises LayoutError where the strategy does not fit.
     """
@@ -258,7 +258,7 @@ def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return what the software and plain attention add to a layer, forward and backward, but between kernels."""
+    """Return the seconds that software and plain attention add to a layer, without gaps between kernels."""
     return sum(_added_s(problem, parallelism, 0, part) for part in ("forward", "backward"))
 
 
@@ -314,7 +314,7 @@ def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def streamed_s(problem: StepProblem, num_bytes: float) -> float:
-    """Return the seconds in which so many bytes are read and written on one chip; 0 for none."""
+    """Return the seconds in which so many bytes pass through the memory of one chip; 0 for none."""
     if num_bytes <= 0:
         return 0.0
     moved = round(num_bytes)
@@ -360,7 +360,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
 
 
 def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: float) -> float:
-    """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
+    """Return the seconds of passes over `num_bytes` per logit, for one micro-batch; 0 if the loss is fused."""
     if problem.loss_kind == "fused":
         return 0.0
     tokens = parallelism.micro_batch * problem.sequence

@@ -34,7 +34,7 @@ _MOST_NUMBERED = 1 << 24
 
 
 def whole_block(problem: StepProblem) -> BlockProblem:
-    """Return all layers of a step's model with both ends, on the whole batch and one rank, on integers."""
+    """Return all layers of a step's model with embedding and head, on the whole batch, one rank and integers."""
     model = problem.model
     block = BlockProblem.of(model, problem.workload, (1, 1), layers=model.num_layers)
     return replace(block, vocabulary=model.vocab_size or 0, exact=True)
@@ -52,13 +52,13 @@ def _shapes(problem: StepProblem) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(problem: StepProblem, seed: int) -> dict[str, Array]:
-    """Return small integers for the weights of a model, by name."""
+    """Return small random integers for the weights of a model, by name."""
     draw, shapes = np.random.default_rng(seed), _shapes(problem)
     return {name: draw.integers(-4, 5, shape).astype(problem.dtype) for name, shape in shapes.items()}
 
 
 def batch_of(problem: StepProblem) -> tuple[Array, Array]:
-    """Return the tokens and the targets (batch, sequence) of a step."""
+    """Return the random tokens and targets of a step, each (batch, sequence)."""
     draw = np.random.default_rng(problem.batch)
     sizes = 2, problem.batch, problem.sequence
     tokens, targets = draw.integers(0, problem.model.vocab_size or 1, sizes).astype(problem.dtype)
@@ -66,7 +66,7 @@ def batch_of(problem: StepProblem) -> tuple[Array, Array]:
 
 
 def dense_step(problem: StepProblem, weights: Arrays) -> dict[str, Array]:
-    """Return the gradients of all weights, and the weights after the step."""
+    """Return the gradients of all weights, and the weights after the step, by name, without sharding."""
     tokens, targets = batch_of(problem)
     ids = np.arange(problem.model.vocab_size or 0).astype(problem.dtype)
     given = {TOKENS_IN: tokens, TARGETS: targets, IDS_IN: ids, IDS_OUT: ids}
@@ -76,14 +76,14 @@ def dense_step(problem: StepProblem, weights: Arrays) -> dict[str, Array]:
 
 
 class LaidWeights:
-    """Where the weights of a step lie in its program, and what the program calls."""
+    """Converts weights between a model and its step's program, and has the functions that the program calls."""
 
     def __init__(self, step: Step) -> None:
         self.problem, self._written = step.problem, write_step(step.stages)
         self.program = self._written.program.expanded
 
     def buckets(self, weights: Arrays) -> dict[str, Array]:
-        """Return the program's tensors of weights."""
+        """Return the program's tensors of weights by name, from the weights of the model."""
         out = {}
         for name, shape, shards in self._shards(weights, "w"):
             whole = np.zeros(shape, self.problem.dtype)
@@ -93,9 +93,12 @@ class LaidWeights:
         return out
 
     def whole(self, outputs: Arrays) -> dict[str, Array]:
-        """Return gradients and updated weights of the model from the program's tensors of them.
+        """Return gradients and updated weights of the model by name, from the program's output tensors.
 
-        Weights that are their own numbers, from 1, say which element lies where.
+        Consecutive numbers, laid out as weights, say where each element lies.
+
+        Raises:
+            UnsupportedError: the model has too many weights to be numbered.
         """
         shapes = _shapes(self.problem)
         starts = np.cumsum([0, *map(prod, shapes.values())])
@@ -134,7 +137,7 @@ class LaidWeights:
                 yield f"{stage}_{unit}", shape, shards
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return what the calls of the program compute on each rank: integers, and a descent by the gradient."""
+        """Return the functions that the program calls on each rank, by name: integers, plain gradient descent."""
         tables: dict[int, dict[str, Callable[..., Any]]] = {}
         blocks, (tokens, targets) = functions_of(whole_block(self.problem)), batch_of(self.problem)
 

@@ -40,12 +40,12 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
+        """Return the bytes of all fields together."""
         return self.allocated + self.context + self.communication
 
     @property
     def allocated(self) -> int:
-        """Return what a framework's allocator has: all but its context and the buffers of communicators."""
+        """Return the bytes of a framework's allocator: all but its context and the buffers of communicators."""
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.buffers + self.fragmentation
 
@@ -63,29 +63,29 @@ class Memory:
 
     @property
     def peak(self) -> RankMemory:
-        """Return the memory of that rank."""
+        """Return the memory of the pipeline rank whose chips hold the most bytes."""
         return self.ranks[self.peak_rank]
 
     @property
     def total(self) -> int:
-        """Return the bytes on a chip of that rank."""
+        """Return the most bytes on any chip: those of `peak`."""
         return self.peak.total
 
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """Weights on a chip: of experts, which their own replicas share, and others."""
+    """Numbers of weights on a chip before ZeRO: of experts, which have replicas of their own, and others."""
 
     others: int
     experts: int = 0
 
     @property
     def total(self) -> int:
-        """Return the sum."""
+        """Return the number of weights, those of experts included."""
         return self.others + self.experts
 
     def shards(self, parallelism: Parallelism, from_level: int) -> int:
-        """Return what a rank has of what ZeRO shards from a level on."""
+        """Return the number that a rank keeps if ZeRO shards them from level `from_level` on."""
         if parallelism.zero < from_level:
             return self.total
         others = -(-self.others // parallelism.shards)
@@ -99,7 +99,7 @@ class ShardedParameters:
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> ShardedParameters:
-    """Return the weights of a layer on one rank: of layers of several kinds, of the one with most."""
+    """Return the number of weights of a layer on one rank; of layers of several kinds, the largest."""
     return max((_of_layer(kind, parallelism) for _, kind in problem.kinds), key=lambda each: each.total)
 
 
@@ -111,7 +111,7 @@ def _of_layer(problem: StepProblem, parallelism: Parallelism) -> ShardedParamete
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the weights of an embedding table on one rank of its tensor-parallel group."""
+    """Return the number of weights of an embedding table on one tensor-parallel rank."""
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
 
 
@@ -124,7 +124,7 @@ def rank_of_head(parallelism: Parallelism) -> int:
 def rank_parameters(
     problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]
 ) -> list[ShardedParameters]:
-    """Return the weights on a chip of each pipeline rank, with those of embedding and head at the ends."""
+    """Return for each pipeline rank the number of weights on a chip, those of embedding and head included."""
     if kinds := rank_kinds(problem, parallelism):
         own = [_of_layer(kind, parallelism) for _, kind in problem.kinds]
         nothing = ShardedParameters(0)
@@ -142,7 +142,7 @@ def rank_parameters(
 
 
 def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[float, ...], ...]:
-    """Return how many layers of each kind each pipeline rank has; () where the order of layers is not known."""
+    """Return for each pipeline rank its number of layers of each kind; () where their order is not known."""
     p = parallelism
     if not problem.model.layers:
         return ()
@@ -179,21 +179,21 @@ def num_parts_of(parallelism: Parallelism) -> Callable[[str], int]:
 
 
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes of the residual of a micro-batch on one rank: what goes on to the next stage."""
+    """Return the bytes of one micro-batch's residual on one rank, which are sent to the next stage."""
     elements = parallelism.micro_batch * problem.sequence * problem.model.hidden
     return -(-problem.item_bytes * elements // num_parts_of(parallelism)("residual"))
 
 
 def residual_is_whole(parallelism: Parallelism) -> bool:
-    """Return whether every tensor-parallel rank has the residual of all tokens that the group works on."""
+    """Return whether every tensor-parallel rank holds the whole residual of its micro-batch."""
     return num_parts_of(parallelism)("residual") == parallelism.context
 
 
 def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
-    """Return the bytes of the buffers of the communicators of a rank: of groups that a step communicates in.
+    """Return the bytes of communicator buffers on a rank, for all groups in which a step communicates.
 
-    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks with
-    equal weights; where ZeRO shards among some of these, those and their copies.
+    They are the axes of tensor parallelism, the ring of attention, the ranks of a pipeline, and the ranks
+    with equal weights; where ZeRO shards among some of these, those and their copies.
     """
     p = parallelism
     groups = (*p.tensor_mesh, p.context, p.pipeline, p.shards, p.replicas // p.shards)
@@ -203,7 +203,10 @@ def communicator_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
 def state_bytes(
     problem: StepProblem, parallelism: Parallelism, parameters: ShardedParameters
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer states of so many parameters."""
+    """Return the bytes of weights, gradients and optimizer states on a rank, sharded by its ZeRO level.
+
+    `parameters` are the weights on a rank before ZeRO.
+    """
 
     def states(num_bytes: int, from_level: int) -> int:
         whole = ShardedParameters(parameters.others * num_bytes, parameters.experts * num_bytes)

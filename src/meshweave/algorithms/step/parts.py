@@ -28,7 +28,7 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 
 @dataclass(frozen=True, eq=False)
 class LayoutsPart:
-    """The layouts of a tree that are plain, or the others."""
+    """The layouts of a tree that are plain (no context ranks, first strategy, default order), or all others."""
 
     tree: StepTree
     is_plain: bool
@@ -67,7 +67,7 @@ StepPart = LayoutsPart | LayoutPart | ChoicePart | Parallelism
 
 
 def row_key(of: Parallelism | StepLayout) -> tuple[object, ...]:
-    """Return what makes a row of a ranking: degrees and strategy."""
+    """Return the degrees and the strategy, which configurations of one row of a ranking have in common."""
     return of.data, of.pipeline, of.context, of.tensor, of.strategy, of.experts
 
 
@@ -97,18 +97,18 @@ class StepTree:
 
     @property
     def parts(self) -> tuple[LayoutsPart, LayoutsPart]:
-        """Return all; the plain ones give an early answer, which rules out most others."""
+        """Return the plain layouts and all others; plain ones give an early answer, which excludes most."""
         return LayoutsPart(self, True), LayoutsPart(self, False)
 
     def apart(self) -> StepTree:
-        """Return a tree of the same parts that has seen none; what is known of bytes and kernels is shared."""
+        """Return a tree of the same parts that has counted none; known bytes and kernel prices are shared."""
         other = StepTree(self.space, self.memory_bytes)
         other._bytes, other._known_steps = self._bytes, self._known_steps
         other._bounds = self._bounds.apart()
         return other
 
     def branches(self, part: StepPart, limit_s: float) -> Iterator[StepPart]:
-        """Return what a part is divided into; see `Algorithm.branches`."""
+        """Return the smaller parts of a part; see `Algorithm.branches`."""
         match part:
             case LayoutsPart():
                 return self._layouts(part.is_plain, limit_s)
@@ -119,7 +119,7 @@ class StepTree:
         raise AssertionError("a configuration has no branches")
 
     def bound_s(self, part: LayoutPart | ChoicePart, *, is_tight: bool) -> float:
-        """Return the least seconds of the configurations of a part."""
+        """Return a lower bound of a step's seconds for configurations of a part; a higher one if `is_tight`."""
         if isinstance(part, ChoicePart) or not is_tight:
             return part.bound_s
         layer_s = self._bounds.layer_s(part.layout, part.micro_batch, part.recompute)
@@ -239,7 +239,7 @@ class StepTree:
         return self.takes(choice, size)
 
     def takes(self, choice: Parallelism, size: int) -> bool:
-        """Return whether a chip has so many bytes for a configuration, and note which one came closest if not."""
+        """Return whether `size` bytes of a configuration fit on a chip; one that does not fit is noted."""
         if size <= self.memory_bytes:
             return True
         self.over_memory += 1

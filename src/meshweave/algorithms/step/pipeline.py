@@ -33,12 +33,12 @@ _TIMED_MICRO_BATCHES = 24
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """When the ranks of a pipeline are done.
+    """When the ranks of a pipeline end a step, in picoseconds from its begin.
 
     Attributes:
-        makespan_ps: when the last of them is.
-        ends_ps: when each of them is.
-        stage_ranks: for each stage the rank that has it.
+        makespan_ps: when the last of them ends.
+        ends_ps: when each of them ends.
+        stage_ranks: for each stage its rank.
     """
 
     makespan_ps: int
@@ -66,7 +66,7 @@ class _Graph:
     last: list[int]
 
     def time(self, times: ActionTimes) -> PipelineTime:
-        """Return when the ranks are done."""
+        """Return when the ranks end, in the ticks of `times`."""
         whole = times.backward
         values = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
         values += [sum(values[part] for part in parts) for parts in self.overlaps]
@@ -78,11 +78,11 @@ class _Graph:
 def time_pipeline(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> PipelineTime:
-    """Return when the ranks of a schedule are done; times of stages and transfers are in picoseconds.
+    """Return when the ranks of a schedule end; times of stages and transfers are in picoseconds.
 
     Raises:
         UnsupportedError: there is no such schedule.
-        LayoutError: the schedule does not take these numbers.
+        LayoutError: the schedule does not take these numbers of ranks, stages or micro-batches.
     """
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     request = (entry.name, num_ranks, virtual_stages)
@@ -125,14 +125,14 @@ def least_makespan_ps(
 
 @lru_cache(maxsize=4096)
 def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return for each stage the pipeline rank that has it: dealt out in turn, or for some schedules in a V."""
+    """Return for each stage its pipeline rank: dealt out in turn, or for some schedules in a V."""
     placement = SCHEDULES.named(name).for_stages(virtual_stages).place_stages(num_ranks, virtual_stages)
     return looped(num_ranks, virtual_stages) if placement is None else placement
 
 
 @lru_cache(maxsize=4096)
 def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
-    """Return whether a schedule has gradients of weights apart from those of the residual."""
+    """Return whether a schedule computes gradients of weights apart from those of the residual."""
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     schedule = _schedule(entry.name, num_ranks, virtual_stages, 2 * num_ranks)
     return any(leaf.kind is ActionKind.WEIGHT_GRAD for leaf in schedule.leaves())
@@ -140,11 +140,11 @@ def splits_backward(name: str, num_ranks: int, virtual_stages: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return for each rank the most micro-batches, over its stages, whose activations it keeps (`peak_stashes`).
+    """Return for each rank the most stashes that it holds at once, one per stage and micro-batch.
 
     Raises:
         UnsupportedError: there is no such schedule.
-        LayoutError: the schedule does not take these numbers.
+        LayoutError: the schedule does not take these numbers of ranks, stages or micro-batches.
     """
     numbers = num_ranks, virtual_stages
     known = SCHEDULES.named(name).for_stages(virtual_stages).num_stashes(*numbers, micro_batches)
@@ -157,7 +157,7 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
 def schedule_of(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> Schedule:
-    """Return the schedule of an entry for stages with these times. Raises as `time_pipeline`."""
+    """Return the schedule called `name` for stages with these times. Raises as `time_pipeline`."""
     entry = SCHEDULES.named(name).for_stages(virtual_stages)
     if not entry.uses_times:
         return _schedule(entry.name, num_ranks, virtual_stages, micro_batches)

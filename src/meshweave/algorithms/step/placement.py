@@ -29,7 +29,7 @@ Axis = tuple[str, int, int]
 
 
 def axis_machine(cluster: Cluster, axes: Sequence[Axis], expert_axes: Sequence[Axis] = ()) -> Machine:
-    """Return a machine whose mesh has these axes at their strides, and others between them.
+    """Return a machine whose mesh has these axes (name, size, stride in chips), and others between them.
 
     Axes of experts lie across those, in a mesh of their own.
     """
@@ -59,7 +59,7 @@ def _mesh(mesh_name: str, axes: Sequence[Axis], num_chips: int) -> Mesh:
 
 
 def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[Axis, ...] = ()) -> Machine:
-    """Return the machine of these axes on the cluster of a problem, one object for all that is priced on it."""
+    """Return the machine of these axes on the cluster of a problem; equal axes return the same object."""
     machines = problem.cache("machines")
     key = axes, expert_axes
     if key not in machines:
@@ -88,7 +88,7 @@ def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of the groups with equal weights: data and context, one group if adjacent."""
+    """Return (size, stride) of the groups of ranks with equal weights: data and context, one group if adjacent."""
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)
     groups = [
@@ -100,7 +100,9 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
 
 
 def expert_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
-    """Return the axes of the ranks that share experts: those of each expert innermost.
+    """Return the axes of the ranks among which experts are divided; ranks that shard one expert are innermost.
+
+    () without expert parallelism.
 
     Raises:
         LayoutError: pipeline ranks lie between those of such a group.
@@ -141,7 +143,7 @@ def _expert_axes(degrees: tuple[tuple[int, int], ...], expert: int, tensor: int)
 
 
 def expert_replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of the groups with equal experts."""
+    """Return (size, stride) of the groups of ranks that hold the same experts."""
     p = parallelism
     return _stage_groups(_stage_degrees(p), p.expert * p.expert_tensor, p.expert_replicas)
 
@@ -182,7 +184,7 @@ def _stage_groups(
 def sharding_groups(
     parallelism: Parallelism,
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return the groups over which ZeRO shards, and those of copies of a shard."""
+    """Return (size, stride) of the groups over which ZeRO shards, and of those that hold copies of a shard."""
     left = parallelism.shards
     shards: list[tuple[int, int]] = []
     copies: list[tuple[int, int]] = []
@@ -199,10 +201,10 @@ def sharding_groups(
 def boundary_s(
     problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool
 ) -> tuple[float, bool]:
-    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether in parts.
+    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether scattered.
 
-    A residual that every tensor-parallel rank has whole (`is_whole`) is sent in parts and gathered by the
-    receivers, if that is faster (Narayanan et al., SC '21, section 4.1).
+    A residual that every tensor-parallel rank has whole (`is_whole`) is sent in one part by each and
+    all-gathered by the receivers, if that is faster (Narayanan et al., SC '21, section 4.1).
     """
     size, stride = parallelism.pipeline, parallelism.stride("pipeline")
     sent_s = message_s(problem, size, stride, num_bytes)
@@ -220,7 +222,7 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
     Args:
         kind: "all_reduce", "reduce_scatter" or "all_gather".
         groups: (size, stride) of each.
-        num_bytes: of the whole tensor on a rank.
+        num_bytes: bytes of the whole tensor on a rank.
     """
     known = problem.cache("collectives")
     key = kind, tuple(groups), num_bytes
@@ -235,7 +237,10 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
 
 
 def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> float:
-    """Return the seconds of a message to a neighbour of a degree, which all ranks send at once."""
+    """Return the seconds of a message of `num_bytes` to a neighbour `stride` chips away, sent by all at once.
+
+    `size` is the number of ranks in a row of neighbours.
+    """
     known = problem.cache("messages")
     key = size, stride, num_bytes
     if key not in known:

@@ -59,7 +59,11 @@ class Precision:
     parts: tuple[ProductPart, ...] = PRODUCT_PARTS
 
     def dtype_on(self, chip: Chip) -> str:
-        """Return the dtype whose kernels price it on a chip. Raises DescriptionError where none was measured."""
+        """Return the dtype of the chip's measured kernels by which the recipe is priced.
+
+        Raises:
+            DescriptionError: no kernels of the recipe were measured on the chip.
+        """
         measured = [name for name, _ in chip.kernels.products] if chip.kernels else []
         for dtype in self.kernels:
             if dtype in measured:
@@ -71,12 +75,15 @@ class Precision:
         )
 
     def products_on(self, chip: Chip) -> ProductDtypes:
-        """Return the dtypes by which its products are priced on a chip. Raises as `dtype_on` does."""
+        """Return the dtypes by which its three products are priced on a chip; None for the step's dtype.
+
+        Raises DescriptionError as `dtype_on`.
+        """
         dtype = self.dtype_on(chip)
         return ProductDtypes(*(dtype if part in self.parts else None for part in PRODUCT_PARTS))
 
     def reading_on(self, chip: Chip) -> str:
-        """Return in one line by what it is priced on a chip, where that is not its own; "" where it is."""
+        """Return in one line by which other dtype it is priced on a chip; "" if by its own."""
         dtype = self.dtype_on(chip)
         if dtype == self.own:
             return ""
@@ -132,7 +139,7 @@ of a whole tensor above NVFP4's blocks follows from its greatest element."""
 
 
 def precision_named(name: str) -> Precision:
-    """Return a recipe by its name; a dtype of measured kernels is the recipe whose own it is.
+    """Return a recipe by its name, or by the dtype of measured kernels that is its own.
 
     Raises:
         DescriptionError: there is none.

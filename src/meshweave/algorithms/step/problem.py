@@ -120,42 +120,42 @@ class Parallelism:
 
     @property
     def schedule_entry(self) -> PipelineAlgorithm:
-        """Return the schedule of so many stages a rank. Raises UnsupportedError."""
+        """Return the schedule for so many stages per rank. Raises UnsupportedError for an unknown name."""
         return SCHEDULES.named(self.schedule).for_stages(self.virtual_stages)
 
     @property
     def tensor_mesh(self) -> tuple[int, int]:
-        """Return the sizes (d1, d2) of the mesh of tensor parallelism."""
+        """Return the sizes (d1, d2) of the mesh of tensor-parallel ranks."""
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor, 1)
 
     @property
     def tensor_size(self) -> int:
-        """Return the number of ranks that share each layer."""
+        """Return the number of tensor-parallel ranks, which share each layer."""
         return math.prod(self.tensor_mesh)
 
     @property
     def num_ranks(self) -> int:
-        """Return the product of the degrees."""
+        """Return the number of ranks: the product of the degrees."""
         return self.data * self.pipeline * self.context * self.tensor_size
 
     @property
     def stage_ranks(self) -> int:
-        """Return the ranks of a pipeline rank: data times context times tensor."""
+        """Return the number of ranks of each pipeline rank: data times context times tensor."""
         return self.data * self.context * self.tensor_size
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Return the degrees of experts: ranks that share them, and ranks that share each."""
+        """Return the degrees of experts: ranks that divide the experts, and ranks that shard each one."""
         return self.expert, self.expert_tensor
 
     @property
     def expert_replicas(self) -> int:
-        """Return the ranks that have equal experts."""
+        """Return the number of ranks that hold the same experts."""
         return self.stage_ranks // (self.expert * self.expert_tensor)
 
     @property
     def expert_shards(self) -> int:
-        """Return the ranks over which ZeRO shards experts."""
+        """Return the number of ranks over which ZeRO shards experts, if its level shards at all."""
         return math.gcd(self.expert_replicas, self.shards) if self.zero_group else self.expert_replicas
 
     @property
@@ -170,11 +170,11 @@ class Parallelism:
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks over which ZeRO shards."""
+        """Return the number of ranks over which ZeRO shards, if its level shards at all."""
         return self.zero_group or self.replicas
 
     def size(self, degree: Degree) -> int:
-        """Return the size of a degree."""
+        """Return the size of a degree ("tensor", "context", "data" or "pipeline")."""
         return self.tensor_size if degree == "tensor" else int(getattr(self, degree))
 
     def stride(self, degree: Degree) -> int:
@@ -263,7 +263,7 @@ class StepProblem:
 
     @property
     def recipe(self) -> Precision | None:
-        """Return the recipe of the products of layers; None where they run in `dtype`."""
+        """Return the recipe of the layers' products; None if they run in `dtype`."""
         return None if self.precision is None else precision_named(self.precision)
 
     @property
@@ -277,21 +277,21 @@ class StepProblem:
 
     @property
     def hides_tensor(self) -> bool:
-        """Return whether products have collectives of tensor ranks inside (`SoftwareStack.hides_tensor`)."""
+        """Return whether products overlap tensor-parallel collectives inside (`SoftwareStack.hides_tensor`)."""
         is_narrow = self.recipe is not None and self.recipe.item_bytes < 1
         return self.stack.hides_tensor and not (is_narrow or self.model.is_routed)
 
     def gathered_bytes(self, weights: int) -> int:
-        """Return the bytes of so many weights of layers as ZeRO gathers them."""
+        """Return the bytes of `weights` elements of layers as ZeRO gathers them."""
         return round(weights * (self.item_bytes if self.recipe is None else self.recipe.gathered_bytes))
 
     @property
     def precision_reading(self) -> str:
-        """Return by what a precision is priced that was not measured on the chip; "" where it was."""
+        """Return by which other dtype a precision is priced that was not measured on the chip; "" if it was."""
         return "" if self.recipe is None else self.recipe.reading_on(self.cluster.chip)
 
     def usable_bytes(self, memory_bytes: int | None = None) -> int:
-        """Return what a step may take of a chip's memory, or of so many bytes. Raises DescriptionError."""
+        """Return the bytes of a chip, or of `memory_bytes`, but the reserve. Raises DescriptionError for none."""
         whole = self.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
         usable = whole - math.ceil(self.reserve * whole if self.reserve < 1 else self.reserve)
         if usable < 1:
@@ -303,7 +303,7 @@ class StepProblem:
 
     @property
     def kinds(self) -> tuple[tuple[float, StepProblem], ...]:
-        """Return the share of layers that are of each kind, and the step of a model of that kind alone."""
+        """Return for each kind of layer its share of layers (0 to 1), and the step of a model of that kind."""
         kept = self.cache("kinds")
         if not kept:
             kinds, count = self.model.kinds, self.model.num_layers
@@ -315,12 +315,12 @@ class StepProblem:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """Return the kind of attention: what is said, else the stack's."""
+        """Return "flash" or "plain": `attention` if given, else the stack's."""
         return self.attention or self.stack.attention
 
     @property
     def attention_rate(self) -> float:
-        """Return the share of the rate of attention: what is said, else that of the stack's fused kernel."""
+        """Return the FLOP rate of attention over the chip's: `attention_share`, else the stack kernel's."""
         if self.attention_share is not None:
             return self.attention_share
         known = self.stack.attention_share(self.cluster.chip) if self.attention_kind == "flash" else None
@@ -328,43 +328,43 @@ class StepProblem:
 
     @property
     def attention_reading(self) -> str:
-        """Return at which rate attention is priced that nobody fitted on this chip; "" where somebody did."""
+        """Return at which rate attention is priced, if it was not fitted on this chip; "" if it was."""
         is_given = self.attention_share is not None or self.attention_kind != "flash"
         return "" if is_given else attention_reading(self.stack, self.cluster.chip, self.dtype)
 
     @property
     def loss_kind(self) -> LossKind:
-        """Return the kind of loss likewise."""
+        """Return "fused", "eager" or "sharded": `loss` if given, else the stack's."""
         return self.loss or self.stack.loss
 
     @property
     def workload(self) -> Workload:
-        """Return batch, sequence and dtype."""
+        """Return batch, sequence and dtype of the step."""
         return Workload(self.batch, self.sequence, self.dtype)
 
     @property
     def has_dropout(self) -> bool:
-        """Return whether masks of dropout are kept."""
+        """Return whether dropout masks are kept: `dropout` if given, else whether the FFN has no gate."""
         return not self.model.gated_ffn if self.dropout is None else self.dropout
 
     @property
     def item_bytes(self) -> int:
-        """Return the bytes of a weight or an activation."""
+        """Return the bytes of one weight or activation."""
         return dtype_bytes(self.dtype)
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of an accumulated gradient."""
+        """Return the bytes of one accumulated gradient."""
         return dtype_bytes(self.gradient_dtype)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the bytes of optimizer states per parameter, with the fp32 copy of narrower weights."""
+        """Return the bytes of optimizer state per parameter, with an fp32 copy of weights below fp32."""
         return _OPTIMIZER_BYTES[self.optimizer] + (4 if self.item_bytes < 4 else 0)
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster whose chips attend at their share, and multiply as fast as the stack has them do."""
+        """Return the cluster with chips at the rates of this step's attention and of the stack's products."""
         kept = self.cache("cluster")
         if not kept:
             cluster = with_rates(self.cluster, self.attention_rate, self.stack.sustains)
@@ -374,7 +374,7 @@ class StepProblem:
 
     @property
     def host(self) -> HostRates | None:
-        """Return how fast hosts issue operations: under the stack, else on the cluster; None if neither."""
+        """Return the rates at which hosts issue operations: the stack's, else the cluster's, else None."""
         routed = self.stack.routed_hosts if self.model.is_routed else ()
         chip = self.cluster.chip.name
         host = next((rates for name, rates in routed if chip.startswith(name)), None)
@@ -385,7 +385,7 @@ class StepProblem:
         return {name: value for name, value in vars(self).items() if name != "_cache"}
 
     def cache(self, kind: str) -> dict[Any, Any]:
-        """Return the dictionary in which the problem keeps results of a kind, such as prices of layers."""
+        """Return the dictionary in which the problem caches results of a kind, such as prices of layers."""
         kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_cache")
         if kept is None:
             kept = {}

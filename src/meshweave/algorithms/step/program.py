@@ -40,10 +40,14 @@ def simulate_step(step: Step, *, folds: bool = True) -> StepSimulation:
 
 
 def outside_s(step: Step) -> float:
-    """Return the seconds of a step outside its program: software, gradient of a shared table."""
+    """Return the seconds of a step outside its program: software, and the gradient of a shared table."""
     return step.problem.stack.step_s + step.stages.data_parallel.tied_s
 
 
 def step_program(step: Step) -> Program:
-    """Return the program of a step on all chips of its cluster. Raises UnsupportedError, as `lay_step`."""
+    """Return the program of a step on all chips of its cluster.
+
+    Raises:
+        UnsupportedError: no program is written for a step of this kind (`lay_step`).
+    """
     return lay_step(step.stages, folds=False).program

@@ -17,7 +17,7 @@ from meshweave.describe.machine.host import HostRates
 
 
 def program_host(problem: StepProblem, parallelism: Parallelism) -> HostRates | None:
-    """Return the host of the program of a step; None where nobody knows one."""
+    """Return the rates at which a host issues the ops of a step's program; None where no host is known."""
     host, stack = problem.host, problem.stack
     if host is None:
         return None

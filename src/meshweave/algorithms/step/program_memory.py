@@ -36,11 +36,11 @@ from meshweave.ir.analysis.lifetimes import LOCAL, lifetimes
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that a chip of a pipeline rank holds when it holds most.
+    """The bytes that a chip of a pipeline rank holds at its peak.
 
     Attributes:
-        total: all of them: buckets of weights and gradients, and what comes and goes.
-        between: of what comes and goes what is kept between parts.
+        total: all of them: buckets of weights and gradients, and temporary buffers.
+        between: of temporary buffers those kept between the parts of a stage, such as stashes.
     """
 
     total: int
@@ -48,7 +48,7 @@ class HeldBytes:
 
 
 def held_bytes(step: Stages) -> tuple[HeldBytes, ...]:
-    """Return what the program of a step holds at once on the chips of each pipeline rank.
+    """Return for each pipeline rank the bytes that a chip holds at its peak, when it runs the program of a step.
 
     Raises:
         UnsupportedError: no program is written for a step of this kind (`lay_step`).
@@ -58,7 +58,7 @@ def held_bytes(step: Stages) -> tuple[HeldBytes, ...]:
 
 
 def program_memory(step: Stages) -> tuple[int, ...]:
-    """Return the bytes that a program holds at once on each pipeline rank. Raises as `held_bytes`."""
+    """Return for each pipeline rank the most bytes that a chip holds. Raises UnsupportedError as `held_bytes`."""
     return tuple(each.total for each in held_bytes(step))
 
 
@@ -88,7 +88,7 @@ class _Pieces:
 
     @cached_property
     def unsplit(self) -> _Pieces:
-        """Return the same where gradients of weights are a part of the backward part."""
+        """Return the same pieces with gradients of weights as a part of the backward part."""
         return _Pieces(self.unit, is_split=False, runs_once=self._runs_once)
 
     @cached_property
@@ -168,14 +168,14 @@ class _Walk:
         )
 
     def held(self, rank: int) -> HeldBytes:
-        """Return what a chip of a pipeline rank holds."""
+        """Return the bytes that a chip of a pipeline rank holds at its peak."""
         most, between = self.peak(rank)
         return HeldBytes(self.throughout(rank) + most, between)
 
     # --- what is there throughout -----------------------------------------------------------------------
 
     def throughout(self, rank: int) -> int:
-        """Return the bytes of buckets that are there throughout, and of a residual that arrives ahead."""
+        """Return the bytes that a chip holds all the time: buckets, and a residual that arrives ahead."""
         stages = [stage for stage, own in enumerate(self.step.stage_ranks) if own == rank]
         ahead = [self._residual(stage) for stage in stages if stage and self.step.micro_batches > 1]
         return max(ahead, default=0) + sum(
@@ -214,7 +214,7 @@ class _Walk:
     # --- what comes and goes ----------------------------------------------------------------------------
 
     def peak(self, rank: int) -> tuple[int, int]:
-        """Return the most bytes of what comes and goes on a pipeline rank, and of these those between parts."""
+        """Return the most bytes of temporary buffers on a chip, and of these those kept between parts."""
         actions = [leaf for action in self.of.schedule.actions[rank] for leaf in action.leaves]
         parts = [(leaf.stage, PART_OF_ACTION[leaf.kind]) for leaf in actions if leaf.kind in PART_OF_ACTION]
         level = most = between = self._gathered_table(rank)

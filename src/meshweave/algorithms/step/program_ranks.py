@@ -62,7 +62,7 @@ class ProgramRanks:
         )
 
     def mesh(self, rank: int) -> Mesh:
-        """Return the mesh of a pipeline rank with the axes of a block."""
+        """Return the mesh of a pipeline rank with the axes of a block: data, context, and two of tensor ranks."""
         p = self.here
         strides = (
             p.stride("data"),
@@ -74,7 +74,7 @@ class ProgramRanks:
         return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
 
     def replica_mesh(self, rank: int) -> Mesh:
-        """Return the same ranks with an axis for each group of replicas, and one for tensor parallelism."""
+        """Return the ranks of a pipeline rank with an axis for each group of replicas, one for tensor ranks."""
         p = self.here
         groups = (replica_groups(p) or ((1, p.stride("data")),)) if self.copies > 1 else self.groups
         axes = [(f"replica{number}", *group) for number, group in enumerate(groups)]
@@ -96,14 +96,14 @@ class ProgramRanks:
         return _strided(f"{EXPERTS}{rank}", shape, names, strides, rank * self.here.stride("pipeline"))
 
     def copies_of_experts(self) -> Iterator[tuple[str, int]]:
-        """Yield the folded axes of the meshes of experts, and how many copies each stands for."""
+        """Yield the mesh axes of experts that are folded, and how many copies each rank along them stands for."""
         for rank in range(self.p.pipeline if self.is_routed else 0):
             for (name, _, _), copies in self._expert_axes():
                 if copies > 1:
                     yield f"{EXPERTS}{rank}.{name}", copies
 
     def experts_of_block(self) -> Mesh | None:
-        """Return the mesh of experts of the program of a block, whose ranks are those of its own mesh in order."""
+        """Return the mesh of experts in a block's program, by position on its mesh; None without experts."""
         if not self.is_routed:
             return None
         places = {rank: place for place, rank in enumerate(self.mesh(0).ranks)}
@@ -111,7 +111,7 @@ class ProgramRanks:
         return Mesh(MESH_OF_EXPERTS, mesh.shape, mesh.axes, tuple(places[rank] for rank in mesh.ranks))
 
     def meshes(self) -> Iterator[Mesh]:
-        """Yield the meshes of all pipeline ranks."""
+        """Yield all meshes of all pipeline ranks."""
         for rank in range(self.p.pipeline):
             yield self.mesh(rank)
             yield self.replica_mesh(rank)
@@ -119,7 +119,7 @@ class ProgramRanks:
                 yield self._expert_mesh(rank)
 
     def bucket_ranks(self, rank: int) -> tuple[BucketRanks, BucketRanks | None]:
-        """Return where the buckets of a pipeline rank lie: those of all but experts, and those of experts."""
+        """Return the ranks of a pipeline rank's buckets: those of all but experts, and of experts or None."""
         others = BucketRanks(self.replica_mesh(rank), ("tensor",), self.settings)
         if not self.is_routed:
             return others, None
@@ -128,7 +128,7 @@ class ProgramRanks:
         return others, BucketRanks(mesh, own, self.expert_settings)
 
     def unfolded(self, mesh: Mesh) -> Mesh:
-        """Return a mesh of the first replicas with the ranks that these have among all."""
+        """Return the mesh with the ranks that its replicas have among all replicas."""
         stride, size = self.here.stride("data"), self.here.data
         ranks = (
             rank // (stride * size) * stride * self.p.data + rank % (stride * size) for rank in mesh.ranks
@@ -137,10 +137,10 @@ class ProgramRanks:
 
 
 def replica_copies(step: Stages) -> int:
-    """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
+    """Return the number of equal replicas that one simulated replica can stand for.
 
-    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
-    with all its chips, NICs and groups. Where several replicas share a host, these stay.
+    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to
+    another, with all its chips, NICs and groups. Where several replicas share a host, these stay.
     """
     p, cluster = step.parallelism, step.problem.cluster
     network = cluster.network

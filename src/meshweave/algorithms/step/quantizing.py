@@ -26,7 +26,7 @@ class Quantizing(NamedTuple):
 
 
 def quantizing(problem: StepProblem, parallelism: Parallelism, part: str) -> Quantizing:
-    """Return what quantizing adds to the forward or backward part of a layer."""
+    """Return the work that quantizing adds to a layer's part, "forward" or "backward"."""
     recipe = problem.recipe
     if recipe is None:
         return Quantizing()
@@ -74,9 +74,10 @@ def _expert_sizes(problem: StepProblem, parallelism: Parallelism) -> Iterator[tu
 
 
 def cast_weight_bytes(problem: StepProblem, parallelism: Parallelism, parameters: int) -> int:
-    """Return the bytes through memory of casting the weights of a chip once a step; 0 without a recipe.
+    """Return the bytes through memory of casting a chip's weights once per step; 0 without a recipe.
 
-    Weights that are gathered in low precision are cast in shards, others where they are whole.
+    Weights that are gathered in low precision are cast in shards, others where they are whole. `parameters`
+    are the weights on a chip before ZeRO.
     """
     recipe = problem.recipe
     if recipe is None:

@@ -21,7 +21,7 @@ def _sustained(of: ProductModel, share: float) -> ProductModel:
 
 
 def without_casts(cluster: Cluster) -> Cluster:
-    """Return a cluster whose measured products have no cast of their operand in their times."""
+    """Return the cluster with measured products that do not include the cast of their operand."""
     kernels = cluster.chip.kernels
     assert kernels is not None
     products = tuple(
@@ -32,9 +32,10 @@ def without_casts(cluster: Cluster) -> Cluster:
 
 
 def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
-    """Return at which rate a stack's fused attention is priced on a chip, where nobody fitted it there; else "".
+    """Return in words at which rate a stack's fused attention is priced if not fitted on the chip, else "".
 
-    A stack without shares runs the kernel that was measured. Where none was, attention takes the rate of products.
+    A stack without shares runs the kernel that was measured. Where none was, attention takes the rate of
+    products.
     """
     is_measured = chip.kernels is not None and chip.kernels.attention_of(dtype) is not None
     rate = (
@@ -55,7 +56,7 @@ def attention_reading(stack: SoftwareStack, chip: Chip, dtype: str) -> str:
 
 
 def with_rates(cluster: Cluster, share: float, sustains: bool) -> Cluster:
-    """Return a cluster whose chips run attention at a share of their FLOP rate; `sustains` is that of a stack."""
+    """Return the cluster with attention at `share` of the chips' FLOP rate; `sustains` is that of a stack."""
     chip = cluster.chip
     kernels = chip.kernels
     if sustains and kernels is not None:

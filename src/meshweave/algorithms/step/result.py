@@ -52,12 +52,12 @@ class StepParts:
 
     @property
     def total(self) -> float:
-        """Return the sum."""
+        """Return the sum of all parts in seconds, which is the time of the step."""
         return float(sum(getattr(self, each.name) for each in fields(self)))
 
     @property
     def exposed(self) -> float:
-        """Return the seconds of communication that nothing hides."""
+        """Return the seconds of exposed communication, without that of recomputed work."""
         return self.tensor + self.context + self.transfers + self.data
 
 
@@ -109,12 +109,12 @@ class Step(Shown):
 
     @cached_property
     def memory(self) -> Memory:
-        """Return the bytes on each chip (`step_memory`), counted when they are first asked for."""
+        """Return the bytes on a chip of each pipeline rank, counted when they are first asked for."""
         return memory_of_stages(self.stages)
 
     @cached_property
     def parts(self) -> StepParts:
-        """Return the parts of the time, on the pipeline rank that works longest."""
+        """Return the parts of the step's time in seconds, on the pipeline rank that works longest."""
         timed = self.stages.pipeline(with_transfers=False)
         times, count = self.stages.times, self.num_micro_batches
         busiest = max(
@@ -140,14 +140,14 @@ class Step(Shown):
 
     @property
     def host_bound(self) -> float:
-        """Return the share of the step in which hosts set the pace, issuing parts of micro-batches late."""
+        """Return the share of the step (0 to 1) in which a host that issues operations late sets the pace."""
         times = self.stages.times
         busiest = max(self._stages_of_ranks(), key=lambda own: sum(times[stage].total_s for stage in own))
         return self.num_micro_batches * sum(times[stage].bound_s for stage in busiest) / self.time_s
 
     @property
     def host_line(self) -> str:
-        """Return in words how much of the step is bound by hosts; "" where nobody knows them, or none is."""
+        """Return in words how much of the step is host-bound; "" for none, or where no host is known."""
         share = self.host_bound
         waits = f"chips wait {100 * self.parts.host / self.time_s:.0f} % of it"
         return f"host-bound: {100 * share:.0f} % of the step; {waits}" if share >= _LEAST_BOUND else ""
@@ -161,26 +161,29 @@ class Step(Shown):
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Return the layers of each stage."""
+        """Return the number of layers of each stage."""
         return self.stages.layers
 
     @property
     def num_micro_batches(self) -> int:
-        """Return the micro-batches that go through each pipeline."""
+        """Return the number of micro-batches that go through each pipeline in a step."""
         return self.stages.micro_batches
 
     @property
     def not_priced(self) -> tuple[str, ...]:
-        """Return what of the model the time and memory do not know, a few words each."""
+        """Return the parts of the model that time and memory leave out, a few words each."""
         return self.problem.model.not_priced_at(self.problem.sequence)
 
     @property
     def tokens_per_second_per_chip(self) -> float:
-        """Return the tokens of a step over its time and the number of chips."""
+        """Return the tokens of a step, of all replicas, divided by its time and the number of chips."""
         return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
 
     def flops(self, pairs: Pairs = "causal", *, recomputed: bool = False) -> int:
-        """Return the FLOPs of the model with some pairs of tokens, and with what is computed again or without."""
+        """Return the model's FLOPs of a step over all chips; `pairs` of tokens are counted in attention.
+
+        With `recomputed` the FLOPs of recomputation are included.
+        """
         of, again = self.problem, self.parallelism.recompute if recomputed else "none"
         flops = step_flops(of.model, of.workload, pairs, again)
         if again == "full" and of.stack.stops_early:  # before the last product of a layer
@@ -190,22 +193,22 @@ class Step(Shown):
 
     @property
     def mfu(self) -> float:
-        """Return FLOPs of the model, with the pairs of tokens of a causal mask, over those at the peak."""
+        """Return the model FLOPs utilization (0 to 1): FLOPs with causal attention over those at the peak rate."""
         return self._utilization(self.flops())
 
     @property
     def mfu_all_pairs(self) -> float:
-        """Return MFU with all pairs of tokens, as PaLM counts it (Chowdhery et al., 2022, appendix B)."""
+        """Return MFU with attention over all pairs of tokens, as PaLM (Chowdhery et al., 2022, appendix B)."""
         return self._utilization(self.flops("all"))
 
     @property
     def hfu(self) -> float:
-        """Return `mfu` with the FLOPs that are computed again."""
+        """Return the hardware FLOPs utilization: `mfu` with the FLOPs of recomputation."""
         return self._utilization(self.flops(recomputed=True))
 
     @property
     def ceiling(self) -> RateCeiling:
-        """Return the most of its peak that a chip has shown in products, and how this step's work is priced."""
+        """Return the highest share of its peak that a chip has shown in products, and what is priced above it."""
         return rate_ceiling(self.problem)
 
     def _utilization(self, flops: int) -> float:
@@ -213,7 +216,7 @@ class Step(Shown):
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the step leaves the reserve of a chip's memory free, or fits in `limit_bytes`."""
+        """Return whether the fullest chip leaves the reserve of its memory free, or fits in `limit_bytes`."""
         return self.memory.total <= (self.problem.usable_bytes() if limit_bytes is None else limit_bytes)
 
 

@@ -22,7 +22,7 @@ SEED = 0
 
 
 def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks | None:
-    """Return where the experts of a layer are, and how uneven their load is; None without experts."""
+    """Return the degrees and the load of a layer's experts; None for a model without experts."""
     experts = problem.model.layer.num_experts
     if experts == 1:
         return None
@@ -34,9 +34,9 @@ def expert_ranks(problem: StepProblem, parallelism: Parallelism) -> ExpertRanks 
 
 
 def rank_loads(problem: StepProblem, parallelism: Parallelism) -> tuple[float, ...]:
-    """Return the expected copies of each rank of a group over the average, the most loaded first; () for evenly.
+    """Return for each rank of an expert group its expected copies over the average, the most first; () for even.
 
-    That of the first is the load of `expert_ranks`.
+    The first one is the load of `expert_ranks`.
     """
     p = parallelism
     if not problem.imbalance or p.expert == 1 or problem.model.layer.num_experts == 1:
@@ -55,7 +55,7 @@ def _drawn_by(problem: StepProblem, p: Parallelism) -> tuple[int, int, int, int,
 
 
 def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the copies of tokens that the most loaded rank gets over the average; 1 without experts."""
+    """Return the copies of tokens on the most loaded expert rank over the average; 1 without experts."""
     ranks = expert_ranks(problem, parallelism)
     return ranks.load if ranks is not None else 1.0
 
@@ -64,7 +64,10 @@ def load_of(problem: StepProblem, parallelism: Parallelism) -> float:
 def drawn_loads(
     experts: int, ranks: int, chosen: int, tokens: int, exponent: float, seed: int = SEED
 ) -> tuple[float, ...]:
-    """Return for drawn micro-batches of so many tokens the copies of the most loaded rank over the average."""
+    """Return for each drawn micro-batch of `tokens` the copies on the most loaded rank over the average.
+
+    `exponent` is that of the power law of the experts' popularity; a token takes `chosen` experts.
+    """
     shares = _drawn_shares(experts, ranks, chosen, tokens, exponent, seed)
     return tuple(max(1.0, float(each)) for each in shares.max(axis=1))
 

@@ -160,9 +160,9 @@ class SoftwareStack:
             )
 
     def attention_share(self, chip: Chip) -> tuple[str, float] | None:
-        """Return on which chips the share of the rate of attention was fitted that holds on a chip, and the share.
+        """Return (chips on which it was fitted, share) of the chip's attention rate; None if there is none.
 
-        Its own comes before that of the chip that it is fitted as; None where there is neither.
+        The stack's own comes before that of the chip that it is fitted as.
         """
         shares = self.attention_shares
         return next(
@@ -172,5 +172,5 @@ class SoftwareStack:
 
     @property
     def gap_s(self) -> float:
-        """Return the seconds between two kernels of a layer; none in a graph."""
+        """Return the seconds between two kernels of a layer; 0 if layers are captured in graphs."""
         return 0.0 if self.graphs else self.launch_s

@@ -131,7 +131,7 @@ class SpaceOptions:
 
 
 def tensor_strategies() -> dict[str, BlockAlgorithm]:
-    """Return the strategies for the tensor ranks of a layer; others are the data and context degrees of a step."""
+    """Return by name the strategies for the tensor-parallel ranks of a layer."""
     return {name: entry for name, entry in STRATEGIES.items() if refusal_in_step(entry) is None}
 
 
@@ -142,12 +142,12 @@ def _refusal_by_name(name: str) -> str | None:
 
 
 def searched(entries: Mapping[str, BlockAlgorithm] | Mapping[str, PipelineAlgorithm]) -> tuple[str, ...]:
-    """Return the names of the entries that a search tries where none are named."""
+    """Return the names of the algorithms that a search tries if none are named."""
     return tuple(name for name, entry in entries.items() if entry.is_searched)
 
 
 def ranks_of(tensor: Tensor) -> int:
-    """Return the ranks of a tensor degree."""
+    """Return the number of ranks of a tensor degree, given as a number or a mesh (d1, d2)."""
     return tensor if isinstance(tensor, int) else tensor[0] * tensor[1]
 
 
@@ -162,7 +162,7 @@ class DegreeSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where the chips go: the degrees, the strategy within a layer, and the order of the degrees."""
+    """The layout of a step on the chips: degrees, strategy within a layer, and order of the degrees."""
 
     data: int
     pipeline: int
@@ -186,7 +186,7 @@ class StepLayout:
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
     ) -> Parallelism:
-        """Return the configuration that has this layout and what a layout leaves open: the arguments."""
+        """Return the configuration with this layout and these arguments, which a layout leaves open."""
         return Parallelism(
             data=self.data,
             pipeline=self.pipeline,
@@ -250,7 +250,7 @@ class StepSpace:
         )
 
     def tensors(self, ranks: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield (strategy, tensor degree) of so many tensor ranks; a single rank has one strategy."""
+        """Yield (strategy, tensor degree) for `ranks` tensor-parallel ranks; a single rank has one strategy."""
         options, heads = self.options, self.problem.model.layer.attentions[0].heads
         if ranks == 1:
             yield options.strategies[0], 1
@@ -267,7 +267,7 @@ class StepSpace:
                     yield strategy, mesh
 
     def layouts(self, sizes: DegreeSizes) -> Iterator[StepLayout]:
-        """Yield the layouts with these sizes of the degrees."""
+        """Yield the layouts with these sizes: strategies, tensor meshes, expert degrees and orders."""
         data, pipeline, context, tensor = sizes
         for strategy, mesh in self.tensors(tensor):
             for order in self.orders(sizes):
@@ -275,9 +275,9 @@ class StepSpace:
                     yield StepLayout(data, pipeline, context, mesh, strategy, order, experts)
 
     def experts(self, sizes: DegreeSizes) -> tuple[tuple[int, int], ...]:
-        """Return the degrees of experts on the ranks of a stage; (1, 1) alone for a model without any.
+        """Return the (expert, expert_tensor) degrees for the ranks of a stage; (1, 1) alone without experts.
 
-        Ranks that share an expert are one, or those that share each layer.
+        An expert is sharded over one rank, or over as many as shard each layer.
         """
         experts = max(graph.num_experts for _, graph in self.problem.model.runs)
         if experts == 1:
@@ -291,13 +291,13 @@ class StepSpace:
         return tuple(pairs)
 
     def orders(self, sizes: DegreeSizes) -> tuple[Order, ...]:
-        """Return the orders of the degrees that differ on the levels of the cluster, "tensor" innermost first."""
+        """Return the orders of the degrees that differ on the levels of the cluster; "tensor" innermost first."""
         if self.options.orders is not None:
             return self.options.orders
         return distinct_orders(self.problem.cluster, sizes)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sequences that a micro-batch may have: divisors, each at least twice the one before."""
+        """Return the sizes to try for a micro-batch in sequences: divisors, each at least twice the one before."""
         share, given = self.problem.batch // data, self.options.micro_batches
         if given is not None:
             return tuple(size for size in divisors_of(share) if size in given)
@@ -308,7 +308,7 @@ class StepSpace:
         return tuple(sizes)
 
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
-        """Return (schedule, stages per pipeline rank) for so many ranks and micro-batches."""
+        """Return the (schedule, stages per pipeline rank) that take these numbers of ranks and micro-batches."""
         options = self.options
         if pipeline == 1:
             if options.virtual_stages is not None and 1 not in options.virtual_stages:
@@ -325,7 +325,7 @@ class StepSpace:
         return tuple(pairs)
 
     def choices(self) -> Iterator[Parallelism]:
-        """Yield every configuration, also those that do not fit or that the model of a step refuses."""
+        """Yield every configuration, also those that do not fit memory or that the model of a step refuses."""
         for sizes in self.degrees:
             for layout in self.layouts(sizes):
                 for size in self.micro_batches(sizes.data):
@@ -336,7 +336,7 @@ class StepSpace:
                                 yield layout.choice(size, schedule, virtual, zero, recompute)
 
     def zero_levels(self, data: int, context: int) -> tuple[int, ...]:
-        """Return the ZeRO levels of so many replicas; a single one has nothing to shard."""
+        """Return the ZeRO levels to try; for one replica, which has nothing to shard, the first one alone."""
         levels = self.options.zero
         return levels[:1] if data * context == 1 else levels
 
@@ -353,7 +353,7 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
-    """Return the orders of degrees that lay some degree on other links than every order before them."""
+    """Return the orders of degrees that put some degree on other links than every order before them."""
     return _distinct_orders(level_sizes(cluster.network), sizes)
 
 
@@ -380,10 +380,10 @@ def _distinct_orders(levels: tuple[int, ...] | None, sizes: DegreeSizes) -> tupl
 
 
 def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
-    """Return a key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
+    """Return a cache key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
 
-    The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the stride
-    where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
+    The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the
+    stride where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
     """
     if levels is None:
         return size, stride

@@ -11,7 +11,7 @@ from meshweave.base.errors import UnsupportedError, listed
 
 
 def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
-    """Raise UnsupportedError where a stack does not execute a value of a kind, an attribute of `StackRuns`."""
+    """Raise UnsupportedError if a stack does not execute a value of `kind`, an attribute of `StackRuns`."""
     values = stack.runs.values_of(kind)
     if values is None or value in values:
         return
@@ -32,7 +32,7 @@ _WORDS = {
 
 
 def check_problem(problem: StepProblem) -> None:
-    """Raise UnsupportedError where the stack of a problem does not run its precision, or its experts."""
+    """Raise UnsupportedError if the problem's stack does not execute its precision, or models with experts."""
     if problem.model.is_routed and not problem.stack.runs.experts:
         raise UnsupportedError(
             f"{problem.model.name} has experts, which stack {problem.stack.name} does not run, or on which it was "
@@ -43,7 +43,7 @@ def check_problem(problem: StepProblem) -> None:
 
 
 def check_parallelism(stack: SoftwareStack, parallelism: Parallelism) -> None:
-    """Raise UnsupportedError where a stack does not execute a configuration; degrees of one rank do not count."""
+    """Raise UnsupportedError if a stack does not execute a configuration; degrees of 1 are not checked."""
     for kind, value in _used(parallelism):
         check_runs(stack, kind, value)
 

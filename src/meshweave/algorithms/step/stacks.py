@@ -174,18 +174,18 @@ def stack_names() -> tuple[str, ...]:
 
 
 def default_stack(model: Transformer) -> str:
-    """Return the stack of a step where none is named: the library's runtime, or one that prices experts."""
+    """Return the name of the stack used if none is named: the library's runtime, or one that prices experts."""
     return IDEAL if model.is_routed else DEFAULT_STACK
 
 
 def fitted_as(name: str) -> str:
-    """Return the stack on whose published runs the constants of one were fitted: itself, or one like it."""
+    """Return the name of the stack whose published runs the constants were fitted on: `name`, or one like it."""
     return _FITTED_AS.get(name, name)
 
 
 @lru_cache(maxsize=1)
 def stack_table() -> dict[str, Any]:
-    """Return `catalog/stacks.toml`: constants of stacks, and rates of kernels of attention."""
+    """Return the contents of `catalog/stacks.toml`: constants of stacks, and rates of attention kernels."""
     return _catalog_table(_FILE)
 
 
@@ -218,7 +218,7 @@ def _catalog_table(name: str) -> dict[str, Any]:
 
 
 def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
-    """Return a software stack by its name, or for "ideal" one that adds nothing.
+    """Return a software stack by its name; "ideal" is one that adds no time or memory.
 
     Raises:
         DescriptionError: no stack has this name.
@@ -246,5 +246,5 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
 
 
 def attention_shares(kernel: str) -> tuple[tuple[str, float], ...]:
-    """Return the rates of a kernel of attention over the measured one, by how names of chips begin."""
+    """Return (beginning of chip names, rate of an attention kernel over the measured one) pairs."""
     return tuple(stack_table().get("attention", {}).get(kernel, {}).items())

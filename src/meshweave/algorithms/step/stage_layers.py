@@ -11,13 +11,13 @@ from meshweave.algorithms.step.problem import StepProblem
 
 @lru_cache(maxsize=4096)
 def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
-    """Return the layers of each stage: equal but for layers left over, which go to the middle.
+    """Return the number of layers of each stage: equal but for layers left over, which go to the middle.
 
     So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
 
     Args:
-        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the layer
-            that takes the sum above its share of all, as in nanotron (`build_model`).
+        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the
+            layer that takes the sum above its share of all, as in nanotron (`build_model`).
     """
     if costs is not None:
         return _layers_by_cost(num_layers, num_stages, *costs)
@@ -35,7 +35,7 @@ def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> 
 
 
 def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-    """Return how many layers of each kind each stage has; () where a model does not say their order."""
+    """Return for each stage its number of layers of each kind; () where the order of layers is not known."""
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()
     known, key = problem.cache("kinds of stages"), tuple(layers)
@@ -46,7 +46,7 @@ def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[floa
 
 
 def order_of_kinds(problem: StepProblem) -> tuple[int, ...]:
-    """Return the number of the kind of each layer. Graphs are compared once a step: they are large."""
+    """Return for each layer the number of its kind; cached, since graphs of layers are large to compare."""
     kept = problem.cache("order of kinds")
     if not kept:
         kinds = [kind.model.layer for _, kind in problem.kinds]
@@ -67,7 +67,7 @@ def _kinds_of(order: tuple[int, ...], kinds: int, layers: tuple[int, ...]) -> tu
 
 
 def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
-    """Return the multiplications a token of a layer and of the head, by which layers are divided; None: evenly."""
+    """Return the multiplications per token of a layer and of the head, by which to divide layers; None: evenly."""
     model = problem.model
     if not problem.stack.layers_by_cost:
         return None
@@ -84,7 +84,7 @@ def rank_layers(
     virtual_stages: int,
     costs: tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
+    """Return the number of layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
     counts = [0] * num_ranks
     layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
     for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):

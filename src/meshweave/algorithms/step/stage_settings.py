@@ -41,22 +41,22 @@ class StageSettings:
 
     @property
     def shards_weights(self) -> bool:
-        """Return whether weights are freed after each part of a layer."""
+        """Return whether gathered weights are freed after each part of a layer (ZeRO-3)."""
         return self.is_sharded and self.zero == 3
 
     @property
     def gathers_beside(self) -> bool:
-        """Return whether some of each gather runs beside the layers."""
+        """Return whether a part of each gather of weights overlaps with layers."""
         return self.overlap > 0 and not self.waits_for_gathers
 
     @property
     def gathers_each(self) -> bool:
-        """Return whether each micro-batch gathers weights."""
+        """Return whether weights are gathered for each micro-batch, not once per step."""
         return self.shards_weights or (self.is_sharded and self.zero == 2 and self.regathers)
 
     @property
     def reduces_each(self) -> bool:
-        """Return whether the gradients of each micro-batch are reduced."""
+        """Return whether gradients are reduced for each micro-batch, not once per step."""
         return self.zero >= 2 and bool(self.groups)
 
 
@@ -76,7 +76,7 @@ class BucketRanks:
 
     @property
     def split(self) -> tuple[str, ...]:
-        """Return the axes along which what ranks keep of a bucket differs."""
+        """Return the mesh axes along which the parts of a bucket on ranks differ."""
         return (*self.own, *self.settings.groups[: self.settings.num_sharding])
 
 
@@ -85,6 +85,6 @@ Run = tuple[int, int]
 
 
 def runs_of(unit: Unit, settings: StageSettings) -> tuple[Run | None, Run | None]:
-    """Return the run of a bucket whose collectives run beside the layers, and that which is waited for."""
+    """Return the range of a bucket whose collectives overlap with layers, and the exposed one; None if empty."""
     cut = round(settings.overlap * unit.elements / unit.shards) * unit.shards
     return (0, cut) if cut else None, (cut, unit.elements) if cut < unit.elements else None

@@ -67,7 +67,7 @@ class StageTime:
 
     @property
     def total_s(self) -> float:
-        """Return forward and backward."""
+        """Return the seconds of forward and backward of one micro-batch."""
         return self.forward_s + self.backward_s
 
 
@@ -99,11 +99,10 @@ class Stages:
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
-        """Return the times of the stages and of the transfers between them, in picoseconds.
+        """Return the times of the stages and of the transfers between them, for one micro-batch, in picoseconds.
 
-        Where nobody runs gradients apart, or it is not known, that of inputs has recomputation and half of the
-        rest, that of weights the other half. A stack that waits for what it sends has transfers in the times of
-        stages.
+        Where gradients are not timed apart, that of inputs has recomputation and half of the rest, that of
+        weights the other half. A stack that waits for its sends has transfers in the times of stages.
         """
         ticks: dict[int, tuple[int, int, int, int]] = {}  # of each time, which many stages share
         for time in self.times:
@@ -125,7 +124,7 @@ class Stages:
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers, tuple(saved))
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when the pipeline ranks are done, with or without the time of transfers."""
+        """Return when the pipeline ranks end a step, with or without the time of transfers."""
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
@@ -134,7 +133,7 @@ class Stages:
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
 
     def least_pipeline_ps(self) -> int:
-        """Return a lower bound of the makespan of the pipeline in picoseconds, much cheaper than `pipeline`."""
+        """Return a lower bound of the pipeline's makespan in picoseconds, much cheaper than `pipeline`."""
         p = self.parallelism
         if p.pipeline == 1:
             return self.pipeline().makespan_ps
@@ -143,18 +142,18 @@ class Stages:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """Return for each stage the pipeline rank that has it."""
+        """Return for each stage its pipeline rank."""
         p = self.parallelism
         return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
 
     def layers_of_rank(self, rank: int) -> int:
-        """Return the layers of a pipeline rank."""
+        """Return the number of layers of a pipeline rank."""
         p = self.parallelism
         numbers = p.schedule, p.pipeline, p.virtual_stages
         return rank_layers(self.problem.model.num_layers, *numbers, layer_costs(self.problem))[rank]
 
     def gathers_s(self) -> float:
-        """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
+        """Return the seconds by which gathers of the first rank's weights delay a step; 0 but for ZeRO-1 and 2."""
         p, stack = self.parallelism, self.problem.stack
         overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
@@ -168,7 +167,7 @@ class Stages:
         return of.table_gather_s + ahead_s + others * of.gather_s * (1 - overlap)
 
     def reductions_s(self, rank: int) -> float:
-        """Return the seconds that reductions add after the last backward part of a pipeline rank."""
+        """Return the seconds that reductions of gradients add after a pipeline rank's last backward part."""
         p, overlap = self.parallelism, self.problem.stack.overlap
         head = self.stage_ranks[-1]
         has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
@@ -184,7 +183,7 @@ class Stages:
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
-    """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
+    """Return the stages of a step and their times. Raises LayoutError where a strategy does not fit."""
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
@@ -328,5 +327,5 @@ def _with_host(time: StageTime, issued_s: tuple[float, float], *, pools: bool) -
 
 
 def makespan_s(time: PipelineTime) -> float:
-    """Return the seconds of a pipeline."""
+    """Return the makespan of a pipeline in seconds."""
     return to_s(time.makespan_ps)

@@ -28,7 +28,7 @@ from meshweave.base.errors import UnsupportedError
 def memory_of(
     problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule | None = None
 ) -> Memory:
-    """Return the memory of a step.
+    """Return the bytes on a chip of each pipeline rank.
 
     Args:
         recompute: what the forward part keeps, by the closed forms; None for what the parallelism says.
@@ -44,7 +44,7 @@ def memory_of(
 
 
 def memory_of_stages(stages: Stages) -> Memory:
-    """Return the memory of a step that has been checked, by its stages; it is counted once."""
+    """Return the bytes on a chip of each pipeline rank, of a step that has been checked; counted once."""
     problem, p = stages.problem, stages.parallelism
     known = problem.cache("memory")
     if p not in known:
@@ -93,9 +93,9 @@ def _holding(form: RankMemory, plain: RankMemory, held: HeldBytes, fragmentation
 
 
 def least_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
-    """Return a lower bound of the memory of the rank that takes the most, much cheaper than `memory_of`.
+    """Return a lower bound of the bytes on the fullest pipeline rank, much cheaper than `memory_of`.
 
-    Of a stack that does not run programs it is that memory.
+    For a stack that does not run programs it is that memory, not a bound.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.

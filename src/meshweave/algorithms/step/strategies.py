@@ -11,7 +11,7 @@ from meshweave.base.errors import LayoutError
 
 
 def strategy_of(parallelism: Parallelism) -> BlockAlgorithm:
-    """Return the strategy of a layer, with rings of context around it where there are such.
+    """Return the strategy of a layer; with context parallelism, a ring of context ranks is added around it.
 
     Raises:
         UnsupportedError: there is no such strategy.
@@ -28,7 +28,7 @@ def strategy_of(parallelism: Parallelism) -> BlockAlgorithm:
 
 
 def refusal_in_step(entry: BlockAlgorithm) -> str | None:
-    """Return why a strategy is none for the tensor ranks of a step, or None where it is one."""
+    """Return why a strategy cannot be that of a step's tensor-parallel ranks; None if it can."""
     roles = entry.roles
     if len(roles) != 2:
         return f"has {len(roles)} mesh axes; a step has strategies of two"
@@ -51,5 +51,5 @@ class StrategyAround(BlockAlgorithm):
         self._product_2d = inner.product_2d if isinstance(inner, IncludedProducts) else ""
 
     def roles_of(self, problem: BlockProblem) -> Roles:
-        """Return the roles of the axes, with the 2D product that the inner strategy includes."""
+        """Return the roles of all axes, with the 2D product that the inner strategy includes."""
         return Roles(super().roles_of(problem).axes, self._product_2d)

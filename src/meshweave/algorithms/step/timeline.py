@@ -76,7 +76,7 @@ class StepTimeline:
 
 
 def step_timeline(step: Step) -> StepTimeline:
-    """Return when the actions of a step run, of at most `MAX_RANKS` pipeline ranks."""
+    """Return when the actions of a step run, on at most `MAX_RANKS` pipeline ranks."""
     timed, count = _timed(step)
     p = step.parallelism
     shift_s = step.stages.gathers_s()
@@ -256,9 +256,9 @@ def _beside(step: Step, action: Action, begin_s: float, end_s: float, gathers: b
 
 
 def layer_timeline(step: Step) -> StepTimeline | None:
-    """Return when the tasks of one layer run, forward and backward without recomputation, or None.
+    """Return when the tasks of one layer run, forward and backward without recomputation.
 
-    There is none where broadcasts are chains (`estimate.timeline.task_spans`).
+    None where broadcasts are chains (`estimate.timeline.task_spans`).
     """
     spans = layer_block(step.problem, step.parallelism).spans
     if not spans:

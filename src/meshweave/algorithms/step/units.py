@@ -68,7 +68,7 @@ class Unit:
 
     @cached_property
     def experts(self) -> Unit | None:
-        """Return the piece with the weights of its experts, which have a bucket of their own; None without."""
+        """Return the unit with the weights of its experts, which have a bucket of their own; None without any."""
         if self.is_of_experts or not self.parts.of_experts:
             return None
         return replace(
@@ -81,24 +81,24 @@ class Unit:
 
     @property
     def buckets(self) -> tuple[Unit, ...]:
-        """Return the piece, and it with the weights of its experts, if it has some: a bucket each."""
+        """Return one unit per bucket: this one, and the one with the weights of its experts if it has some."""
         return (self,) if self.experts is None else (self, self.experts)
 
     @property
     def is_layer(self) -> bool:
-        """Return whether it is a layer, and no end of the model."""
+        """Return whether the unit is a layer, not embedding or head."""
         return self.name.startswith("layer")
 
     @property
     def constants(self) -> Iterator[tuple[str, int]]:
-        """Yield the inputs that no micro-batch changes, with their number of dims."""
+        """Yield (name, number of dims) of the program inputs that are the same for all micro-batches."""
         for name in CONSTANTS:
             for program, buffer in self.buffers_of((name,)):
                 yield name, len(local_shape(program, buffer))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the weights in the order of the bucket."""
+        """Return the weights in the order in which the bucket holds them."""
         program, sums = self.parts.forward, self.parts.sums
         inputs = [
             buffer
@@ -116,12 +116,16 @@ class Unit:
 
     @property
     def elements(self) -> int:
-        """Return the elements of a bucket."""
+        """Return the elements of one bucket on a tensor-parallel rank, padded so that ZeRO shards it evenly."""
         return -(-self.weights[-1].stop // self.shards) * self.shards
 
     @cached_property
     def summed(self) -> tuple[tuple[str, int, int], ...]:
-        """Return (axis, start, stop) of the ranges of a bucket that tensor-parallel ranks sum."""
+        """Return (axis, start, stop) of the ranges of a bucket whose gradients tensor-parallel ranks sum.
+
+        Raises:
+            UnsupportedError: the weights that are summed over an axis do not adjoin.
+        """
         ranges: dict[str, tuple[int, int]] = {}
         for weight in self.weights:
             for axis in self._own_sums(self.parts.sums[f"d{weight.name}"]):
@@ -138,35 +142,35 @@ class Unit:
         return tuple(axis for axis in axes if axis in ("row", "col"))
 
     def program(self, part: PartKind) -> Program | None:
-        """Return the program of a part; None for the gradient of a residual where the piece has none."""
+        """Return the program of a part; None for "input_grad" of a unit with no residual before it."""
         if part in ("forward", "backward"):
             return self.parts.forward if part == "forward" else self.parts.backward
         return self.split.input_grad if part == "input_grad" else self.split.weight_grad
 
     def software_flops(self, part: PartKind) -> int:
-        """Return the work that the software adds to a part."""
+        """Return the work that the software adds to a part, as FLOPs at the rate of the chip."""
         forward, backward, for_weights = self.extra_flops
         whole = {"forward": forward, "backward": backward, "weight_grad": for_weights}
         return whole.get(part, backward - for_weights)
 
     @cached_property
     def split(self) -> SplitBackward:
-        """Return its backward program as two: gradient of the residual, and of weights."""
+        """Return the backward program as two: gradient of the residual, and gradients of weights."""
         return split_backward(self.parts)
 
     @cached_property
     def read_for_weights(self) -> frozenset[str]:
-        """Return the buffers that the program of the gradients of weights reads."""
+        """Return the names of the buffers that the program of the weight gradients reads."""
         inputs = (buffer.name for buffer in self.split.weight_grad.buffers if buffer.kind == "input")
         return frozenset(inputs)
 
     @property
     def kept(self) -> Iterator[Buffer]:
-        """Yield the buffers that the forward part keeps for the backward part."""
+        """Yield the buffers that the forward part keeps for the backward part, as the forward program has them."""
         yield from (self.parts.forward.buffer_of[name] for name in self.parts.kept)
 
     def buffers_of(self, names: tuple[str, ...]) -> Iterator[tuple[Program, Buffer]]:
-        """Yield inputs and outputs of these names, each once, with the program that has them."""
+        """Yield (program, buffer) for the inputs and outputs with these names, each once."""
         seen: set[str] = set()
         for program in (self.parts.forward, self.parts.backward):
             for buffer in program.buffers:
@@ -176,7 +180,7 @@ class Unit:
 
 
 def local_shape(program: Program, buffer: Buffer) -> tuple[int, ...]:
-    """Return the shape of a buffer's part, equal on all ranks. Raises UnsupportedError where they differ."""
+    """Return the shape of a buffer on one rank. Raises UnsupportedError where ranks have different shapes."""
     assert buffer.layout is not None and buffer.tensor is not None
     whole = program.tensor_of[buffer.tensor].shape
     ranks = buffer.layout.mesh.ranks[: 1 if buffer.layout.has_equal_shards(whole) else None]

@@ -79,7 +79,7 @@ def write_units(
         experts: the ranks of a block as `block_of_piece` has them.
 
     Raises:
-        UnsupportedError: a strategy has no parts of this kind.
+        UnsupportedError: the backward program of a unit cannot be separated from its forward program.
     """
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
 

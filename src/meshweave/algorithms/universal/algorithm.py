@@ -29,17 +29,18 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
     problem_type = UniversalProblem
 
     def reference(self, problem: UniversalProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return C = A B of the global matrices A (M x K) and B (K x N), as {"C": M x N}."""
+        """Return C = A B computed without sharding from global A (M, K) and B (K, N), as {"C": (M, N)}."""
         return {"C": inputs["A"] @ inputs["B"]}
 
     def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
-        """Return the layouts of A, B and C that the problem gives."""
+        """Return the layouts of A, B and C, which the problem gives."""
         return {"A": problem.a, "B": problem.b, "C": problem.c}
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
-        """Return dA = dC B^T and dB = A^T dC, each in the layout of its operand.
+        """Return the problems of dA = dC B^T and dB = A^T dC, each in the layout of its operand.
 
-        A term of a partial sum has the gradient of the sum, so what is partial forward is replicated backward.
+        A term of a partial sum has the gradient of the sum, so what is partial forward is replicated
+        backward.
         """
         m, n, k = problem.sizes
         a, b, c = (_whole_sums(layout) for layout in (problem.a, problem.b, problem.c))
@@ -98,7 +99,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     estimate_accuracy = within(1.0)  # a roofline has no order of ops
 
     def examples(self) -> Iterator[UniversalProblem]:
-        """Yield products of unlike layouts: shards, replicas and partial sums, on one mesh and on two."""
+        """Yield products of matrices in unlike layouts: shards, replicas, partial sums, on one mesh or two."""
         square = Mesh.of("tp", (2, 2), ("row", "col"))
         sharded = Layout(square, (Shard(0), Shard(1)))
         yield UniversalProblem(8, 8, 8, sharded, sharded, sharded)
@@ -124,7 +125,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def candidates(
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[UniversalConfig]:
-        """Yield the configs whose copies of C surely have the same bits.
+        """Yield the configs for which all copies of C surely have the same bits.
 
         A tuner varies slices and prefetch besides.
         """
@@ -135,11 +136,11 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
-        """Return the program of `universal_program`: reads and updates of other ranks, not yet messages."""
+        """Return the program with one-sided reads and updates of other ranks' memory, not yet messages."""
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
-        """Return the roofline per phase of `estimate.universal`."""
+        """Return the estimate of `estimate.universal`: for each phase the time of its slowest resource."""
         if not math.prod(problem.sizes):
             return Estimate(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         parts = estimate_universal(

@@ -69,7 +69,7 @@ class UniversalConfig:
 
 
 def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
-    """Return for each rank the number of its group: the ranks that together compute one replica of C."""
+    """Return for each rank the number of its group; the ranks of a group together compute one replica of C."""
     mesh = problem.c.mesh
     numbers: dict[tuple[int, ...], int] = {}
     group_of = {}
@@ -82,7 +82,7 @@ def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -
 def base_configs(
     problem: UniversalProblem, *, stationary: Operand | None = None
 ) -> Iterator[UniversalConfig]:
-    """Yield one config per stationary matrix and choice of redundant axes.
+    """Yield one config per stationary matrix (or only `stationary`) and choice of redundant axes.
 
     Partial operands are summed where they must be, in the first layout of `summed_layouts`.
     """
@@ -97,7 +97,7 @@ def base_configs(
 def summed_layouts(
     problem: UniversalProblem, variant: UniversalConfig, operand: Operand
 ) -> list[Layout | None]:
-    """Return the layouts in which operand A or B may be summed first; None among them is to leave its terms.
+    """Return the layouts in which partial operand "a" or "b" may be summed first; None for not summing it.
 
     Where the operand is stationary, each group must have the whole of it.
     """
@@ -110,7 +110,10 @@ def summed_layouts(
 def universal_configs(
     problem: UniversalProblem, *, stationary: Operand | None = None
 ) -> Iterator[UniversalConfig]:
-    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first."""
+    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first.
+
+    With `stationary` only those in which this matrix does not move.
+    """
     for variant in base_configs(problem, stationary=stationary):
         for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
             config = replace(variant, summed_a=a, summed_b=b)

@@ -47,7 +47,7 @@ otherwise: the time of each grows with the graph."""
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """How much a search of one rank's schedule may weigh, and its limits. Equal efforts give equal schedules.
+    """Limits of the search for one rank's schedule. Equal efforts give equal schedules.
 
     Attributes:
         max_states: the most states, of an exhaustive search.
@@ -63,7 +63,7 @@ class SearchEffort:
     def of(
         cls, graphs: Collection[ScheduleGraph], limits: StageLimits, max_states: int | None = None
     ) -> SearchEffort:
-        """Return what is weighed for each rank, such that all take a second or two; `max_states` if given."""
+        """Return an effort for which all graphs together take a second or two; with `max_states` if given."""
         num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
         if max_states is None:
             max_states = min(MAX_STATES, max(1, _STATES // num_products))
@@ -132,7 +132,7 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
 ) -> tuple[IssueStage, ...]:
-    """Return the stages of a schedule of one rank within the limits of the effort."""
+    """Return the stages of the schedule `kind` for one rank, within the limits of the effort."""
     if kind == "exhaustive":
         return exhaustive_search(graph, effort).stages
     return _heuristic_stages(kind, graph, effort.max_selections, effort.limits)
@@ -140,7 +140,7 @@ def schedule_stages(
 
 @lru_cache(maxsize=4096)
 def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
-    """Return the result of the exhaustive search for one rank within the limits of the effort."""
+    """Return the result of the exhaustive search for one rank, within the limits of the effort."""
     return exhaustive(
         graph, effort.limits, max_states=effort.max_states, max_selections=effort.max_selections
     )
@@ -158,7 +158,8 @@ def _heuristic_stages(
 def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
     """Return for each rank the order of its steps by the schedule of the config.
 
-    Raises UnsupportedError for a schedule by costs where the config has no rates.
+    Raises:
+        UnsupportedError: the schedule goes by costs, and the config has no rates.
     """
     config, ranks = slicing.config, slicing.problem.ranks
     if config.schedule == "direct":
@@ -193,13 +194,14 @@ class IssueStep:
 def issue_steps(
     steps: Sequence[ProductStep], rank: int, order: IssueOrder, in_scratch: Sequence[bool], prefetch: int
 ) -> list[IssueStep]:
-    """Return what a rank issues.
+    """Return the steps of a rank in the order of issue, with their fetches, accumulates and scratch slots.
 
-    Every order makes a correct program. A fetch stands before the first product that needs it, and with it all
-    fetches that the order has before it. Likewise, an accumulate stands after the product of its step.
+    Every order makes a correct program. A fetch stands before the first product that needs it, and with it
+    all fetches that the order has before it. Likewise, an accumulate stands after the product of its step.
 
     Args:
-        in_scratch: for each step whether its result is made in scratch.
+        in_scratch: for each step whether its result is computed in scratch.
+        prefetch: how many steps ahead panels are fetched.
     """
     lifetimes = _panel_lifetimes(remote_panels(steps, rank), order, in_scratch)
     free = {operand: deque(range(_max_in_scratch(lifetimes, operand) + prefetch)) for operand in OPERANDS}

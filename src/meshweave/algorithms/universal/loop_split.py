@@ -24,11 +24,11 @@ class LoopPart:
 
     @property
     def size(self) -> int:
-        """The number of indices."""
+        """Return the number of indices."""
         return sum(run.size for run in self.runs)
 
     def split(self, size: int) -> tuple[LoopPart, LoopPart]:
-        """Return the part of the first `size` indices, and the rest."""
+        """Return two parts: the first `size` indices, and the rest."""
         first: list[CommonRun] = []
         rest: list[CommonRun] = []
         for run in self.runs:
@@ -57,8 +57,8 @@ def split_loop(
 
     Args:
         missing: `missing[i][j]` is how many elements member j must move per index of part i.
-        even: whether no member may do more than 1 / `members` of all indices, rounded up (torch's chunk rule). If
-            not, only parts for which several members miss equally little are balanced.
+        even: whether no member may do more than 1 / `members` of all indices, rounded up (torch's chunk
+            rule). If not, only parts for which several members miss equally little are balanced.
     """
     if members == 1:
         return [tuple(parts)]

@@ -100,7 +100,7 @@ def _extend(segments: list[ClassSegment], new: ClassSegment) -> None:
 
 @dataclass(frozen=True)
 class OwnerMap:
-    """Which block of a matrix each rank holds.
+    """The block of a matrix that each rank holds.
 
     Attributes:
         rows, columns: the classes of the two dims.
@@ -120,7 +120,7 @@ class OwnerMap:
 
     @cached_property
     def holders(self) -> Mapping[BlockKey, tuple[int, ...]]:
-        """The ranks that hold each block, ascending."""
+        """Return the ranks that hold each block, ascending."""
         ranks_of: dict[BlockKey, list[int]] = defaultdict(list)
         for rank in sorted(self.block_of):
             ranks_of[self.block_of[rank]].append(rank)
@@ -134,7 +134,7 @@ class OwnerMap:
 
 @lru_cache(maxsize=1024)
 def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
-    """Return which rank holds what of a matrix of global `shape` in a layout."""
+    """Return which block of a matrix of global `shape` each rank holds in a layout."""
     numbers: tuple[dict[Intervals, int], dict[Intervals, int]] = ({}, {})
     partial_axes = [
         axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)
@@ -219,7 +219,7 @@ class CommonRun:
     size: int
 
     def split(self, size: int) -> tuple[CommonRun, CommonRun]:
-        """Return the first `size` indices, and the rest."""
+        """Return two runs: the first `size` indices, and the rest."""
         return (
             CommonRun(self.left_start, self.right_start, size),
             CommonRun(self.left_start + size, self.right_start + size, self.size - size),
@@ -250,7 +250,7 @@ def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, 
 
 
 def nearest_holder(ranks: Sequence[int], rank: int, position: Callable[[int], int], count: int) -> int:
-    """Return the holder that `rank` takes a block from: itself, or the next one after it among `count` positions.
+    """Return the holder in `ranks` that `rank` takes a block from: itself, or the next of `count` positions.
 
     Different ranks so prefer different holders.
     """

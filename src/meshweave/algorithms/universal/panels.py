@@ -28,12 +28,12 @@ class OwnedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
+        """Return the numbers of rows and columns."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
     def num_elements(self) -> int:
-        """Rows times columns."""
+        """Return the number of elements, rows times columns."""
         rows, columns = self.shape
         return rows * columns
 

@@ -63,20 +63,20 @@ class UniversalProblem:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks, ascending."""
+        """Return the global ranks, ascending."""
         return tuple(sorted(self.a.mesh.ranks))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """M, N, K."""
+        """Return the global sizes (M, N, K)."""
         return self.m, self.n, self.k
 
     def layout(self, operand: Operand) -> Layout:
-        """Return the layout of a matrix."""
+        """Return the layout of matrix "a", "b" or "c"."""
         return {"a": self.a, "b": self.b, "c": self.c}[operand]
 
     def shape(self, operand: Operand) -> tuple[int, int]:
-        """Return the global shape of a matrix."""
+        """Return the global shape of matrix "a", "b" or "c"."""
         rows, columns = DIMS[operand]
         return self.sizes[rows], self.sizes[columns]
 

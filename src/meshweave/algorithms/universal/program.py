@@ -39,12 +39,13 @@ def universal_program(
 ) -> Program:
     """Return C = A B as a program of get, put and accumulate; buffers "a", "b" and "c" hold the matrices.
 
-    Raises LayoutError where the config does not fit the problem, UnsupportedError for a schedule by costs without
-    rates.
-
     Args:
-        orders: for each rank the order in which it fetches, multiplies and accumulates, instead of the config's
-            schedule. Fetches are numbered as in `issue_order.remote_panels`.
+        orders: for each rank the order in which it fetches, multiplies and accumulates, instead of the
+            config's schedule. Fetches are numbered as in `issue_order.remote_panels`.
+
+    Raises:
+        LayoutError: the config does not fit the problem.
+        UnsupportedError: the schedule goes by costs, and the config has no rates.
     """
     return _UniversalProgramBuilder(problem, config, Slicing(problem, config), orders).build()
 

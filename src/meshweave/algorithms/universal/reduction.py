@@ -12,11 +12,12 @@ from meshweave.describe.layout import Layout, Partial
 def partial_sums(
     slicing: Slicing, operand: Operand, rank: int
 ) -> list[tuple[tuple[int, int], tuple[OwnedBlock, ...]]]:
-    """Return the blocks that a rank sums of a partial operand that is summed first; none of another operand.
+    """Return the blocks that a rank sums of a partial operand that is summed first; () of any other operand.
 
-    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms in the order
-    in which they are added: the rank's own first, where the sum is on no other rank. Copies of a sum are added up
-    in one order, which begins at different terms for different blocks, so that not all ranks ask one at a time.
+    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms in the
+    order in which they are added: the rank's own first, where the sum is on no other rank. Copies of a sum
+    are added up in one order, which begins at different terms for different blocks, so that not all ranks ask
+    one at a time.
     """
     layout = slicing.summed_layout(operand)
     if layout is None:
@@ -108,7 +109,7 @@ def _by_rank(term: tuple[int, int, object]) -> tuple[int, int]:
 
 
 def merges_replicas(slicing: Slicing) -> bool:
-    """Return whether replicas of C are put together at the end, from what each of their holders computed."""
+    """Return whether replicas of C are combined at the end, from blocks that different ranks computed."""
     return any(len(replicas_of(slicing, rank)) > 1 for rank in slicing.problem.ranks)
 
 
@@ -119,7 +120,7 @@ def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
 
 
 def owned_share(slicing: Slicing, rank: int) -> tuple[Span, Span]:
-    """Return the part of its block of C that a rank owns among the replicas: rows and columns in its memory."""
+    """Return the rows and columns, in its memory, of the part of a block of C that a rank owns among replicas."""
     c = slicing.matrices["c"]
     rows, columns = c.shape(rank)
     spans = [(0, rows), (0, columns)]

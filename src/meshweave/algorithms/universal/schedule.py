@@ -38,7 +38,7 @@ Selection = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FetchNode:
-    """A remote tile that some products need, and the seconds to fetch it."""
+    """A fetch of a remote tile that some products need, with its seconds."""
 
     seconds: float
 
@@ -102,21 +102,21 @@ class ScheduleGraph:
 
     @cached_property
     def needed_fetches(self) -> Selection:
-        """The tiles that some product needs, in the order of first use."""
+        """Return the numbers of the tiles that some product needs, in the order of first use."""
         return tuple(dict.fromkeys(tile for product in self.products for tile in product.needs))
 
     @cached_property
     def accumulating(self) -> Selection:
-        """The products whose results are accumulated into remote tiles."""
+        """Return the numbers of the products whose results are accumulated into remote tiles."""
         return tuple(i for i, product in enumerate(self.products) if product.accumulate_s > 0)
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """For each product the bit set of the tiles that it needs."""
+        """Return for each product the tiles that it needs, as a bit set."""
         return tuple(bit_set(product.needs) for product in self.products)
 
     def ready(self, state: ScheduleState) -> list[int]:
-        """Return the products not done whose tiles are all fetched, in the given order."""
+        """Return the products not computed yet whose tiles are all fetched, in the given order."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
     def unfetched(self, state: ScheduleState) -> list[int]:
@@ -124,11 +124,14 @@ class ScheduleGraph:
         return [tile for tile in self.needed_fetches if not state[1] >> tile & 1]
 
     def unaccumulated(self, state: ScheduleState) -> list[int]:
-        """Return the products done whose results are still to be accumulated."""
+        """Return the products that are computed and whose results are still to be accumulated."""
         return [i for i in self.accumulating if state[0] >> i & 1 and not state[2] >> i & 1]
 
     def communication_s(self, fetch_s: float, accumulate_s: float) -> float:
-        """Return the seconds of fetches and accumulates in one stage."""
+        """Return the seconds of communication of one stage with these fetches and accumulates.
+
+        They are the longer ones if the graph is `duplex`, else the sum.
+        """
         return max(fetch_s, accumulate_s) if self.duplex else fetch_s + accumulate_s
 
 
@@ -159,7 +162,7 @@ def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
 
 
 def staged_s(stages: Iterable[IssueStage], graph: ScheduleGraph) -> float:
-    """Return the seconds of stages one after another."""
+    """Return the seconds of all stages, one after another."""
     return math.fsum(stage_s(stage, graph) for stage in stages)
 
 
@@ -262,7 +265,7 @@ def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
 
 
 def bit_set(numbers: Iterable[int]) -> int:
-    """Return an integer whose bits of these numbers are set."""
+    """Return an integer in which the bits with these numbers are set."""
     bits = 0
     for number in numbers:
         bits |= 1 << number
@@ -270,5 +273,5 @@ def bit_set(numbers: Iterable[int]) -> int:
 
 
 def unset(bits: int, count: int) -> list[int]:
-    """Return which of the lowest `count` bits are not set."""
+    """Return the numbers of the bits that are not set among the lowest `count`."""
     return [i for i in range(count) if not bits >> i & 1]

@@ -39,14 +39,14 @@ KnownStates = dict[ScheduleState, tuple[float, ScheduleState, IssueStage | None]
 
 @dataclass(frozen=True)
 class ScheduleSearchResult:
-    """The best schedule that a search met.
+    """The best schedule that a search found.
 
     Attributes:
         stages: its stages.
         seconds: what they take.
         bound_seconds: no schedule takes less.
         proven: whether `seconds` equals the bound, to 1e-9.
-        states: the number of states that were weighed.
+        states: the number of states that were visited.
     """
 
     stages: tuple[IssueStage, ...]
@@ -63,10 +63,11 @@ def exhaustive(
     max_states: int = 200_000,
     max_selections: int = MAX_SELECTIONS,
 ) -> ScheduleSearchResult:
-    """Search all sequences of stages for the one of least `staged_s` (section 4.3), by branch and bound.
+    """Return the sequence of stages with the least `staged_s` (section 4.3) that branch and bound finds.
 
-    What may follow depends on the state only, so each state is kept once, with the least seconds that lead to it.
-    Each depth in turn extends its most promising state. That soon meets good schedules, and raises the bound, too.
+    The following stages depend on the state only, so each state is kept once, with the least seconds that
+    lead to it. Each depth in turn extends its most promising state. That soon meets good schedules, and
+    raises the bound, too.
 
     Args:
         budget_s: seconds after which the search ends.

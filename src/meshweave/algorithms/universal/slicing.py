@@ -38,7 +38,7 @@ ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
 
 
 def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
-    """Return into how many parts to cut each run for `num_slices` parts or more, as even as the runs allow."""
+    """Return for each run its number of parts, as even as the runs allow, `num_slices` or more in all."""
     total = sum(run.size for run in runs)
     longest = max(-(-total // max(num_slices, 1)), 1)
     return [-(-run.size // longest) for run in runs]
@@ -46,7 +46,7 @@ def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Slicing:
-    """Everything that follows from a problem and a config, rank by rank."""
+    """What each rank computes and moves, as it follows from a problem and a config."""
 
     problem: UniversalProblem
     config: UniversalConfig
@@ -55,17 +55,17 @@ class Slicing:
 
     @cached_property
     def group_of(self) -> dict[int, int]:
-        """For each rank its group, of those that compute a replica of C each."""
+        """Return for each rank the number of its group; each group computes one replica of C."""
         return replica_groups(self.problem, self.config.redundant_axes)
 
     @cached_property
     def is_recomputed(self) -> bool:
-        """Whether several groups each compute C, so that copies of an element come from different ranks."""
+        """Return whether several groups each compute C, so that copies of an element come from different ranks."""
         return len(set(self.group_of.values())) > 1
 
     @cached_property
     def matrices(self) -> dict[Operand, OwnerMap]:
-        """The owners of each matrix that is multiplied; if it is a partial operand summed first, of the sum."""
+        """Return the owners of each matrix that is multiplied; of a partial operand summed first, of the sum."""
         return {
             operand: owners(
                 self.summed_layout(operand) or self.problem.layout(operand), self.problem.shape(operand)
@@ -74,18 +74,18 @@ class Slicing:
         }
 
     def summed_layout(self, operand: Operand) -> Layout | None:
-        """Return the layout in which a partial operand is summed first, or None."""
+        """Return the layout in which a partial operand is summed first; None if it is not summed."""
         return {"a": self.config.summed_a, "b": self.config.summed_b, "c": None}[operand]
 
     @cached_property
     def c_owners(self) -> OwnerMap:
-        """C with one owner per element and group."""
+        """Return the owners of C, one per element and group."""
         dim = 0 if self.problem.m >= self.problem.n else 1
         return split_among_replicas(self.matrices["c"], dim, self.group_of)
 
     @cached_property
     def moving(self) -> tuple[Operand, Operand]:
-        """The two matrices that are not stationary, in the order a, b, c."""
+        """Return the two matrices that are not stationary, in the order a, b, c."""
         first, second = (operand for operand in DIMS if operand != self.config.stationary)
         return first, second
 
@@ -99,7 +99,7 @@ class Slicing:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """The position of each rank among all."""
+        """Return the position of each rank among all ranks, ascending."""
         return {rank: index for index, rank in enumerate(self.problem.ranks)}
 
     def nearest_holder(self, ranks: Sequence[int], rank: int) -> int:
@@ -110,7 +110,7 @@ class Slicing:
 
     @cached_property
     def loop_parts(self) -> tuple[LoopPart, ...]:
-        """The loop of a whole team: one part per pair of classes and pair of terms of the moving matrices."""
+        """Return the loop of a whole team: one part per pair of classes and pair of terms of moving matrices."""
         dim = LOOP[self.config.stationary]
         left, right = (
             table.dims[DIMS[operand].index(dim)]
@@ -130,9 +130,10 @@ class Slicing:
 
     @cached_property
     def teams(self) -> dict[int, tuple[int, ...]]:
-        """For each rank its team: the ranks of its group with the same box.
+        """Return for each rank its team: the ranks of its group with the same box.
 
-        Of a partial stationary operand a box is one term. Of a partial C each term is a part of the loop instead.
+        Of a partial stationary operand a box is one term. Of a partial C each term is a part of the loop
+        instead.
         """
         stationary = self.matrices[self.config.stationary]
         members: dict[tuple[int, ...], list[int]] = {}
@@ -144,10 +145,10 @@ class Slicing:
 
     @cached_property
     def work(self) -> dict[int, tuple[LoopPart, ...]]:
-        """What each rank runs over of its team's loop.
+        """Return for each rank the parts of its team's loop that it runs over.
 
-        Teams of different groups that have the same box share it out alike, so that their copies of C are sums of
-        the same products.
+        Teams of different groups that have the same box share it out alike, so that their copies of C are
+        sums of the same products.
         """
         alike: dict[tuple[BlockKey, int], list[tuple[int, ...]]] = {}
         stationary = self.matrices[self.config.stationary]
@@ -229,12 +230,12 @@ class Slicing:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def runs(self, rank: int) -> Sequence[tuple[LoopPart, CommonRun]]:
-        """Return what a rank runs over, in the order of direct execution (section 4.2).
+        """Return the runs of a rank, with their loop parts, in the order of direct execution (section 4.2).
 
-        Ranks begin at different places, so that they do not all ask one holder at a time. Each begins with the run
-        for which it needs least from others, since nothing hides that communication. The offset alone would send
-        away ranks that have a whole step in their own memory. Where several groups compute C, all of them run over
-        a box in the same order, whatever they have, so that copies of C are the same sums.
+        Ranks begin at different places, so that they do not all ask one holder at a time. Each begins with
+        the run for which it needs least from others, since nothing hides that communication. The offset alone
+        would send away ranks that have a whole step in their own memory. Where several groups compute C, all
+        of them run over a box in the same order, whatever they have, so that copies of C are the same sums.
         """
         runs = self._known_runs.get(rank)
         if runs is None:
@@ -283,7 +284,7 @@ class Slicing:
 
     @cached_property
     def whole_steps(self) -> dict[int, tuple[ProductStep, ...]]:
-        """For each rank the products of its runs as if these were not cut: they compute and move the same."""
+        """Return for each rank the products of its runs, uncut: they compute and move the same as the cut ones."""
         return {
             rank: tuple(self._step(rank, part, run, run) for part, run in self.runs(rank))
             for rank in self.problem.ranks
@@ -310,7 +311,7 @@ class Slicing:
         return ProductStep((sizes[0], sizes[1], sizes[2]), panels)
 
     def product_key(self, rank: int, part: LoopPart, run: CommonRun) -> ProductKey:
-        """Return what is equal for ranks that multiply the same parts of A and B, in whatever groups they are."""
+        """Return a key that is equal for ranks that multiply the same parts of A and B, in whatever groups."""
         row, column, term = self.matrices[self.config.stationary].block_of[rank]
         box = row, column, 0 if self.config.stationary == "c" else term
         return box, part.classes, part.terms, run

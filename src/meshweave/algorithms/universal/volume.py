@@ -13,7 +13,7 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
 def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
-    """Return what the program of a slicing computes and moves; the counts are exact.
+    """Return the exact counts of what the program of a slicing computes and moves, rank by rank.
 
     Args:
         num_slices: counts with another number of slices than the config's, where it is given.

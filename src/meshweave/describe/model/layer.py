@@ -111,7 +111,7 @@ class LayerGraph(Shown):
         return homes
 
     @cached_property
-    def meeting(self) -> frozenset[str]:
+    def jointly_reduced(self) -> frozenset[str]:
         """Return the edges whose terms on ranks meet those of another in a sum before all are reduced as one."""
         open_edges = {
             node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1

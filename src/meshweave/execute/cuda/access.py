@@ -44,10 +44,10 @@ TILES: Key = ("tile counters", 0)  # no buffer has a name with blanks
 
 
 class TrackedAccess(OneSidedAccess):
-    """See the module docstring."""
+    """One-sided ops beside products whose kernels count their tiles; see the module docstring."""
 
     def check_memory(self, memory: RemoteMemory) -> None:
-        """Raise UnsupportedError where the memory is not mapped by all ranks."""
+        """Raise UnsupportedError where other ranks' parts of `memory` are not mapped into this process."""
         if not memory.is_aliased:
             raise UnsupportedError(
                 f"tracked products store to memory that ranks map, {memory.kind} memory is not"
@@ -59,12 +59,12 @@ class TrackedAccess(OneSidedAccess):
         return self._analysis.regions
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return the counters of the regions that are stored to this rank's memory."""
+        """Return the slot to set aside for this rank's counters of tiles, which kernels of any rank may write."""
         assert analysis.regions is not None
         return {TILES: Slot.of_counters(analysis.regions.num_counters)}
 
     def set_binder(self, binder: Binder) -> None:
-        """Take the binder, and group the regions of this rank into kernels."""
+        """Take the binder that makes this rank's views tensors, and group the rank's regions into kernels."""
         super().set_binder(binder)
         ops, rank = self._analysis.ops, self._rank
         self._tensors = {index: self._region(index) for at, index in self._regions.product_of if at == rank}
@@ -87,7 +87,10 @@ class TrackedAccess(OneSidedAccess):
         self._launches = launches(rank, self._regions, waits, lanes, alike)
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank: the first region of a kernel launches it."""
+        """Return the action of op number `index` of this rank, as `OneSidedAccess.bind`.
+
+        The first region of a kernel launches it, and the kernel's other regions do nothing.
+        """
         if index in self._launches.joined:
             return chain_actions([])
         before = self._wait_for_tiles(index, bound.label)

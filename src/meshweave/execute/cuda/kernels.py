@@ -159,7 +159,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
 
 
 def lacks_atomic_add(dtype: torch.dtype, device: torch.device) -> str:
-    """Return why a dtype cannot be added to memory atomically on a device; empty where it can."""
+    """Return why tensors of a dtype cannot be added to atomically on a device; "" where they can."""
     if dtype not in _ADDED:
         return f"kernels add no {dtype} to memory atomically"
     if dtype != torch.bfloat16:
@@ -171,7 +171,7 @@ def lacks_atomic_add(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def check_atomic_add(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UnsupportedError where a dtype cannot be added to memory atomically on a device."""
+    """Raise UnsupportedError where tensors of a dtype cannot be added to atomically on a device."""
     if reason := lacks_atomic_add(dtype, device):
         raise UnsupportedError(reason)
 
@@ -211,6 +211,9 @@ def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) 
 
 
 def launch_product(grid: int, *arguments: Any, **constants: Any) -> None:
-    """Queue the tracked product on the current stream, in `grid` programs; see `_tracked_product`."""
+    """Queue the kernel of a tracked product (`_tracked_product`, with its arguments) on the current stream.
+
+    `grid` is the number of the kernel's programs (blocks of threads).
+    """
     with _one_at_a_time:
         _tracked_product[(grid,)](*arguments, **constants)

@@ -34,11 +34,11 @@ class TrackedRegions:
     num_counters: int
 
     def local(self, rank: int, edges: Sequence[Iterable[int]], lanes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return by op of a rank the regions of other lanes of that rank that it waits for.
+        """Return for each op of `rank`, by index, the regions that it waits for in other lanes of that rank.
 
         Args:
-            edges: by op the earlier ops that it waits for.
-            lanes: by op its lane.
+            edges: for each op the indices of the earlier ops that it waits for.
+            lanes: the lane of each op.
         """
         return [
             tuple(
@@ -51,7 +51,7 @@ class TrackedRegions:
 
 
 def tracked_regions(program: Program) -> TrackedRegions:
-    """Return the regions of a program on all of its ranks."""
+    """Return the regions of products that a program releases, over all ranks, with a counter for each."""
     counter_of: dict[Node, tuple[int, int]] = {}
     product_of: dict[Node, tuple[Node, ...]] = {}
     num_counters: dict[int, int] = {}
@@ -75,7 +75,7 @@ def tracked_regions(program: Program) -> TrackedRegions:
 
 
 def is_region(op: Op) -> bool:
-    """Return whether an op is a region of a product: a released one of two dims, all of whose views are boxes."""
+    """Return whether an op is a region of a released product: a 2-D matmul with a release, of plain ranges."""
     return (
         isinstance(op, Matmul)
         and op.release is not None
@@ -123,12 +123,15 @@ def launches(
     lanes: Sequence[str],
     alike: Container[tuple[int, int]],
 ) -> Launches:
-    """Return the kernels of a rank: a region joins the one before where its lane waited for all it needs.
+    """Return which regions each kernel of a rank computes.
+
+    A region joins the kernel of its product's region before it where its lane has already waited for all it
+    needs.
 
     Args:
-        waits: by op what it waits for in other lanes and ranks.
-        lanes: by op its lane.
-        alike: pairs of regions that one kernel can compute.
+        waits: for each op what it waits for in other lanes and ranks.
+        lanes: the lane of each op.
+        alike: pairs of op indices whose regions one kernel can compute.
     """
     launches = Launches()
     seen: dict[str, set[object]] = {}

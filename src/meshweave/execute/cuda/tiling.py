@@ -32,7 +32,7 @@ class Block:
     num_stages: int = 3
 
     def fitted(self, rows: int, columns: int, depth: int) -> Block:
-        """Return the block made smaller to what it covers, in powers of two from 16 on."""
+        """Return the block cut to a product of `rows` x `columns` with K = `depth`: powers of two, at least 16."""
 
         def least(size: int, most: int) -> int:
             return min(most, max(16, 1 << (size - 1).bit_length()))
@@ -50,9 +50,10 @@ BLOCKS = {2: Block(128, 256, 64), 4: Block(128, 128, 32)}
 
 
 def tiles_of_region(rows: int, columns: int, release: Release, block: Block) -> list[Box]:
-    """Return the tiles of a region, each within one block, in the order in which they are computed.
+    """Return the tiles of a region of `rows` x `columns`, in the order in which the kernel computes them.
 
-    A tile that the release names and that is larger than a block is computed as several, row by row.
+    Each is a pair of ranges (rows, columns) no larger than `block`. A larger tile of the release is computed
+    as several.
     """
     if release.tile:
         return [
@@ -73,11 +74,12 @@ def _blocks(rows: int, columns: int, block: Block) -> list[Box]:
 
 
 def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_bytes: int) -> Block:
-    """Return the block of one product.
+    """Return the block (rows, columns, depth) that the kernel of one product computes at a time.
 
     Args:
-        shapes: rows, columns and release of each of its regions.
+        shapes: (rows, columns, release) of each region.
         depth: the K of the product.
+        element_bytes: the size of an operand's element.
     """
     most = [1, 1]
     for *sizes, release in shapes:
@@ -88,13 +90,13 @@ def block_of(shapes: Sequence[tuple[int, int, Release]], depth: int, element_byt
 
 
 def product_block(ops: Sequence[Matmul], element_bytes: int) -> Block:
-    """Return the block of the regions of one product, written as ops."""
+    """Return the block of one product, given the ops that are its regions; see `block_of`."""
     depths = [op.a.shape[0 if op.transpose_a else 1] for op in ops]
     return block_of([(*_sizes(op), op.release or Release()) for op in ops], max(depths), element_bytes)
 
 
 def num_tiles(op: Matmul, block: Block) -> int:
-    """Return the tiles of a region, written as an op."""
+    """Return into how many tiles the kernel cuts the region that `op` computes."""
     return len(tiles_of_region(*_sizes(op), op.release or Release(), block))
 
 

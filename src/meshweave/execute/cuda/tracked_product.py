@@ -129,14 +129,14 @@ class TrackedProduct:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of a kernel run at a time."""
+    """Return how many programs (blocks of threads) of a kernel run at a time: the GPU's multiprocessors."""
     if device.type != "cuda":
         return _INTERPRETER_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def share_a_kernel(one: TrackedRegion, other: TrackedRegion) -> bool:
-    """Return whether one kernel can compute both regions."""
+    """Return whether one kernel can compute both regions: equal strides, dtypes, K and way of storing."""
     return all(
         left.stride() == right.stride() and left.dtype == right.dtype
         for left, right in ((one.a, other.a), (one.b, other.b), (one.out, other.out))

@@ -25,10 +25,10 @@ class WordQueue(Protocol):
     """What waits for words and writes them: the current stream of a device, or in tests the calling thread."""
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Let what follows wait until a word is at least `value`."""
+        """Hold back what is queued afterwards until the int32 `word` is at least `value`."""
 
     def write(self, word: Tensor, value: int) -> None:
-        """Set a word, after all that came before."""
+        """Set the int32 `word` to `value` once all that was queued before is done."""
 
 
 class StreamWords:
@@ -42,11 +42,17 @@ class StreamWords:
         self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Queue a wait on the current stream. Raises UnsupportedError where the driver refuses."""
+        """Queue a wait on the current stream until the int32 `word` is at least `value`.
+
+        Raises UnsupportedError where the driver refuses.
+        """
         self._queue("wait for", self._driver.cuStreamWaitValue32, word, value, self._at_least)
 
     def write(self, word: Tensor, value: int) -> None:
-        """Queue a write on the current stream. Raises UnsupportedError where the driver refuses."""
+        """Queue a write of `value` to the int32 `word` on the current stream, after all that is queued on it.
+
+        Raises UnsupportedError where the driver refuses.
+        """
         self._queue("write", self._driver.cuStreamWriteValue32, word, value, 0)
 
     def _queue(self, what: str, function: Any, word: Tensor, value: int, flags: int) -> None:
@@ -57,7 +63,7 @@ class StreamWords:
 
 
 def lacks_stream_words() -> str:
-    """Return why no stream can wait for a word here; empty where it can."""
+    """Return why no CUDA stream can wait for a word in memory here; "" where it can."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-bindings is not installed"
     try:
@@ -76,15 +82,16 @@ def _driver() -> Any:
 
 
 def reached(count: int, value: int) -> bool:
-    """Return whether a word that may have wrapped around is at least `value`."""
+    """Return whether `count`, an int32 that may have wrapped around, is at least `value`."""
     return (count - value) % _WRAP < _WRAP // 2
 
 
 def copy_when_whole(words: WordQueue, target: Tensor, region: Tensor, counter: Tensor, count: int) -> None:
-    """Queue a copy of a region on the current stream, for when its counter is at `count`.
+    """Queue a copy of `region` to `target` that starts once `counter` is at least `count`.
 
     Args:
-        target: where it goes, in a peer's symmetric memory for one; contiguous like `region`, for copy engines.
+        words: queues the wait, on the current stream.
+        target: where it goes, such as a peer's symmetric memory; contiguous like `region`, for copy engines.
     """
     words.wait(counter, count)
     target.copy_(region, non_blocking=True)

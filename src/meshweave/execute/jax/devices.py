@@ -21,7 +21,7 @@ from meshweave.ir.program.ops import Over
 
 
 def quoted(names: str | Sequence[str]) -> str:
-    """Return the text of a name, or of a tuple of names."""
+    """Return the Python source of a name as a string, or of several as a tuple of strings."""
     if isinstance(names, str):
         return json.dumps(names)
     return f"({', '.join(map(quoted, names))}{',' if len(names) == 1 else ''})"
@@ -43,7 +43,7 @@ class DeviceGroup:
 
     @property
     def text(self) -> str:
-        """Return the axes as `jax.lax` takes them."""
+        """Return the Python source of the axes as `jax.lax` takes them: one name, or a tuple."""
         return quoted(self.axes[0] if len(self.axes) == 1 else self.axes)
 
 
@@ -71,7 +71,7 @@ class DeviceMesh:
         self._number = {rank: number for number, rank in enumerate(mesh.ranks)}
 
     def number(self, rank: int) -> int:
-        """Return the number of a rank's device, row-major."""
+        """Return the index of a rank's device in the mesh, row-major."""
         return self._number[rank]
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -90,7 +90,7 @@ class DeviceMesh:
         return index
 
     def members(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks whose devices differ from that of `rank` along `axes` alone, by their index there."""
+        """Return the ranks of the group of `rank` along `axes`, in order of their index there."""
         fixed = [axis for axis in self.axes if axis not in axes]
         same = (
             other
@@ -104,7 +104,10 @@ class DeviceMesh:
         return {}
 
     def axes_of(self, over: str) -> tuple[str, ...] | None:
-        """Return the axes along which the groups of a mesh axis ("tp.row") or mesh ("tp") lie, or None."""
+        """Return the jax axes whose groups are those of a program's mesh axis ("tp.row") or mesh ("tp").
+
+        They are in order; None where no set of jax axes has these groups.
+        """
         if over not in self._axes_of:
             mesh = self.program.mesh_of[over.partition(".")[0]]
             groups = {rank: self.program.group(over, rank) for rank in mesh.ranks}
@@ -123,14 +126,21 @@ class DeviceMesh:
         return None
 
     def axes_of_coordinate(self, name: str) -> tuple[str, ...] | None:
-        """Return the axes along which a coordinate ("tp.row"), or "rank", is the index; None if there are none."""
+        """Return the jax axes along which a device's index is the program's coordinate ("tp.row"), or "rank".
+
+        None where no set of jax axes has it as index.
+        """
         if name == "rank":
             is_number = self.mesh.ranks == tuple(range(len(self.mesh.ranks)))
             return tuple(axis for axis, size in self.sizes.items() if size > 1) if is_number else None
         return self.axes_of(name)
 
     def group(self, over: Over) -> DeviceGroup:
-        """Return the devices of a collective. Raises UnsupportedError for groups that jax has no form for."""
+        """Return the devices over which a collective of the program runs.
+
+        Raises UnsupportedError where its groups are of unequal size, or ranks in no group cannot be put into
+        such groups.
+        """
         if isinstance(over, str):
             axes = self.axes_of(over)
             mesh = self.program.mesh_of[over.partition(".")[0]]
@@ -140,7 +150,11 @@ class DeviceMesh:
         return self.group_of((over,))
 
     def group_of(self, groups: Sequence[tuple[int, ...]]) -> DeviceGroup:
-        """Return the devices of a collective that runs in groups of ranks at once, of equal size."""
+        """Return the devices of a collective that runs in several groups of ranks at once, all of equal size.
+
+        Ranks in no group get groups of their own. Raises UnsupportedError where the size does not divide
+        their number.
+        """
         listed = list(groups)
         size = len(listed[0])
         by_rank = {rank: group for group in listed for rank in group}

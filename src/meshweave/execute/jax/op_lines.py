@@ -49,7 +49,7 @@ class OpWriter:
         self._later: Sequence[Statement] = ()
 
     def line(self, text: str) -> None:
-        """Add a line at the present depth of loops."""
+        """Append a line of source, indented for the loops that are open."""
         self.lines.append(_INDENT * self._depth + text)
 
     # --- ops ------------------------------------------------------------------------------------------

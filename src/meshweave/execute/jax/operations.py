@@ -76,7 +76,10 @@ def put_blocks(x: Array, dim: int, first: int | Array, block: int, stride: int, 
 
 
 def span(start: int | Array, stop: int | Array, most: int, extent: int) -> Array:
-    """Return the positions start .. stop - 1 of a dim of `extent`, filled up to `most` with `extent`."""
+    """Return the positions start .. stop - 1, as an array of `most` integers whose rest is `extent`.
+
+    `extent` is the size of the dim; `take` reads zeros there, and `put` drops what goes there.
+    """
     at = start + jnp.arange(most)
     return jnp.where(at < stop, at, extent)
 
@@ -90,9 +93,9 @@ def dealt(
     most: int,
     extent: int,
 ) -> Array:
-    """Return the positions of [start, stop) in blocks [first + t stride, first + t stride + block), any t.
+    """Return the positions in [start, stop) of blocks [first + t stride, first + t stride + block), any t.
 
-    They are filled up to `most` with `extent`, the size of the dim.
+    An array of `most` integers, ascending; its rest is `extent`, the size of the dim.
     """
 
     def below(position: int | Array) -> Array:
@@ -121,13 +124,13 @@ def put(x: Array, positions: tuple[Array | None, ...], value: Array) -> Array:
 
 
 def join(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return parts that lie `most` elements apart along a dim without what fills them up."""
+    """Return the parts of x along a dim without their padding: part p is sizes[p] elements from p * most."""
     parts = [lax.slice_in_dim(x, p * most, p * most + size, axis=dim) for p, size in enumerate(sizes)]
     return jnp.concatenate(parts, axis=dim)
 
 
 def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
-    """Return x with each of its parts along a dim filled up to `most` elements with zeros."""
+    """Return the parts of x along a dim, part p of sizes[p] elements, each padded with zeros to `most`."""
     parts, start = [], 0
     for size in sizes:
         part = lax.slice_in_dim(x, start, start + size, axis=dim)
@@ -137,7 +140,7 @@ def split(x: Array, dim: int, sizes: tuple[int, ...], most: int) -> Array:
 
 
 def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
-    """Return what `join` does for sizes that differ from device to device, filled up to `total` with zeros."""
+    """Return what `join` does where `sizes` differ by device, padded with zeros to `total` elements."""
     ends, at = jnp.cumsum(sizes), jnp.arange(total)
     part = jnp.searchsorted(ends, at, side="right")
     positions = part * most + at - (ends - sizes)[part]
@@ -145,7 +148,7 @@ def join_at(x: Array, dim: int, sizes: Array, most: int, total: int) -> Array:
 
 
 def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
-    """Return what `split` does for sizes that differ from device to device."""
+    """Return what `split` does where `sizes` differ from device to device."""
     part, at = jnp.divmod(jnp.arange(len(sizes) * most), most)
     positions = (jnp.cumsum(sizes) - sizes)[part] + at
     return take(x, dim, jnp.where(at < sizes[part], positions, x.shape[dim]))
@@ -155,7 +158,7 @@ def split_at(x: Array, dim: int, sizes: Array, most: int) -> Array:
 
 
 def after(x: Array, *made: Array | None) -> Array:
-    """Return x, which the compiler may not use before all of `made` exist; None is no such condition."""
+    """Return x, ordered after all of `made`: the compiler may not use it before they exist. None is ignored."""
     conditions = [value for value in made if value is not None]
     if not conditions:
         return x
@@ -164,14 +167,14 @@ def after(x: Array, *made: Array | None) -> Array:
 
 
 def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
-    """Return the x of all members, one after another along a dim that is not the first.
+    """Return the all-gather of x over `axes`: the x of all members in order along `dim`, which is not 0.
 
-    A CPU gathers along the first dim alone: it would have x transposed before, and the result after, element by
-    element. There pieces are gathered one behind the other, and rows of them put side by side.
+    On a CPU XLA would transpose x before and the result after for any dim but 0. There the pieces are
+    gathered along a new first dim and then moved.
 
     Args:
-        turned: x is a matrix, and products read the result transposed. A CPU then copies it in that order: its
-            fast products take no first operand that is stored (K, M).
+        turned: x is a matrix, and products read the result transposed. A CPU then stores it (K, M), which its
+            fast products need.
     """
 
     def in_front(x: Array) -> Array:
@@ -188,9 +191,9 @@ def gather(x: Array, axes: Axes, dim: int, *, turned: bool = False) -> Array:
 
 
 def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
-    """Return this member's part, of `count` along a dim that is not the first, of the sum of all x.
+    """Return the reduce-scatter (sum) of x over `axes`: this member's of `count` equal parts of `dim`.
 
-    On a CPU its parts are put in front first, for the reason that `gather` gives.
+    `dim` is not 0. On a CPU the parts are moved to the front first, for the reason that `gather` gives.
     """
 
     def in_front(x: Array) -> Array:
@@ -205,19 +208,22 @@ def sum_scatter(x: Array, axes: Axes, dim: int, count: int) -> Array:
 
 
 def shift(x: Array, axes: Axes, count: int, by: int) -> Array:
-    """Return what the member `by` places back along an axis of `count` members has."""
+    """Return the x of the member `by` places before this one along an axis of `count` members, cyclically."""
     shifted: Array = lax.ppermute(x, axes, [(at, (at + by) % count) for at in range(count)])
     return shifted
 
 
 def broadcast(x: Array, axes: Axes, root: int | Array, at: Array) -> Array:
-    """Return the x of member `root`, on the member `at`: a sum to which the others add zeros."""
+    """Return the x of member `root` on all members; `at` is this member's index.
+
+    A sum in which others add zeros.
+    """
     total: Array = lax.psum(jnp.where(at == root, x, 0), axes)
     return total
 
 
 def multiply_all(x: Array, axes: Axes) -> Array:
-    """Return the product of the x of all members."""
+    """Return the elementwise product of the x of all members."""
     return jnp.prod(lax.all_gather(x, axes), axis=0).astype(x.dtype)
 
 
@@ -229,10 +235,10 @@ Shapes = tuple[tuple[int, ...], ...]
 def call_in_class(
     number: Array, function: Callable[..., Any], classes: tuple[tuple[Shapes, Shapes], ...], *ins: Array
 ) -> tuple[Array, ...]:
-    """Return the results of a function on a device of class `number`, filled up with zeros to the largest.
+    """Return the results of `function` on a device of class `number`, padded with zeros to the largest class's.
 
     Args:
-        classes: for each class of devices the shapes that it has of the arguments, and of the results.
+        classes: for each class of devices the shapes of the arguments and of the results there.
     """
     most = [tuple(map(max, *shapes)) for shapes in zip(*(made for _, made in classes), strict=True)]
 
@@ -249,7 +255,7 @@ def call_in_class(
 
 
 def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
-    """Return the results of a function as a tuple."""
+    """Return the results of a function as a tuple, a single array as a tuple of one."""
     outs = function(*args)
     return tuple(outs) if isinstance(outs, (tuple, list)) else (outs,)
 
@@ -258,19 +264,22 @@ def called(function: Callable[..., Any], *args: Any) -> tuple[Array, ...]:
 
 
 def spread(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return a whole tensor whose dim is cut into equal shards: its elements at positions, zeros for -1."""
+    """Return the elements of x along a dim at `positions`, zeros for -1: a tensor to cut into equal shards."""
     at = jnp.asarray(positions)
     return jnp.take(x, jnp.where(at < 0, x.shape[dim], at), axis=dim, mode="fill", fill_value=0)
 
 
 def terms(x: Array, count: int) -> Array:
-    """Return terms whose sum is x, along a dim in front: each has one of `count` neighbours, and zeros else."""
+    """Return `count` terms whose sum is x, stacked along a new first dim.
+
+    Term t has the elements t, t + count, ... of x in row-major order, and zeros elsewhere.
+    """
     number = jnp.arange(x.size).reshape(x.shape) % count
     return jnp.stack([jnp.where(number == term, x, 0) for term in range(count)])
 
 
 def collect(x: Array, dim: int, positions: tuple[int, ...]) -> Array:
-    """Return the elements of a dim at positions."""
+    """Return the elements of x at `positions` of a dim."""
     return jnp.take(x, jnp.asarray(positions), axis=dim)
 
 

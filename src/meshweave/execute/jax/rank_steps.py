@@ -32,7 +32,7 @@ _NUMBERS = {
 
 
 def as_messages(program: Program) -> Program:
-    """Return the program with released tiles as products of their own, and one-sided ops as messages.
+    """Return the program with each released tile as a product of its own, and one-sided ops as sends and recvs.
 
     Raises:
         ProgramError: an op that is no get, put or accumulate has a remote view.
@@ -46,7 +46,9 @@ def as_messages(program: Program) -> Program:
 
 
 def is_by_rank(program: Program) -> bool:
-    """Return whether ranks have ops of their own, send messages or add released tiles up: there is no template."""
+    """Return whether a program has no template for jax: ranks have ops of their own, messages, fences or
+    releases.
+    """
     for each in statements_of(program.body):
         if isinstance(each, On) and not isinstance(each.where, str):
             return True
@@ -158,7 +160,7 @@ class RankStepWriter(StatementWriter):
     """Writes a program that has no template, step by step."""
 
     def steps(self) -> None:
-        """Write all steps."""
+        """Append the lines of all steps of the program."""
         self.numbers.tables_only = True
         for step in rank_steps(self.program):
             self._groups = step.groups

@@ -18,10 +18,10 @@ from meshweave.ir.program import Program
 def load_source(
     source: str, mesh: Mesh | None, functions: Mapping[str, Callable[..., Any]] | None = None
 ) -> Any:
-    """Return the jitted function of whole tensors that a source from `jax_source` is on `mesh`.
+    """Execute a source from `jax_source`; return its jitted function, from whole input arrays to whole outputs.
 
     Args:
-        mesh: None for a mesh that the context of a call gives.
+        mesh: the devices; None where the context of each call gives a mesh.
         functions: the functions of the program's calls by name, on jax arrays.
     """
     names: dict[str, Any] = {}

@@ -14,7 +14,12 @@ class StatementWriter(OpWriter):
     """Writes the body of a program."""
 
     def body(self, body: Sequence[Statement], turns: Sequence[Turn], active: str = "") -> None:
-        """Write statements, for the turns of the loops around them, on ranks where `active` holds.
+        """Append the lines of statements.
+
+        Args:
+            turns: the turns of the loops around them that are written out.
+            active: a Python expression that holds on the devices where they take effect; "" where that is
+                all.
 
         Raises:
             UnsupportedError: jax has no form for a statement.

@@ -47,7 +47,7 @@ class TpuTarget:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Return the FLOP/s of all arrays that run one product."""
+        """Return the peak FLOP/s of all arrays that run one product: two per cell and cycle."""
         return 2 * 128 * 128 * self.arrays * self.cycles_per_s
 
 
@@ -114,7 +114,7 @@ def require_tpu_compiler() -> None:
 
 
 def tpu_devices(target: TpuTarget) -> tuple[Any, ...]:
-    """Return the devices of a target, one a chip, by their coordinates; the first coordinate varies slowest."""
+    """Return the devices of a target's topology, one per chip, by coordinates, the first varying slowest."""
     return _devices(target.accelerator, target.topology, tuple(target.config.items()))
 
 

@@ -37,16 +37,19 @@ class Turn:
     ranks: Mapping[int, Mapping[str, int]]
 
     def having(self, condition: Index) -> Turn:
-        """Return the turn on those ranks where a condition is not 0."""
+        """Return the turn with only the ranks on which `condition` is not 0."""
         return Turn(self.loops, {r: env for r, env in self.ranks.items() if evaluate(condition, env)})
 
     def on(self, ranks: Sequence[int]) -> Turn:
-        """Return the turn on those of its ranks that are listed."""
+        """Return the turn with only the ranks that are listed."""
         listed = set(ranks)
         return Turn(self.loops, {rank: env for rank, env in self.ranks.items() if rank in listed})
 
     def repeated(self, var: str, count: Index) -> Iterator[Turn]:
-        """Yield the turns of a loop. Raises UnsupportedError where ranks differ in their number."""
+        """Yield a turn for each iteration of a loop over `var` inside this one.
+
+        Raises UnsupportedError where the number of iterations differs between ranks.
+        """
         counts = {evaluate(count, env) for env in self.ranks.values()}
         if len(counts) > 1:
             raise UnsupportedError(f"the loop over {var} has different numbers of turns on different ranks")
@@ -85,7 +88,10 @@ class NumberTexts:
         self._loops = {reserved(each.var) for each in repeats}
 
     def coordinate(self, axes: tuple[str, ...]) -> str:
-        """Return the name of the index along mesh axes."""
+        """Return the name by which texts say a device's index along mesh axes.
+
+        A first use adds it to `coordinates`.
+        """
         name = re.sub(r"\W", "_", "_".join(axes))
         name = self.reserved(name if name.isidentifier() else f"at_{name}")
         while name in self._loops or self.coordinates.get(name, axes) != axes:
@@ -94,7 +100,7 @@ class NumberTexts:
         return name
 
     def has(self, name: str) -> bool:
-        """Return whether a name is that of a loop index or coordinate."""
+        """Return whether `name` is taken by a loop index or a coordinate."""
         return name in self._loops or name in self.coordinates
 
     def text(
@@ -105,15 +111,17 @@ class NumberTexts:
         *,
         static: bool = False,
     ) -> Number:
-        """Return the text of a number.
+        """Return Python text for an integer that may differ between ranks and turns.
 
         Args:
-            value: its value for (number of the turn, rank).
-            index: an expression for it, if there is one.
-            static: whether the index of a rolled loop may not change it.
+            turns: the turns of the statement that uses it.
+            value: its value for (index of the turn, rank).
+            index: the program's expression for it, None where there is none.
+            static: whether it must be known while a rolled loop is traced.
 
         Raises:
-            UnsupportedError: it has no text, or a rolled loop changes a static number.
+            UnsupportedError: it depends on more than loop indices and coordinates, or is static and changes
+                in a rolled loop.
         """
         points = [(t, rank) for t, turn in enumerate(turns) for rank in turn.ranks]
         values = {point: value(*point) for point in points}
@@ -178,7 +186,7 @@ class NumberTexts:
         return f"pick({_nested(entries, len(at))}, {at[0] if len(at) == 1 else '(' + ', '.join(at) + ')'})"
 
     def expression(self, index: Index) -> Number | None:
-        """Return an expression of loop indices and coordinates; None where a coordinate is no index along axes."""
+        """Return `index` as Python text of loop indices and coordinates; None where jax has no axes for one."""
         try:
             node, is_traced = self._node(index)
         except ProgramError:

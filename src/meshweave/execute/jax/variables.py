@@ -18,9 +18,10 @@ Parts = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def rewritten_whole(program: Program) -> set[str]:
-    """Return the scratch and temporaries of which each rank reads, of each slot, just what it last wrote there.
+    """Return the scratch and temporary buffers of which each rank reads just what it last wrote.
 
-    Every view of them begins at 0 in every dim. What only some ranks write is left out.
+    So a plain value can stand for each. It holds for every slot, and all views of them begin at 0 in every
+    dim. Buffers that only some ranks write are left out.
     """
     names = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     names -= _written_by_some(program)
@@ -42,9 +43,9 @@ def rewritten_whole(program: Program) -> set[str]:
 
 
 def written_in_parts(program: Program) -> dict[str, Parts]:
-    """Return the parts in which buffers are written, where these are the same on all ranks and cover a dim.
+    """Return the buffers that are written and read in fixed parts of one dim, or read whole, with these parts.
 
-    They are read as these parts, or whole.
+    The parts are the same on all ranks and cover the dim.
     """
     views: dict[str, set[View]] = defaultdict(set)
     written: dict[str, set[View]] = defaultdict(set)
@@ -69,7 +70,7 @@ def written_in_parts(program: Program) -> dict[str, Parts]:
 
 
 def part_number(view: View, parts: Parts) -> int | None:
-    """Return which part a resolved view is, in its dim; None if it is none."""
+    """Return which of `parts` a resolved view is in their dim, by index; None if it is none of them."""
     selector = view.selectors[parts[0]]
     numbers = {bounds: number for number, bounds in enumerate(parts[1])}
     return numbers.get(_bounds(selector)) if isinstance(selector, Range) else None

@@ -38,22 +38,22 @@ class ViewUse:
     at: Mapping[Point, View]
 
     def most(self, dim: int, turn: int) -> int:
-        """Return the most elements that a rank has of a dim in one turn."""
+        """Return the largest size of a dim of the view over all ranks, in one turn."""
         return max((self.at[turn, rank].selectors[dim].size for rank in self.turns[turn].ranks), default=0)
 
     def is_even(self, dim: int) -> bool:
-        """Return whether in every turn all ranks have equally many elements of a dim."""
+        """Return whether the size of a dim of the view is equal on all ranks, in every turn."""
         return all(
             len({self.at[t, rank].selectors[dim].size for rank in turn.ranks}) <= 1
             for t, turn in enumerate(self.turns)
         )
 
     def is_same(self, other: ViewUse) -> bool:
-        """Return whether another view is this one at every point."""
+        """Return whether another view has the same elements as this one in every turn on every rank."""
         return self.at == other.at
 
     def overlaps(self, other: ViewUse) -> bool:
-        """Return whether at some point another view shares elements with this one."""
+        """Return whether another view shares elements with this one in some turn on some rank."""
         return any(at not in other.at or view.overlaps(other.at[at]) for at, view in self.at.items())
 
 
@@ -95,7 +95,12 @@ class Views:
     held: dict[str, HeldBuffer] = field(default_factory=dict)
 
     def declare(self, buffer: Buffer, name: str, *, sums: bool, is_value: bool) -> None:
-        """Add a buffer, with the name of its variable; `sums` says that products are summed in it."""
+        """Add a buffer of the program, held by the Python variable `name`.
+
+        Args:
+            sums: whether products are summed in it, which halves are then kept in single precision for.
+            is_value: whether it is always read as it was last written.
+        """
         shapes = self.program.local_shapes(buffer.name)
         shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
         dtype = WIDER.get(buffer.dtype, buffer.dtype) if sums else buffer.dtype
@@ -109,7 +114,10 @@ class Views:
             held.pieces = {}
 
     def variable(self, access: ViewUse) -> str:
-        """Return the text of the array of a view's buffer and slot. Raises UnsupportedError."""
+        """Return the text of the array that holds a view's buffer and slot.
+
+        Raises UnsupportedError for memory of another rank.
+        """
         if access.view.rank is not None:
             raise UnsupportedError(f"{access.view} is memory of another rank, which jax does not address")
         return f"{self._slot(access)}{self._part_index(access)}"
@@ -187,7 +195,7 @@ class Views:
         return self.numbers.text(access.turns, value, index)
 
     def most(self, access: ViewUse, dim: int) -> Number:
-        """Return the most elements that ranks have of a dim: a Python integer."""
+        """Return the text of the largest size of a dim of a view over all ranks, a Python integer."""
         return self.numbers.text(access.turns, lambda t, r: access.most(dim, t), static=True)
 
     def _positions(self, access: ViewUse, dim: int) -> str:
@@ -205,12 +213,12 @@ class Views:
     # --- reading --------------------------------------------------------------------------------------
 
     def read(self, access: ViewUse, *, raw: bool = False, waits: str = "") -> str:
-        """Return the text of a view's elements. Where ranks have unequal numbers the rest is zero.
+        """Return the text of an expression for a view's elements. Where its size differs by rank, zeros fill it.
 
         Args:
-            raw: the rest is anything, and the dtype that of the variable.
-            waits: the array may not be used before these values exist. A slice of it is taken after that, so that
-                it can be part of the op that reads it.
+            raw: do not fill with zeros, and leave the dtype that of the variable.
+            waits: expressions, joined by commas, that must exist before the array is used; "" for none. The
+                slice is taken after that wait, so that XLA can fuse it with the op that reads it.
         """
         held = self.held[access.view.buffer]
         piece = next((n for n, written in held.pieces.items() if written.is_same(access)), None)
@@ -276,9 +284,15 @@ class Views:
     def write(
         self, access: ViewUse, value: str, dtype: str, active: str = "", *, is_read_later: bool = False
     ) -> list[str]:
-        """Return the statements that store `value` of a dtype in a view; with `active` on ranks where it holds.
+        """Return lines of Python that store `value`, an expression of dtype `dtype`, in a view.
 
-        Where the view is a part that `is_read_later` as it is, it gets a variable of its own too.
+        Args:
+            active: a Python condition; where it does not hold on a device, that keeps its elements. "" stores
+                on all.
+            is_read_later: whether a later op reads just this view; the value then gets a variable of its own
+                too.
+
+        Raises UnsupportedError for memory of another rank.
         """
         held = self.held[access.view.buffer]
         before = {n: written for n, written in held.pieces.items() if not written.overlaps(access)}

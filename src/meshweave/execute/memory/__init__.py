@@ -18,19 +18,23 @@ KINDS = ("shared", "mpi", "symmetric", "auto")
 def open_memory(
     kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20, ranks: Sequence[int] | None = None
 ) -> RemoteMemory:
-    """Open a pool of memory that ranks reach in each other. Collective among all ranks of the context, or `ranks`.
+    """Open a pool of memory whose parts on other ranks each rank can read and write.
+
+    Collective among all ranks of the context, or `ranks`.
 
     Args:
         kind: "shared", between processes of one Linux host; "mpi", windows of an MPI that started the ranks
-            (needs the extra `mpi`); "symmetric", CUDA symmetric memory; "auto", what fits the context: symmetric
-            on CUDA, MPI for ranks that only an MPI launcher started, else shared.
-        pool_bytes: what each rank sets aside at its first program; the pool grows where that is not enough.
-        ranks: those that open it, for "shared"; None for all ranks of the context, which the others need.
+            (needs the extra `mpi`); "symmetric", CUDA symmetric memory; "auto", what fits the context:
+            symmetric on CUDA, MPI for ranks that only an MPI launcher started, else shared.
+        pool_bytes: bytes that each rank sets aside at its first program; the pool grows where they are too
+            few.
+        ranks: those that open it, for "shared" alone; None for all ranks of the context, which the others
+            need.
 
     Raises:
-        UnsupportedError: it is not available here; one line says why.
+        UnsupportedError: such memory is not available here; one line says why.
         BindError: there is no such kind, or some ranks cannot have it.
-        RankLostError, DeadlineError: see `TorchContext.guard`.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     require_known(kind, KINDS, "there is no memory", BindError)
     if kind == "auto":

@@ -43,17 +43,17 @@ class Slot:
 
     @classmethod
     def of_counters(cls, count: int, dtype: torch.dtype = torch.int32) -> Self:
-        """Return what `count` counters need."""
+        """Return the slot that `count` counters need, one at least."""
         return cls((max(count, 1),), (1,), dtype, starts_at_zero=True)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes from the first element to the last."""
+        """Return the bytes from the first element to the end of the last."""
         return extent(self.shape, self.strides) * int(self.dtype.itemsize)
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements there are from the first one to the last, inclusive; no stride is negative."""
+    """Return the number of elements a strided tensor spans, first to last inclusive; no stride is negative."""
     if 0 in shape:
         return 0
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
@@ -70,7 +70,7 @@ class RemoteSlot:
     tensor: Tensor
 
     def bytes_of(self, piece: Tensor) -> tuple[int, int]:
-        """Return where a part of `tensor` begins and ends, in bytes from the start of the segment."""
+        """Return (start, stop) of `piece`, a part of `tensor`, in bytes from the start of the segment."""
         skipped = piece.storage_offset() - self.tensor.storage_offset()
         start = self.offset + skipped * piece.dtype.itemsize
         return start, start + extent(piece.shape, piece.stride()) * piece.dtype.itemsize
@@ -108,63 +108,75 @@ class ExposedSlots:
 
 @dataclass(frozen=True)
 class Window(ExposedSlots, ABC):
-    """One program's part of the memory. Pieces below are parts of a `RemoteSlot`'s tensor."""
+    """One program's part of the memory. Methods return callables that do the work, as often as they are called.
+
+    A `piece` is a part of the tensor of `remote`, a slot of some rank. `what` completes "waiting for ..." in
+    errors.
+    """
 
     @abstractmethod
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies a piece of a rank's memory into `into`, of equal shape."""
+        """Return an action that copies `piece` of a rank's memory into `into`, of equal shape."""
 
     @abstractmethod
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what copies a tensor of equal shape into a piece."""
+        """Return an action that copies `value`, of equal shape, into `piece` of a rank's memory."""
 
     @abstractmethod
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return what combines a piece with a tensor of equal shape and dtype, each element in one go.
+        """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
-        Also for a rank's own memory where others may accumulate at the same time. Raises UnsupportedError for an
-        `op` that the memory does not have.
+        `piece` may be this rank's, if others accumulate there too. Raises UnsupportedError where the memory
+        lacks `op`.
         """
 
     @abstractmethod
     def fence(self, group: int, what: str) -> Action:
-        """Return what waits until the ranks of a group are here, and all their one-sided accesses are done."""
+        """Return an action that waits until all ranks of group `group` run it and their accesses are done."""
 
     def arrive(self, group: int) -> Action:
-        """Return the first half of a fence, which waits for nobody: it tells the ranks of a group that this one is
-        here. One `await_arrivals` follows before the group's next fence."""
+        """Return an action, the first half of a fence: it tells the group that this rank is there; no wait."""
         return _nothing
 
     def await_arrivals(self, group: int, what: str) -> Action:
-        """Return the second half of a fence: it waits until the ranks of a group have arrived as often as this
-        one. Where a memory has no halves it is all of the fence."""
+        """Return an action, the second half of a fence: it waits until all ranks of the group have arrived.
+
+        Where a memory has no halves, this is the whole fence.
+        """
         return self.fence(group, what)
 
     @abstractmethod
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return what sets a flag of a rank to a value, after all that this thread put or accumulated there."""
+        """Return a function that sets a flag of `rank` to a value, after all that this thread put there."""
 
     @abstractmethod
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits until each own flag, which the peer at its place sets, is at least at its value."""
+        """Return a function that waits until each of this rank's `flags` is at least the value at its place.
+
+        `peers` are the ranks that set them.
+        """
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits until counters of an own int32 slot are at least at their values.
+        """Return a function that waits until each counter of this rank is at least the value at its place.
 
-        They are counted by atomic additions in device memory, each by the peer at its place; see `execute.cuda`.
-        Raises UnsupportedError where the memory has no such counters.
+        Counters are those at `places` of the int32 slot `key`, each counted by the peer at its place by
+        atomic additions in device memory; see `execute.cuda`. Raises UnsupportedError where the memory has no
+        such counters.
         """
         raise UnsupportedError("tiles are counted in memory that ranks map: shared or symmetric")
 
     def settle(self) -> None:
-        """Wait until all that was queued is done, where waits are queued. Raises as `TorchContext.guard`."""
+        """Wait until all actions queued on a device are done.
+
+        Raises RankLostError or DeadlineError where ranks died or are late.
+        """
 
     def flag_at(self, flag: int) -> int:
-        """Return the place of a flag in `SIGNALS`."""
+        """Return the index of a flag in this rank's `SIGNALS`, behind the counters of the groups."""
         return len(self.groups) + flag
 
 
@@ -174,10 +186,11 @@ def _nothing() -> None:
 
 @dataclass
 class RemoteMemory(ABC):
-    """See the module docstring; made by `open_memory`. Everything here is collective among the ranks it names.
+    """A pool of memory that other ranks reach, made by `open_memory`; see the module docstring.
 
-    `is_aliased` says whether remote views are tensors like any other, so that a matrix product may read them.
-    Where it is, tensors of a program's buffers return to the pool when the last of them is gone.
+    Methods that take `ranks` or an exposure are collective among those ranks. `is_aliased`: other ranks'
+    memory appears as tensors, which a product can read; a program's tensors return to the pool when the last
+    of them is gone.
     """
 
     kind: ClassVar[str] = ""
@@ -191,13 +204,16 @@ class RemoteMemory(ABC):
     is_closed: bool = False
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Return what each of `ranks` says; see `agreement.exchange`."""
+        """Return the `words` that each of `ranks` says in this call, by rank; collective among them.
+
+        `what` completes "waiting for ..." in errors. Raises as `agreement.exchange`.
+        """
         return exchange(self.context, ranks, words, what)
 
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
-        """Do something that may fail on some ranks only, and tell all what came of it, which is JSON.
+        """Run `work` on all of `ranks`; return its result here, and all ranks' results by rank, which are JSON.
 
-        Raises BindError on every rank where it fails on any, naming those.
+        Raises BindError on every rank where it fails on any; the error names those.
         """
         mine: Any = None
         try:
@@ -216,11 +232,11 @@ class RemoteMemory(ABC):
         return mine, {rank: answer["is"] for rank, answer in said.items()}
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a window for a program.
+        """Return a program's window: its slots set aside, other ranks' reached. Collective among its ranks.
 
         Raises:
-            BindError: some rank has no such memory, or cannot reach another's.
-            RankLostError, DeadlineError: see `TorchContext.guard`.
+            BindError: the memory is closed, some rank has none, or cannot reach another's.
+            RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         if self.is_closed:
             raise BindError(f"this {self.kind} memory is closed")
@@ -274,12 +290,16 @@ class RemoteMemory(ABC):
         return self._window(ExposedSlots(self.rank, groups, own, remote))
 
     def finish_writes(self) -> None:  # noqa: B027 - most memories queue nothing
-        """Wait until what this rank wrote is in memory, where writes are queued."""
+        """Wait until this rank's writes that were queued on a device are in memory."""
 
     def room_or_grow(
         self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]
     ) -> tuple[Segment, int]:
-        """Return a block where segments are made by all of `ranks` together, as soon as any of them needs one."""
+        """Return a free block of `size` bytes as (segment, offset); where a rank has none, all add a segment.
+
+        Collective among `ranks`; `grow` adds a segment of so many bytes there. For memories whose ranks make
+        segments together.
+        """
         size = aligned(size)
         block = take(self.segments.values(), size, ranks)
         wish = 0 if block is not None else segment_size(size, self.pool_bytes, self.segments)
@@ -317,8 +337,9 @@ class RemoteMemory(ABC):
         return RemoteSlot(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
 
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """Return the segment, and the byte in it, at which a tensor of this rank's begins; None where it lies
-        outside the pool, or in a part that not all of `ranks` reach."""
+        """Return (segment number, byte offset) where a tensor of this rank begins; None where not all of
+        `ranks` reach it.
+        """
         for number, segment in self.segments.items():
             start = tensor.data_ptr() - self._address(number)
             if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
@@ -326,7 +347,7 @@ class RemoteMemory(ABC):
         return None
 
     def add_segment(self, size: int, ranks: Sequence[int]) -> Segment:
-        """Return a new segment of the pool, which `ranks` reach."""
+        """Add a segment of `size` bytes that `ranks` reach to this rank's list, and return it."""
         segment = self.segments[len(self.segments)] = Segment(len(self.segments), size, frozenset(ranks))
         return segment
 
@@ -336,7 +357,7 @@ class RemoteMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the pool. Its memory is freed when no tensor in it is left; programs in it run no more."""
+        """Close the pool: programs in it run no more, and its memory is freed once no tensor in it is left."""
 
     @abstractmethod
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
@@ -369,7 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """What to add to a pool that has no `size` bytes left: the pool's first size, then half of what is there."""
+    """Return how many bytes to add to a pool without `size` free: `pool_bytes`, later half of what it has."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

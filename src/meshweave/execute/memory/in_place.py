@@ -1,12 +1,13 @@
 """A program of one rank on tensors that its caller gives anew at each run: nothing of theirs is copied.
 
-`bind` gives a program memory of its own, into which each run copies its inputs. That is right where transfers need
-buffers with fixed addresses. Where every remote view is of scratch in memory that ranks share (see
-`lower.lower_to_shared_memory`), or there is none, ops can as well read operands and write the result where the
-caller has them: an op is then a function of the tensors of this run.
+`bind` gives a program memory of its own, into which each run copies its inputs. That is right where transfers
+need buffers with fixed addresses. Where every remote view is of scratch in memory that ranks share (see
+`lower.lower_to_shared_memory`), or there is none, ops can as well read operands and write the result where
+the caller has them: an op is then a function of the tensors of this run.
 
-A run waits for the other ranks twice at most: before it overwrites scratch that they may still read from the run
-before, which they usually have done long ago, and in each fence of the program, until what it reads is there.
+A run waits for the other ranks twice at most: before it overwrites scratch that they may still read from the
+run before, which they usually have done long ago, and in each fence of the program, until what it reads is
+there.
 """
 
 from __future__ import annotations

@@ -24,14 +24,17 @@ class MappedWindow(Window):
     """A window of memory that this process maps: a piece is a tensor like any other."""
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
+        """Return an action that copies `piece` of a rank's memory into `into`, of equal shape."""
         return partial(into.copy_, piece)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
+        """Return an action that copies `value`, of equal shape, into `piece` of a rank's memory."""
         return partial(piece.copy_, value)
 
     def combiner(self, op: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what combines a piece with a tensor in place. Raises UnsupportedError for an unknown `op`."""
+        """Return a function of (piece, value) that combines value into piece in place, by `op`.
+
+        Raises UnsupportedError for an unknown `op`.
+        """
         require_known(op, _COMBINE, "there is no reduction", UnsupportedError)
         return _COMBINE[op]

@@ -41,7 +41,10 @@ _CARRIERS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T"}
 
 @dataclass
 class MpiMemory(RemoteMemory):
-    """See the module docstring. `close` is collective among the ranks that have used the memory together."""
+    """A pool in windows of MPI; see the module docstring.
+
+    `close` is collective among the ranks that used it together.
+    """
 
     kind: ClassVar[str] = "mpi"
     is_aliased: ClassVar[bool] = False
@@ -56,7 +59,13 @@ class MpiMemory(RemoteMemory):
 
     @classmethod
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
-        """Collective over COMM_WORLD. Raises UnsupportedError, BindError: see `open_memory`."""
+        """Open a pool in windows of MPI. Collective over MPI's COMM_WORLD.
+
+        Raises:
+            UnsupportedError: mpi4py or an MPI is missing, MPI lacks THREAD_MULTIPLE, or tensors are not on a
+                CPU.
+            BindError: torch.distributed numbers the ranks otherwise than MPI.
+        """
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
@@ -80,7 +89,12 @@ class MpiMemory(RemoteMemory):
         return cls(context, rank, size, pool_bytes, mpi=MPI, comm=world.Dup())
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """Return what each of some ranks says, by rank, exchanged by messages of MPI; see `agree.exchange`."""
+        """Return the `words` that each of `ranks` says, by rank, by messages of MPI; collective among them.
+
+        Raises:
+            BindError: MPI has no such rank, or a rank talks with other ranks than this one does.
+            RankLostError, DeadlineError: another rank died, or did not come in time.
+        """
         ranks = tuple(sorted(ranks))
         if ranks[-1] >= self.num_ranks:
             raise BindError(f"there is no rank {ranks[-1]}: MPI started {self.num_ranks} ranks")
@@ -111,7 +125,10 @@ class MpiMemory(RemoteMemory):
         return int(self._wins[self._name_of[number]].tomemory().address)
 
     def close(self) -> None:
-        """A window goes where no rank has a tensor in it any more; another stays until the process ends."""
+        """Close the pool: its programs run no more. Collective among the ranks that have used a window together.
+
+        A window is freed where no rank has a tensor in it any more; another stays until the process ends.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -162,11 +179,14 @@ class MpiMemory(RemoteMemory):
     # -- for windows -----------------------------------------------------------------------------------------
 
     def reach(self, remote: RemoteSlot) -> tuple[Any, int]:
-        """The window of a rank's segment, and the rank's number in it."""
+        """Return the MPI window that has the segment of `remote`, and its rank's number in that window."""
         return self._reached[remote.rank, remote.number]
 
     def layout(self, tensor: Tensor, number: str) -> Any:
-        """The datatype of a tensor's elements, in order, from its first one on."""
+        """Return the MPI datatype of a tensor's elements as they lie in memory.
+
+        `number` names MPI's type of one element, such as "FLOAT".
+        """
         key = number, tuple(tensor.shape), tuple(tensor.stride())
         if key not in self._types:
             datatype, itemsize = getattr(self.mpi, number), tensor.dtype.itemsize
@@ -178,13 +198,19 @@ class MpiMemory(RemoteMemory):
         return self._types[key]
 
     def origin(self, tensor: Tensor, number: str) -> list[Any]:
-        """A tensor of this process, as one end of a transfer."""
+        """Return [memory, 1, datatype] of a tensor of this process, as mpi4py takes it.
+
+        `number` names MPI's type of one element, such as "FLOAT".
+        """
         num_bytes = extent(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), num_bytes)
         return [memory, 1, self.layout(tensor, number)]
 
     def finish(self, request: Any, what: str, peer: int) -> None:
-        """Waits for a request."""
+        """Wait until `request`, a transfer from or to rank `peer`, is done.
+
+        Raises RankLostError or DeadlineError where the peer died or time is up.
+        """
         if not request.Test():
             with waiting(self.context, what, [peer]) as overdue:
                 while not request.Test():
@@ -192,7 +218,10 @@ class MpiMemory(RemoteMemory):
                     time.sleep(2e-5)
 
     def flush(self, wins: Sequence[Any], what: str) -> None:
-        """Until all that this process did in windows is there; aborts the job where that does not end."""
+        """Wait until all this process's accesses in `wins` are done at their targets.
+
+        Aborts the whole MPI job where that takes longer than the context's deadline.
+        """
         deadline_s = self.context.deadline_s
 
         def give_up() -> None:

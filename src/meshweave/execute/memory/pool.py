@@ -17,7 +17,7 @@ ALIGN = 256
 
 
 def aligned(size: int, to: int = ALIGN) -> int:
-    """`size` rounded up to a multiple of `to`."""
+    """Return `size` rounded up to a multiple of `to`."""
     return -(-size // to) * to
 
 
@@ -35,7 +35,10 @@ class Segment:
         self.free = [(0, self.size)]
 
     def take(self, size: int) -> int | None:
-        """The offset of a block of `size` bytes, a multiple of ALIGN; None where nothing so large is free."""
+        """Take a block of `size` bytes, a multiple of ALIGN; return its offset.
+
+        None where no free block is so large.
+        """
         while self.returned:
             self._merge(*self.returned.popleft())
         for at, (offset, room) in enumerate(self.free):
@@ -45,7 +48,10 @@ class Segment:
         return None
 
     def give_back(self, offset: int, size: int) -> None:
-        """May come at any moment, also from a garbage collector within `take`: it only notes it down."""
+        """Note that a block is free again; the next `take` merges it.
+
+        May be called at any moment, even by a garbage collector within `take`.
+        """
         self.returned.append((offset, size))
 
     def _merge(self, offset: int, size: int) -> None:
@@ -60,14 +66,20 @@ class Segment:
 
 
 def block_of(memory: Any, segment: Segment, offset: int, size: int) -> Tensor:
-    """Return the bytes of a block of a segment that lies in `memory`. It is free once nothing refers to them."""
+    """Return the bytes of a block of `segment` as a uint8 tensor on `memory`, the segment's buffer.
+
+    The block returns to the segment once no tensor refers to it.
+    """
     block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
     weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:
-    """A block in a segment that all of `ranks` reach, or None where a new segment is needed."""
+    """Take `size` bytes in a segment that all of `ranks` reach; return (segment, offset).
+
+    None where no segment has room.
+    """
     for segment in segments:
         if segment.ranks.issuperset(ranks) and (offset := segment.take(size)) is not None:
             return segment, offset

@@ -55,7 +55,7 @@ _LOOK_S = 0.02  # between two looks at whether a process still runs
 
 
 def lacks() -> str:
-    """Return why this process cannot share memory with others of its host; empty where it can."""
+    """Return why this process cannot share memory with others of its host; "" where it can."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"needs Linux (memfd), this is {sys.platform}"
     if not hasattr(fcntl, "F_OFD_SETLK"):
@@ -74,7 +74,7 @@ class _Mapping:
 
 @dataclass
 class SharedMemory(RemoteMemory):
-    """See the module docstring."""
+    """A pool that the ranks of one host map into each other; see the module docstring."""
 
     kind: ClassVar[str] = "shared"
 
@@ -89,7 +89,10 @@ class SharedMemory(RemoteMemory):
     def open(cls, context: TorchContext, pool_bytes: int, ranks: Sequence[int] | None = None) -> Self:
         """Open a pool for `ranks`, None for all ranks of the context; collective among them.
 
-        Raises UnsupportedError, BindError: see `open_memory`.
+        Raises:
+            UnsupportedError: this system cannot share memory so, or the ranks are on several hosts.
+            BindError, RankLostError, DeadlineError: it failed on another rank, which died or did not come in
+                time.
         """
         if reason := lacks():
             raise UnsupportedError(f"shared memory {reason}")
@@ -111,7 +114,7 @@ class SharedMemory(RemoteMemory):
         return int(self._bytes_of(self.rank, number).data_ptr())
 
     def close(self) -> None:
-        """Give up the memory of this rank."""
+        """Close this rank's pool; not collective. Tensors in it stay valid, but its programs run no more."""
         if not self.is_closed:
             self.is_closed = True
             self._finalizer()
@@ -180,9 +183,13 @@ class SharedMemory(RemoteMemory):
     def wait_until(
         self, ready: Callable[[], bool], what: str, peers: Sequence[int], missing: Callable[[], Sequence[int]]
     ) -> None:
-        """Poll until `ready`. `missing` returns which of `peers` are still waited for.
+        """Poll until `ready` returns True, in a wait for the ranks `peers`.
 
-        Raises RankLostError, DeadlineError: see `TorchContext.guard`.
+        Args:
+            what: completes "waiting for ..." in errors.
+            missing: returns which of `peers` have not come yet.
+
+        Raises RankLostError or DeadlineError where one of these died, or time is up.
         """
         with waiting(self.context, what, peers, missing) as overdue:
             start = look = time.monotonic()
@@ -206,7 +213,13 @@ class SharedMemory(RemoteMemory):
 
     @contextlib.contextmanager
     def locked(self, rank: int, number: int, start: int, stop: int) -> Any:
-        """Hold a lock on bytes [start, stop) of a segment, which one thread of all processes has at a time."""
+        """Hold a lock on bytes [start, stop) of a rank's segment, which one thread of all ranks has at a time.
+
+        Args:
+            number: the number of the segment.
+
+        Raises DeadlineError or RankLostError where the lock is not to be had in time.
+        """
         fd = self._lock_fd(rank, number)
         how, undo = (
             struct.pack("hhqqi4x", kind, os.SEEK_SET, start, stop - start, 0)
@@ -382,5 +395,5 @@ def _map(fd: int, size: int) -> _Mapping:
 
 
 def host_identity() -> list[str]:
-    """Return what tells this machine from another, and its name."""
+    """Return [boot id, host name] of this machine; the boot id tells it from any other."""
     return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]

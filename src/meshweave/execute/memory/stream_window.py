@@ -31,7 +31,7 @@ _LOOK_S = 0.05  # between two looks at what is still waited for
 
 
 def with_words(exposure: Exposure) -> Exposure:
-    """Return an exposure that asks for `WORDS` besides: the int32 words that streams write and wait for.
+    """Return `exposure` with the slot `WORDS` added: the int32 words that streams write and wait for.
 
     There is one for each rank of each fence group, then one for each flag.
     """
@@ -55,13 +55,13 @@ class Queue(Protocol):
     words: WordQueue
 
     def done(self) -> Callable[[], bool]:
-        """Return what tells whether all that was queued until now is done."""
+        """Return a function that tells whether all that was queued before this call is done."""
 
     def read(self, words: Sequence[Tensor]) -> list[int]:
-        """Return words as they are now, past all that waits."""
+        """Return the values of `words` now, without waiting for what is queued."""
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write what all waits wait for, so that streams end that nobody else will free."""
+        """Write to each word the value that its wait is for, so that streams end that no rank will free."""
 
 
 class DeviceQueue:
@@ -73,18 +73,18 @@ class DeviceQueue:
         self._beside = torch.cuda.Stream(device, priority=-1)
 
     def done(self) -> Callable[[], bool]:
-        """Return what tells whether the current stream has come to where it is now."""
+        """Return a function that tells whether all that was queued on the current stream until now is done."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return lambda: bool(event.query())
 
     def read(self, words: Sequence[Tensor]) -> list[int]:
-        """Return words as they are now."""
+        """Return the values of `words` now, without waiting for what is queued on other streams."""
         with torch.cuda.stream(self._beside):
             return [int(word) for word in words]
 
     def free(self, waits: Sequence[StreamWait]) -> None:
-        """Write the values that streams wait for, so that they end."""
+        """Write to each word the value that its wait is for, so that streams end that no rank will free."""
         with torch.cuda.stream(self._beside):
             for wait in waits:
                 self.words.write(wait.word, wait.value)
@@ -92,7 +92,10 @@ class DeviceQueue:
 
 @dataclass(frozen=True)
 class StreamWindow(Window):
-    """See the module docstring."""
+    """A window whose waits, flags and sums are queued on the current CUDA stream; see the module docstring.
+
+    `other_updates` makes the updates that no kernel adds.
+    """
 
     context: TorchContext
     queue: Queue
@@ -106,15 +109,18 @@ class StreamWindow(Window):
         object.__setattr__(self, "_meetings", [0] * len(self.groups))
 
     def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
-        """Return what copies from another rank's memory, as `Window.get`."""
+        """Return an action that queues a copy of `piece` of a rank's memory into `into`, of equal shape."""
         return partial(into.copy_, piece, non_blocking=True)
 
     def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
-        """Return what stores in another rank's memory, as `Window.put`."""
+        """Return an action that queues a copy of `value`, of equal shape, into `piece` of a rank's memory."""
         return partial(piece.copy_, value, non_blocking=True)
 
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Return what adds to another rank's memory, as `Window.accumulate`."""
+        """Return an action that combines `value` into `piece` by `op`, each element atomically.
+
+        Sums are queued on the stream. Arguments and UnsupportedError as for `Window.accumulate`.
+        """
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 
         if op != "sum" or piece.ndim > 2 or lacks_atomic_add(piece.dtype, piece.device):
@@ -122,7 +128,10 @@ class StreamWindow(Window):
         return partial(accumulate, piece, value)
 
     def fence(self, group: int, what: str) -> Action:
-        """Return what waits until a group has come to the same fence, as `Window.fence`."""
+        """Return an action that queues a wait until all ranks of the group have come to the same fence.
+
+        As `Window.fence`, but the host does not wait.
+        """
         ranks = self.groups[group]
         first = sum(len(before) for before in self.groups[:group])
         place = first + ranks.index(self.rank) if self.rank in ranks else 0
@@ -140,19 +149,25 @@ class StreamWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Return what sets a flag of a rank, as `Window.notify`."""
+        """Return a function that queues a write of a value to flag `flag` of `rank`, as `Window.notify`."""
         return partial(self.queue.words.write, self._word(rank, self.flag_at(flag)))
 
     def await_flags(
         self, flags: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for own flags, as `Window.await_flags`."""
+        """Return a function that queues a wait until each of this rank's `flags` is at least its value.
+
+        Arguments as for `Window.await_flags`.
+        """
         return self.await_counts(WORDS, [self.flag_at(flag) for flag in flags], peers, what)
 
     def await_counts(
         self, key: Key, places: Sequence[int], peers: Sequence[int], what: str
     ) -> Callable[[Sequence[int]], object]:
-        """Return what waits for counters in an exposed buffer, as `Window.await_counts`."""
+        """Return a function that queues a wait until each counter of this rank is at least its value.
+
+        Arguments as for `Window.await_counts`.
+        """
         words = [self.own[key][place] for place in places]
 
         def run(values: Sequence[int]) -> None:
@@ -162,13 +177,14 @@ class StreamWindow(Window):
         return run
 
     def flag_at(self, flag: int) -> int:
-        """Return the place of a flag in `WORDS`."""
+        """Return the index of a flag in this rank's `WORDS`, behind the words of the fence groups."""
         return sum(len(group) for group in self.groups) + flag
 
     def settle(self) -> None:
-        """Wait until the current stream has come to where it is now.
+        """Wait until all that was queued on the current stream before this call is done.
 
-        Raises RankLostError or DeadlineError, which says what the first wait was for that is not over.
+        Raises RankLostError or DeadlineError where other ranks died or time is up; it says which wait was not
+        over.
         """
         done = self.queue.done()
         if not done():

@@ -56,7 +56,14 @@ class SymmetricMemory(RemoteMemory):
 
     @classmethod
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
-        """Collective over all ranks of the context. Raises UnsupportedError, BindError: see `open_memory`."""
+        """Open a pool of CUDA symmetric memory. Collective over all ranks of the context.
+
+        Raises:
+            UnsupportedError: the context's tensors are not on CUDA, there is no device or no process group,
+                torch has no symmetric memory, or the ranks are on several hosts.
+            BindError, RankLostError, DeadlineError: it failed on another rank, which died or did not come in
+                time.
+        """
         if context.device.type != "cuda":
             raise UnsupportedError(
                 f"symmetric memory needs CUDA, this context's tensors are on {context.device}"
@@ -76,7 +83,10 @@ class SymmetricMemory(RemoteMemory):
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host, queue=queue)
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a window for a program, whose signals are in host memory. Raises as the base does."""
+        """Return a program's window, whose signals are in host memory. Collective among its ranks.
+
+        Raises BindError, RankLostError and DeadlineError as `RemoteMemory.expose`.
+        """
         assert self.host is not None
         self._signals = self.host.expose(replace(exposure, wanted={}, given={}))
         if self.queue is not None:
@@ -90,7 +100,7 @@ class SymmetricMemory(RemoteMemory):
         return int(self._tensors[self._name_of[number]][0].data_ptr())
 
     def close(self) -> None:
-        """Give up the memory of this rank."""
+        """Close this rank's pool; not collective. Its programs run no more."""
         if not self.is_closed:
             self.is_closed = True
             assert self.host is not None
@@ -151,16 +161,16 @@ class SymmetricMemory(RemoteMemory):
         return window
 
     def finish_writes(self) -> None:
-        """Wait until all that was queued on the device is done."""
+        """Wait until all that is queued on the device is done."""
         torch.cuda.synchronize(self.context.device)
 
     def wait_for_stream(self) -> None:
-        """What is queued on the current stream is done."""
+        """Wait until all that is queued on the current stream is done."""
         torch.cuda.current_stream(self.context.device).synchronize()
 
 
 def lacks_stream_waits() -> str:
-    """Return why fences, flags and sums cannot be queued on streams here; empty where they can."""
+    """Return why fences, flags and sums cannot be queued on CUDA streams here; "" where they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return lacks_stream_words()

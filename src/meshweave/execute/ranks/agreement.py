@@ -35,17 +35,17 @@ _UNHEARD_S = 1.0  # for a look at who has not spoken
 def exchange(
     context: TorchContext, ranks: Sequence[int], words: str, what: str, *, topic: str = ""
 ) -> dict[int, str]:
-    """Return what each of `ranks` says, in ascending order. Collective among them.
+    """Return the `words` of each of `ranks` by rank, in ascending order. Collective among them.
 
     Args:
         words: what this rank says.
         what: completes "waiting for ..." in errors.
-        topic: what it is about, which must be equal on all ranks.
+        topic: what the exchange is about; must be equal on all ranks.
 
     Raises:
-        BindError: there is no process group; another rank is in another call, refuses this one, or waits for other
-            ranks than this one does.
-        RankLostError, DeadlineError: see `TorchContext.guard`.
+        BindError: there is no process group; another rank is in another call, refuses this one, or waits for
+            other ranks than this one does.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     ranks = tuple(sorted(ranks))
     if len(ranks) == 1:
@@ -170,12 +170,16 @@ def _check_broken(store: SignedStore, folder: str) -> None:
 def waiting(
     context: TorchContext, what: str, peers: Sequence[int], unheard: Callable[[], Sequence[int]] = tuple
 ) -> Iterator[Callable[[], None]]:
-    """Guard a wait by polling: yields what to call between two looks. It raises once time is up, or a peer ended.
+    """Guard a wait by polling: yield a function to call at each look, which raises once a peer ended or time
+    is up.
 
-    `unheard` returns the ranks that have not come: those whose ends matter, and whom the error names.
+    Args:
+        what: completes "waiting for ..." in errors.
+        peers: the ranks waited for.
+        unheard: returns the ranks that have not come yet; only their ends matter, and errors name them.
 
-    Raises RankLostError or DeadlineError, see `TorchContext.guard`; UnsupportedError where another lane of this
-    process has failed meanwhile.
+    Raises RankLostError or DeadlineError; UnsupportedError where another lane of this process has failed
+    meanwhile.
     """
     with context.guard(what, peers) as wait:
         until = time.monotonic() + wait.timeout.total_seconds()
@@ -198,11 +202,11 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
     """Make sure that all ranks of `program` are about to run the very same one. Collective among them.
 
     Args:
-        talk: how they tell each other, where not through the store.
+        talk: how they tell each other, where not through the store of the process group.
 
     Raises:
         BindError: they are not; it names the ranks that differ.
-        RankLostError, DeadlineError: see `TorchContext.guard`.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     digest = _digest(program)
     what = f"all to agree on program {program.name}"
@@ -224,9 +228,9 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
 
 
 def agree_once(context: TorchContext, program: Program) -> None:
-    """Make sure of what `agree` does at the first program of its text in a context, by messages in the store.
+    """Run `agree` for a program unless one of the same text was agreed on in this context before.
 
-    Raises as `agree`.
+    Collective at the first; raises as `agree`.
     """
     if not context.is_distributed or len(program.ranks) == 1:
         return

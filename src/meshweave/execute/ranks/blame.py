@@ -33,12 +33,12 @@ class Beat:
     heard: str = "-"
 
     def encode(self) -> str:
-        """Return the heartbeat as a value of the store."""
+        """Return the heartbeat as text for the store."""
         return f"{self.count} {self.state} {self.heard} {self.detail}"
 
     @classmethod
     def decode(cls, value: str) -> Beat:
-        """Return the heartbeat that `encode` wrote."""
+        """Return the heartbeat of which `encode` returned `value`."""
         count, state, heard, detail = value.split(" ", 3)
         return cls(int(count), cast(State, state), detail, heard)
 
@@ -62,23 +62,23 @@ class News:
     farewell: str = ""
 
     def merge(self, other: News) -> News:
-        """Return the news of both."""
+        """Return both news as one: all lost ranks, and each other field from whichever has it, this one first."""
         store_rank = other.store_rank if self.store_rank is None else self.store_rank
         return News(self.lost | other.lost, store_rank, self.farewell or other.farewell)
 
     def encode(self) -> str:
-        """Return the news as a value of the store, JSON."""
+        """Return the news as text for the store, JSON."""
         return json.dumps([sorted(self.lost), self.store_rank, self.farewell])
 
     @classmethod
     def decode(cls, value: str) -> News:
-        """Return the news that `encode` wrote."""
+        """Return the news of which `encode` returned `value`."""
         lost, store_rank, farewell = json.loads(value)
         return cls(frozenset(lost), store_rank, farewell)
 
     @property
     def digest(self) -> str:
-        """A word that stands for these news in a heartbeat."""
+        """Return 12 hexadecimal digits that stand for these news in a heartbeat."""
         return hashlib.sha256(self.encode().encode()).hexdigest()[:12]
 
 
@@ -108,14 +108,15 @@ class HeartbeatWatch:
         unreadable: Collection[int] = (),
         ended: Iterable[int] = (),
     ) -> None:
-        """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
+        """Record one reading of all other ranks' heartbeats, `elapsed_s` seconds after the last one.
 
         This process may have been paused itself, so a gap counts as two heartbeat intervals at most, or a
         third of `stale_s` where that is more: readings are slow on a loaded machine.
 
         Args:
-            unreadable: ranks whose heartbeat a stranger has overwritten, which are not silent for that.
-            ended: ranks whose processes had ended before the reading: what they said was their last word.
+            beats: the last heartbeat of each rank, None where it has none.
+            unreadable: ranks whose heartbeat another program has overwritten, which are not silent for that.
+            ended: ranks whose processes had ended before the reading, so that their last heartbeat is final.
         """
         self._ended = frozenset(ended)
         most_s = max(2 * self._interval_s, self.stale_s / 3)
@@ -132,12 +133,12 @@ class HeartbeatWatch:
             self.stopped_before = self.in_state("stopped")
 
     def in_state(self, *states: State) -> list[int]:
-        """Return the ranks whose last beat carried one of `states`."""
+        """Return the ranks whose last heartbeat has one of these states."""
         return [rank for rank, beat in self.beats.items() if beat is not None and beat.state in states]
 
     @property
     def silent(self) -> list[int]:
-        """The ranks that are `alive` by their last heartbeat, but did not beat for `stale_s` or have ended."""
+        """The ranks whose last heartbeat is `alive`, but that ended or have been silent for `stale_s` seconds."""
         return [rank for rank in self.beats if self._is_silent(rank) and not self._has_left(rank)]
 
     def _is_silent(self, rank: int) -> bool:
@@ -145,13 +146,15 @@ class HeartbeatWatch:
 
     @property
     def out_of_order(self) -> list[int]:
-        """The ranks that have beaten once, did not leave in peace, and beat no more."""
+        """The ranks that have beaten once and are silent now, whatever they left for, unless they finished
+        (`done`).
+        """
         beating = {rank: beat for rank, beat in self.beats.items() if beat is not None}
         return [rank for rank, beat in beating.items() if self._is_silent(rank) and beat.state != "done"]
 
     @property
     def is_undecided(self) -> bool:
-        """Whether some rank is neither known to be alive, nor to have left, nor to be silent yet."""
+        """Whether it is still unknown of some rank whether it is alive, has left or is silent."""
         return self.num_rounds == 0 or any(
             not (self._has_left(rank) or self._is_silent(rank) or self._is_well(rank)) for rank in self.beats
         )
@@ -193,7 +196,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def given_up_text(rank: int) -> str:
-    """Return what a rank learns that the others have given up."""
+    """Return the sentence for rank `rank`, this one, that the others have given it up."""
     return f"the other ranks gave rank {rank} (this one) up: it did not answer"
 
 

@@ -26,11 +26,16 @@ class FailureExplainer(Protocol):
     waits: dict[int, Guard]
 
     def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
-        """Return the error that a failed wait deserves; None if nobody is to blame."""
+        """Return the error to raise for a failed wait; None if no rank is to blame.
+
+        Args:
+            overdue: whether the wait reached its deadline, instead of breaking off.
+            peers: the ranks waited for; None if unknown.
+        """
 
 
 class Guard:
-    """Wraps one blocking wait; see `Liveness.guard`."""
+    """A context manager around one blocking wait; see `Liveness.guard`."""
 
     __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
 
@@ -50,18 +55,19 @@ class Guard:
 
     @property
     def timeout(self) -> timedelta:
-        """What is left of the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
+        """The rest of the deadline, for calls such as `work.wait(guard.timeout)`; at least 1 ms."""
         # gloo takes a timeout of zero to mean its default.
         return timedelta(seconds=max(self.deadline_s - self.waited_s, 0.001))
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """See whether ranks that have yet to come have ended; for waits that poll, at each look.
+        """Raise RanksEndedError where the process of a peer that has not come has ended; the guard turns it
+        into RankLostError.
+
+        For waits that poll, at each look. Only processes on this host are seen, on Linux.
 
         Args:
-            unheard: returns the ranks that have not come; called where one of the peers has ended. It may fail
-                as the store does, and then nothing is known.
-
-        Raises RanksEndedError, which this guard explains. Only processes on this host are seen, on Linux.
+            unheard: returns the ranks that have not come; called where a peer's process has ended. Where it
+                raises RuntimeError or OSError, as the store does, nothing is raised.
         """
         if self._peers is None or (now := time.monotonic()) < self._next_look:
             return

@@ -29,10 +29,10 @@ class Store(Protocol):
     """The part of `torch.distributed.Store` that is needed here."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
+        """Write the value of a key."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key, waiting until there is one."""
+        """Return the value of a key; wait until it has one."""
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all keys have values."""
@@ -91,7 +91,7 @@ class Heart:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[HeartbeatWatch]:
-        """Hold `round` and yield a watch of all ranks that every beat feeds meanwhile."""
+        """Hold `round` and yield a watch of all other ranks, which every beat feeds until the block ends."""
         with self.round:
             watch = self.add_watch(self._others, self._stale_s)
             try:
@@ -100,23 +100,28 @@ class Heart:
                 self._watches.remove(watch)
 
     def add_watch(self, ranks: Iterable[int], stale_s: float) -> HeartbeatWatch:
-        """Return a watch of some ranks that every beat feeds from here on."""
+        """Return a watch of some ranks, which every beat feeds from now on; silent after `stale_s` seconds."""
         watch = HeartbeatWatch(ranks, interval_s=self.interval_s, stale_s=stale_s)
         self._watches.append(watch)
         self._wake.set()
         return watch
 
     def next_ranks(self, count: int) -> tuple[int, ...]:
-        """Return the ranks that follow this one in a circle of all, `count` of them or as many as there are."""
+        """Return the `count` ranks that follow this one in a circle of all, fewer where there are not so many
+        others.
+        """
         later = [rank for rank in self._others if rank > self._rank]
         return (*later, *self._others[: len(self._others) - len(later)])[:count]
 
     def wait_for_beat(self) -> None:
-        """Wait for the end of the next beat, an interval at most. The caller holds `round`."""
+        """Wait for the end of the next beat, `interval_s` seconds at most. The caller holds `round`."""
         self.round.wait(self.interval_s)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` whose processes, on this host, have ended. The next beat looks for them."""
+        """Return those of `ranks` whose processes, on this host, are known to have ended.
+
+        A process that is not known yet is looked up at the next beat.
+        """
         ranks = set(ranks)
         if unknown := self._peers.unknown(ranks):
             self._sought = frozenset(unknown)
@@ -130,13 +135,13 @@ class Heart:
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank has said farewell."""
+        """Whether this rank has told the others that it leaves, for whatever reason."""
         return self._state != "alive"
 
     def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:
-        """Put a farewell (the first stays) and news into the store, and wait for that, `limit_s` at most.
+        """Put this rank's state and news into the store, and wait for that for `limit_s` seconds at most.
 
-        Returns whether the news were new to this rank.
+        The first state other than "alive" stays. Returns whether the news were new to this rank.
         """
         with self.round:
             if self._state == "alive":
@@ -152,7 +157,7 @@ class Heart:
         return is_new
 
     def stop(self, limit_s: float) -> None:
-        """Beat once more and end, within `limit_s` seconds or so."""
+        """Beat once more and end the thread; wait `limit_s` seconds for that at most."""
         self._closing = True
         self._wake.set()
         self._thread.join(limit_s)

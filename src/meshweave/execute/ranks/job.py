@@ -43,7 +43,7 @@ class LaunchJob:
     parent_pid: int
 
     def write(self, folder: Path) -> None:
-        """Write the job into `folder`. Raises BindError where the payload is not JSON."""
+        """Write the job to `job.json` in `folder`. Raises BindError where the payload is not JSON."""
         try:
             text = json.dumps(asdict(self))
         except (TypeError, ValueError) as error:
@@ -52,7 +52,7 @@ class LaunchJob:
 
     @classmethod
     def read(cls, folder: Path) -> LaunchJob:
-        """Return the job that was written into `folder`."""
+        """Return the job that `write` put into `folder`."""
         return cls(**json.loads((folder / "job.json").read_text()))
 
 
@@ -74,7 +74,7 @@ class Report:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Report | None:
-        """Return the report that a rank has left in `folder`; None where it has left none."""
+        """Return the report of rank `rank` in `folder`; None where it wrote none."""
         path = report_path(folder, rank)
         if not path.exists():
             return None

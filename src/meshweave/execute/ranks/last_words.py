@@ -26,15 +26,16 @@ _TRANSPORT = ("gloo", "pair closure", "closed by peer", "connection reset", "bro
 
 
 def is_transport(error: BaseException) -> bool:
-    """Return whether an error looks like one of gloo's or the store's: they are plain RuntimeErrors, mostly."""
+    """Return whether an error looks like one of gloo's or of the store's, mostly plain RuntimeErrors."""
     words = str(error).lower()
     return type(error).__name__.startswith("Dist") or any(each in words for each in _TRANSPORT)
 
 
 def install_last_words(current: Callable[[], Liveness | None]) -> None:
-    """Explain what ends this process, an uncaught error or SIGTERM, by the liveness that is `current` then.
+    """Say which ranks are to blame where an uncaught error or SIGTERM ends this process.
 
-    Once for a process. A handler of SIGTERM that is there stays, and so does one that is set later.
+    `current` returns the liveness that knows, or None. Installed once for a process. A handler of SIGTERM
+    that is there stays, and so does one that is set later.
     """
     global _is_installed
     if _is_installed:

@@ -137,7 +137,7 @@ class Liveness:
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that are lost or failed, after listening for up to about `stale_s` seconds.
 
-        A rank that has finished is not missing. That nobody is takes two beats of each rank to know.
+        A rank that has finished is not missing. Not collective. An empty result takes two beats of each rank.
 
         Raises:
             RankLostError: the store is gone, and nobody knows which rank hosts it.
@@ -148,7 +148,8 @@ class Liveness:
         return finding.missing
 
     def watch_peers(self, deadline_s: float, end_waits: Callable[[], None]) -> None:
-        """From here on end this process's waits for ranks that ended, or were silent for about `deadline_s`.
+        """Let this process's waits end, from now on, where ranks have ended or been silent for about
+        `deadline_s` seconds.
 
         Args:
             end_waits: closes the connections of this process. See `monitor` for when, and what comes then.
@@ -158,10 +159,10 @@ class Liveness:
         self._monitor.expect_within(deadline_s)
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Look at all ranks; return an error that names the lost ones, which the others are told. None without.
+        """Look at all ranks and tell them which are lost; return an error that names those, None if none is.
 
         Args:
-            store_hangs: whether the store has not answered for so long that nobody need listen.
+            store_hangs: whether the store does not answer, so that listening for heartbeats is of no use.
         """
         finding = self._look(patient=False, overdue=True, peers=None, store_hangs=store_hangs)
         if not finding.missing or finding.has_left:
@@ -172,12 +173,14 @@ class Liveness:
         return lost
 
     def check_lost(self) -> None:
-        """Raise RankLostError where the monitor has found that ranks are lost; it names what is waited for."""
+        """Raise RankLostError where `find_lost` has found lost ranks; it names them and what this process
+        waits for.
+        """
         if self._verdict is not None:
             raise RankLostError(f"{self._verdict.reason}{self._while_waiting}", self._verdict.missing)
 
     def waits_since(self, seconds: float) -> bool:
-        """Return whether a guarded wait of this process has taken as long."""
+        """Return whether some guarded wait of this process has lasted `seconds` or longer."""
         return any(wait.waited_s >= seconds for wait in list(self.waits.values()))
 
     def install_signal_report(
@@ -207,19 +210,18 @@ class Liveness:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has said farewell, or its store has ended."""
+        """Whether this rank has told the others that it leaves, or its store has ended."""
         return self._closed or self.heart.store_gone
 
     @property
     def can_explain(self) -> bool:
-        """Whether this rank may still find out why a wait failed, be it that the store has ended."""
+        """Whether this rank may still find out why a wait failed, even where the store has ended."""
         return not self._closed and self._is_wanted()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace.
+        """Tell the other ranks that this one leaves, for `error` if given, and stop the heartbeat.
 
-        Where this process hosts the store, that of the other ranks is waited for, for `stale_s` and a half of it
-        at most.
+        Where this process hosts the store, it first waits for the others to leave, 1.5 `stale_s` at most.
         """
         if self._closed:
             return
@@ -259,7 +261,12 @@ class Liveness:
     # -- finding out -----------------------------------------------------------------------------------------
 
     def explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
-        """Return the error that a failed wait deserves, which the others are told; None if nobody is to blame."""
+        """Return the error to raise for a failed wait, and tell the other ranks; None if no rank is to blame.
+
+        Args:
+            overdue: whether the wait reached its deadline, instead of breaking off.
+            peers: the ranks waited for; None if unknown.
+        """
         if not self.can_explain:
             return None
         waited_s = wait.waited_s
@@ -283,7 +290,10 @@ class Liveness:
         return late
 
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
-        """Return what to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
+        """Return the line to report on a signal, and the lost ranks.
+
+        Tells the other ranks those, or that this rank was stopped unless the process ignores the signal.
+        """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)
         why = finding.reason or finding.given_up or "every other rank still answers"

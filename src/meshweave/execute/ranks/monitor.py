@@ -46,10 +46,13 @@ class MonitoredRank(Protocol):
         """Return whether this rank may still find out why a wait failed."""
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Look at all ranks; return an error that names the lost ones."""
+        """Look at all ranks and tell them which are lost; return an error that names those, None if none is.
+
+        `store_hangs` says that the store does not answer, so that listening for heartbeats is of no use.
+        """
 
     def waits_since(self, seconds: float) -> bool:
-        """Return whether a guarded wait of this process has taken as long."""
+        """Return whether some guarded wait of this process has lasted `seconds` or longer."""
 
 
 class PeerMonitor:
@@ -77,7 +80,9 @@ class PeerMonitor:
         self._thread.start()
 
     def expect_within(self, deadline_s: float) -> None:
-        """Let ranks count as lost once they are silent for `deadline_s`; the shortest deadline so far holds."""
+        """Count ranks as lost once they are silent for `deadline_s` seconds; the shortest deadline so far
+        holds.
+        """
         self._limit_s = min(self._limit_s, max(deadline_s, self._listens_s))
         least_s = 3 * self._liveness.heart.interval_s
         self._watch.stale_s = max(self._limit_s - self._listens_s, least_s)
@@ -169,7 +174,7 @@ def _place_of(frame: FrameType | None) -> str:
 
 
 def user_line(path: str, line: int) -> str:
-    """Return a line of a file in words, `train.py:42`; "" for torch's files and meshweave's."""
+    """Return `train.py:42` for a line of a file; "" for lines of torch and meshweave."""
     return "" if any(part in path for part in _OF_LIBRARIES) else f"{Path(path).name}:{line}"
 
 
@@ -181,6 +186,6 @@ def _cpu_s(ident: int) -> float:
 
 
 def end_with_line(lost: RankLostError) -> None:
-    """End this process with `LOST_STATUS` and one line on stderr."""
+    """End this process at once with exit status `LOST_STATUS` and one line on stderr that gives `lost`."""
     write_stderr(f"meshweave: this process ends: RankLostError: {' '.join(str(lost).split())}")
     os._exit(LOST_STATUS)

@@ -24,7 +24,7 @@ class RanksEndedError(RuntimeError):
 
 
 def own_process() -> str:
-    """Return words by which a rank on the same host finds this process; "" where it cannot."""
+    """Return text by which ranks on the same host can look this process up; "" without /proc."""
     try:
         return f"{_host()} {Owner.current()}"
     except OSError:  # no /proc
@@ -39,11 +39,13 @@ class PeerProcesses:
         self._known: set[int] = set()
 
     def unknown(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` whose words `add` has not been given."""
+        """Return those of `ranks` for which `add` has not been called, ascending."""
         return sorted(set(ranks) - self._known)
 
     def add(self, rank: int, words: str) -> None:
-        """Look after the process of a rank, which `own_process` has described there."""
+        """Look after the process of a rank, given what `own_process` returned there; ignored if on another
+        host.
+        """
         host, _, process = words.partition(" ")
         try:
             if host == _host():
@@ -53,7 +55,7 @@ class PeerProcesses:
         self._known.add(rank)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` whose processes have ended."""
+        """Return those of `ranks` whose processes, on this host, have ended, ascending."""
         return sorted(rank for rank in ranks if rank in self._here and _has_ended(self._here[rank]))
 
 

@@ -47,7 +47,7 @@ class SignalReport:
         os.register_at_fork(after_in_child=self._forget)
 
     def uninstall(self) -> None:
-        """Restore the previous handler, and end the thread where nobody else has its descriptor since.
+        """Restore the previous handler; end the thread, unless other code has set a wakeup descriptor since.
 
         Off the main thread it does nothing.
         """
@@ -109,6 +109,9 @@ def _die_by(signum: int) -> None:
 
 
 def write_stderr(line: str, missing: tuple[int, ...] = ()) -> None:
-    """Write a line even where the rest of the process cannot. The ranks that are `missing` stand in it already."""
+    """Write a line to stderr, even where another thread holds the lock of `sys.stderr`; nothing for "".
+
+    `missing`, the ranks that the line names, is not used.
+    """
     if line:
         os.write(2, f"{line}\n".encode())  # not sys.stderr: the main thread may hold its lock

@@ -28,13 +28,16 @@ def new_token() -> str:
 
 
 def sign(key: str, text: str) -> str:
-    """Return the value to write under `key` in the store: `text`, behind its signature if this run has a token."""
+    """Return the value to store under `key`: `text` behind its signature, or alone where this run has no token."""
     token = os.environ.get(TOKEN_VARIABLE)
     return f"{_signature(token, key, text)} {text}" if token else text
 
 
 def verify(key: str, value: bytes) -> str | None:
-    """Return the text that was signed for `key`; None where the value is not one of this run."""
+    """Return the text of a value stored under `key`; None where its signature is not of this run.
+
+    Without a token it is the value itself.
+    """
     text = value.decode(errors="replace")
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """See to it that this process does not outlive its parent, whatever becomes of that."""
+    """Let the system kill this process when its parent ends; end now where it has ended already."""
     if sys.platform == "linux":
         # The kernel sends it when the *thread* that started us ends: `launch` waits in that thread. It is
         # SIGKILL because nobody is left to read a report, and a stuck process must go too.
@@ -53,13 +53,15 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Run the job of the folder given on the command line."""
+    """Run one rank of the job in the folder that the command line names; the rank is RANK in the environment."""
     folder = Path(sys.argv[1])
     run_rank(folder, int(os.environ["RANK"]), LaunchJob.read(folder).parent_pid)
 
 
 def run_rank(folder: Path, rank: int, parent_pid: int) -> None:
-    """Run the job of `folder` as one of its ranks and leave a result there; end the process if there is none.
+    """Run the job of `folder` as rank `rank` and write its result there.
+
+    An error is written as a report, and ends the process.
 
     Args:
         parent_pid: the process that started this one, which this one must not outlive.
@@ -111,7 +113,10 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
 
 
 def resolve(target: str) -> Callable[[RankContext, dict[str, Any]], Any]:
-    """Return the function that "package.module:function" names; raises BindError where there is none."""
+    """Return the function that `target`, "package.module:function", names.
+
+    Raises BindError where there is none.
+    """
     module, _, name = target.partition(":")
     if not module or not name:
         raise BindError(f"the target {target!r} is not of the form 'package.module:function'")

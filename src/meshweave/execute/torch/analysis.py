@@ -52,12 +52,12 @@ class RankAnalysis:
 
     @cached_property
     def exposed(self) -> frozenset[str]:
-        """The buffers that some rank reads or writes from afar."""
+        """The names of buffers that some rank reads or writes in another rank's memory."""
         return exposed_buffers(self.program)
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether the program runs over a remote memory."""
+        """Whether a remote memory carries the program's one-sided ops and fences."""
         return self.has_memory and bool(self.exposed)
 
     # -- order among this rank's ops -------------------------------------------------------------------------
@@ -68,7 +68,9 @@ class RankAnalysis:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the earlier ops that it must wait for, less regions, which count their tiles."""
+        """For each op the indices of the earlier ops that it must wait for; regions of products are waited
+        for by counters.
+        """
         if self.regions is None:
             return self._all_edges
         return tuple(
@@ -82,14 +84,14 @@ class RankAnalysis:
 
     @cached_property
     def write_edges(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the earlier ops that must end before its results may be written."""
+        """For each op the indices of the earlier ops that must end before its results may be written."""
         return write_edges(self._conflicts)
 
     # -- products that count their tiles ---------------------------------------------------------------------
 
     @cached_property
     def regions(self) -> TrackedRegions | None:
-        """The regions of released products that run as kernels; None where all products are those of a library."""
+        """The regions of released products that run as kernels; None where no product runs as such a kernel."""
         return tracked_regions(self.program) if self.tracks and self.is_one_sided else None
 
     @cached_property
@@ -110,24 +112,26 @@ class RankAnalysis:
 
     @cached_property
     def matched_program(self) -> Program:
-        """The program as process groups see it: without fences where a memory has them."""
+        """The program for which process groups are formed: less its fences where a remote memory has them."""
         return without_fences(self.program) if self.is_one_sided else self.program
 
     @cached_property
     def channels(self) -> dict[str, int]:
-        """The channel of each communicating lane; see `assign_channels`."""
+        """The channel number of each communicating lane, by lane; lanes of a channel share their process
+        groups.
+        """
         return assign_channels(self.matched_program, shared=self.shares_groups)
 
     @cached_property
     def wire_orders(self) -> dict[WireKey, Order]:
-        """The memory order in which each lane's ops of a kind send their tensors."""
+        """The memory order in which tensors are sent, by (lane, kind of op, number of dims)."""
         return wire_orders(self.matched_program)
 
     # -- one-sided access ------------------------------------------------------------------------------------
 
     @cached_property
     def fence_groups(self) -> list[tuple[int, ...]]:
-        """All ranks, then the sets of ranks that fence among themselves."""
+        """All ranks, then each other set of ranks that meets in a fence."""
         return fence_groups(self.program)
 
     @cached_property

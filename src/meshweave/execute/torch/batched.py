@@ -28,11 +28,11 @@ class BoundViews(Protocol):
         """Return the memory for operands and results that no tensor aliases."""
 
     def view(self, view: View) -> StridedView:
-        """Return a resolved view."""
+        """Return a resolved view as tensors of this rank's memory."""
 
 
 def bind_batched(binder: BoundViews, op: Matmul) -> Action:
-    """Return the action of a product of which an operand has batch dims."""
+    """Return the action of a product whose operands, one or both, have batch dims."""
     dims = len(op.out.selectors)
     shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
     assert isinstance(shape, ProductShape), shape

@@ -36,7 +36,9 @@ class RankBuffers:
 
 
 def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Raise BindError where tensors of the caller are no input or output buffers, or do not fit theirs."""
+    """Raise BindError where `tensors` are not this rank's input or output buffers by name, shape, dtype and
+    device.
+    """
     program, rank = analysis.program, analysis.rank
     bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
     for name, tensor in tensors.items():
@@ -54,10 +56,11 @@ def allocate(
     device: torch.device,
     exposed: Mapping[tuple[str, int], Tensor],
 ) -> RankBuffers:
-    """Return the buffers of a rank, allocating those that the caller gave no tensor for.
+    """Return the buffers of a rank; those without a tensor from the caller are allocated on `device`.
 
     Args:
-        exposed: slots that other ranks read or write, which are allocated already.
+        tensors: the caller's, by buffer name.
+        exposed: slots that other ranks read or write, by (buffer, slot), which are allocated already.
     """
     slots = dict(exposed)
     given: dict[str, Tensor] = {}

@@ -62,18 +62,18 @@ class CachedProgram(Generic[ValueT]):
         self._ties: list[tuple[MutableMapping[Any, Any], Any]] = []
 
     def touch(self) -> ValueT:
-        """Return the value, now the most recently used of its ranks, which all do so together."""
+        """Return the value, and make it the most recently used. All ranks of the program call it together."""
         if self.key in self._recency:
             self._recency.move_to_end(self.key)
         return self.value
 
     def tie(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
-        """Remove `key` from a mapping of the context when this program is dropped."""
+        """Let the entry `key` of `mapping` be removed when this program is dropped."""
         if (mapping, key) not in self._ties:
             self._ties.append((mapping, key))
 
     def drop(self) -> None:
-        """Remove what is tied to this program."""
+        """Remove the entries that were tied to this program; see `tie`."""
         for mapping, key in self._ties:
             mapping.pop(key, None)
         self._ties.clear()
@@ -96,14 +96,19 @@ class ProgramCache:
         self._has_warned = False
 
     def num_bytes(self, ranks: Sequence[int]) -> int:
-        """Return the size of all programs of these ranks."""
+        """Return the bytes of all programs kept for this set of ranks, each at its size on the rank where it
+        is largest.
+        """
         return self._bytes.get(tuple(ranks), 0)
 
     def __len__(self) -> int:
         return sum(map(len, self._programs.values()))
 
     def get(self, ranks: Sequence[int], key: Hashable) -> CachedProgram[Any] | None:
-        """Return the program of a key, now the most recently used; None without. All of `ranks` call this."""
+        """Return the program kept under `key`, and make it the most recently used; None if there is none.
+
+        All of `ranks` call it together.
+        """
         recency = self._programs.get(tuple(ranks))
         program = None if recency is None else recency.get(key)
         if program is not None:
@@ -113,7 +118,9 @@ class ProgramCache:
     def put(
         self, ranks: Sequence[int], key: Hashable, value: ValueT, num_bytes: int
     ) -> CachedProgram[ValueT]:
-        """Keep a program, and drop the least recently used of the same ranks, which all do so together.
+        """Keep a program under `key`, and drop the least recently used of the same ranks down to the limit.
+
+        All of `ranks` call it together. The new one stays even if it alone is larger.
 
         Args:
             num_bytes: its size on the rank where it is largest, equal on all.
@@ -175,9 +182,9 @@ def _malloc_trim() -> Callable[[int], object]:
 
 
 def program_bytes(program: Program) -> int:
-    """Return about how much memory a bound program takes on the rank where it takes most, alike on all ranks.
+    """Return about how many bytes a bound program takes on the rank where it takes most, alike on all ranks.
 
-    Counted are all its buffers, once more for what is staged on the way, and its description.
+    Counted are all its buffers, once more for staging, and its description.
     """
     total = 0
     for buffer in program.buffers:
@@ -188,6 +195,6 @@ def program_bytes(program: Program) -> int:
 
 
 def description_bytes(program: Program) -> int:
-    """Return about how much memory Python's objects for a program take: `BYTES_PER_OP` for each op as written."""
+    """Return about how many bytes Python's objects for a program take on the rank with most ops as written."""
     num_ops = Counter(rank for _, ranks in program.placed_ops() for rank in ranks)
     return BYTES_PER_PROGRAM + BYTES_PER_OP * max(num_ops.values(), default=0)

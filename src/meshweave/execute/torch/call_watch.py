@@ -42,7 +42,7 @@ their last calls, and the "verdict"."""
 
 
 def record_key(token: str) -> str:
-    """Return the key in the store of the record of one context of a rank."""
+    """Return the store's key for the record of the rank's context that `token` names."""
     return f"meshweave/calls/{token}"
 
 
@@ -59,7 +59,7 @@ class CallWatch:
 
     @classmethod
     def of_world(cls, world: Any) -> CallWatch:
-        """Return the watch of a default process group, the present one."""
+        """Return the watch of `world`, the present default process group; one for another world is closed."""
         global _watch
         if _watch is None or _watch._world() is not world:
             _close()
@@ -67,7 +67,7 @@ class CallWatch:
         return _watch
 
     def add(self, watched: WatchedCalls) -> None:
-        """Look after the calls of a context from here on."""
+        """Look after the calls of a context from now on."""
         with self._lock:
             self._watched.add(watched)
             if not self._is_running:
@@ -80,13 +80,15 @@ class CallWatch:
                 self._thread.start()
 
     def remove(self, watched: WatchedCalls) -> None:
-        """Look after the calls of a context no more; the thread ends with the last of them."""
+        """Stop looking after the calls of a context; the thread ends with the last one."""
         with self._lock:
             self._watched.discard(watched)
         self._wake.set()
 
     def look_now(self, watched: WatchedCalls) -> None:
-        """Compare the call of a context with those of the others now, and wait for that for a second at most."""
+        """Let the thread compare the call of a context with other ranks' now; wait for that for a second at
+        most.
+        """
         done = threading.Event()
         with self._lock:
             if not self._is_running:
@@ -170,7 +172,7 @@ class WatchedCalls:
         self._circle: tuple[_Seen, ...] = ()
 
     def record(self) -> Record:
-        """Return the record of this rank, for the store."""
+        """Return the record of this rank's calls, for the store."""
         order = self._order
         current = order.current
         self._beat += 1
@@ -209,10 +211,13 @@ class WatchedCalls:
         return {rank: known[rank] for rank in sequence.ranks if rank in known}
 
     def look(self, store: Any, *, is_urgent: bool = False) -> None:
-        """See whether the call under way waits, and if so compare it with those of the other ranks.
+        """Compare the call under way with other ranks' if it has lasted since the last look.
+
+        Where they are out of order, write the verdict to the store and end this rank's waits.
 
         Args:
-            is_urgent: whether a wait has failed, so that the call surely waits.
+            store: where the ranks' records are.
+            is_urgent: whether a wait has failed, so that they are compared at once.
         """
         order = self._order
         sequence, serial = order.current, order.serial
@@ -288,7 +293,7 @@ class WatchedCalls:
         return f"calls are out of order, and ranks wait for each other: {waits}"
 
     def close(self) -> None:
-        """Leave the groups of the context alone from here on: they are about to be destroyed."""
+        """Stop ending the context's waits: its process groups are about to be destroyed."""
         with self._abort_lock:
             self._is_closed = True
 
@@ -305,7 +310,10 @@ class WatchedCalls:
 
 
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
-    """Return in words that ranks did different things in call `number`; parties by (key, title) of what it was."""
+    """Return the sentence of an error that ranks did different things in call `number`.
+
+    `parties` are the ranks of each (key, title) of what they did.
+    """
     titles = [title for _, title in parties]
     sides: list[str] = []
     for (key, title), ranks in sorted(parties.items(), key=lambda party: min(party[1])):

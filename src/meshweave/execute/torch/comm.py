@@ -35,11 +35,11 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def bind_communication(wire: Wire, bound: BoundOp) -> Action:
-    """Return the action of a communication op.
+    """Return the action of a communication op on this rank.
 
     Raises:
         UnsupportedError: the op is one-sided.
-        BindError: a tag is negative, a peer is no other rank, or a collective does not include this rank.
+        BindError: a tag is negative, a peer is this rank or none, or a collective does not include this rank.
     """
     op = bound.op
     wire.binder.refuse_remote(bound)

@@ -19,11 +19,10 @@ _PIPELINING = "torch.distributed.pipelining"
 
 
 def stage_backward() -> Any:
-    """Return the function `(outputs, grads, inputs)` of a whole backward of a stage, which returns input
-    gradients.
+    """Return torch's function `(outputs, grads, inputs)` that runs a whole backward and returns input gradients.
 
-    Relies on `_backward.stage_backward` (torch 2.13), as do the two below on its neighbours. They
-    have no public name, and are what torch's own pipeline stages run.
+    Relies on `_backward.stage_backward` (torch 2.13), as do the two below on its neighbours. They have no
+    public name, and are what torch's own pipeline stages run.
 
     Raises:
         UnsupportedError: the function is gone.
@@ -54,9 +53,12 @@ def stage_backward_weight() -> Any:
 
 
 def pipeline_runtime(stages: Sequence[Any], num_micro_batches: int, **options: Any) -> Any:
-    """Return torch's runtime of action lists, yet without a list.
+    """Return torch's pipeline runtime for these stages, not yet given a list of actions.
 
     Relies on `schedules._PipelineScheduleRuntime(stages, n_microbatches, ...)` (torch 2.13).
+
+    Args:
+        options: further arguments of that class.
 
     Raises:
         UnsupportedError: the class is gone.

@@ -39,7 +39,7 @@ class Binder:
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
-        """Return a resolved view of this rank's memory, or of another's where that is aliased."""
+        """Return a resolved view as tensors: of this rank's memory, or another's where that can be aliased."""
         bound_view = self._views.get(view)
         if bound_view is None:
             assert isinstance(view.slot, int)
@@ -52,7 +52,10 @@ class Binder:
         return bound_view
 
     def local(self, bound: BoundOp) -> Action:
-        """Return the action of a compute op. Raises UnsupportedError where no tensor aliases what it reaches."""
+        """Return the action of a compute op.
+
+        Raises UnsupportedError where it reaches another rank's memory that no tensor aliases.
+        """
         op = bound.op
         if self.remote_buffer is None:
             self.refuse_remote(bound)
@@ -79,7 +82,9 @@ class Binder:
             )
 
     def move(self, lane: str, out: View, src: View, *, add: bool = False) -> list[Action]:
-        """Return the actions that copy or add one local view to another; none for a copy to itself."""
+        """Return the actions that copy or add view `src` to `out`, for an op of `lane`; [] for a copy to
+        itself.
+        """
         if out == src and not add:
             return []
         apart = out != src and out.overlaps(src)

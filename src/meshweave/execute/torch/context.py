@@ -54,10 +54,13 @@ class GuardedWait(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Return what is left of the deadline."""
+        """Return the rest of the deadline."""
 
     def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
-        """Raise RankLostError or DeadlineError where it is time to, for ranks that have not come."""
+        """Raise RankLostError or DeadlineError where a rank that has not come has died, or time is up.
+
+        `unheard` returns the ranks that have not come.
+        """
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -69,7 +72,7 @@ class RunRecorder(Protocol):
     """Who wants the traces of programs as they run: those on a CPU, and those that are bound with `trace`."""
 
     def add(self, program: Program, trace: Trace) -> None:
-        """Take the trace of this rank of one run of a program."""
+        """Take this rank's trace of one run of `program`."""
 
 
 class _WaitWithoutLiveness:
@@ -177,7 +180,7 @@ class TorchContext:
 
     @classmethod
     def numbered(cls, number: int) -> TorchContext:
-        """Return the context of a number. Raises BindError where it is gone."""
+        """Return the context that has a number in this process. Raises BindError where it is gone."""
         context = _by_number.get(number)
         if context is None:
             raise BindError(f"context {number} of this process is gone; what was compiled with it cannot run")
@@ -185,7 +188,7 @@ class TorchContext:
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
-        """Return the context of a device in the default process group; made once and kept."""
+        """Return this process's context for a device in the default process group; made once and kept."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         known = _defaults.get(str(device))
         if known is None or known[0] is not world:
@@ -195,7 +198,8 @@ class TorchContext:
     def beside(self) -> TorchContext:
         """Return a new context for programs whose calls run programs of this one, as stages of a pipeline do.
 
-        It has the deadline, liveness and observers of this one, ends with it, and is broken when it is.
+        It has the deadline, liveness and observers of this one. It ends with this one, and where one fails,
+        both do.
         """
         new = TorchContext(
             liveness=self.liveness or False,
@@ -210,7 +214,7 @@ class TorchContext:
 
     @property
     def recorder(self) -> RunRecorder | None:
-        """Return who gets the trace of each program that runs; None, the default, times nothing."""
+        """Return what takes the trace of each run in this context; None, the default, records none."""
         return self._observers.recorder
 
     @recorder.setter
@@ -220,16 +224,17 @@ class TorchContext:
 
     @property
     def waits(self) -> WaitClock | None:
-        """Return the clock that `count_waits` has started, which adds up how long programs wait; None without."""
+        """Return the clock that `count_waits` has started; None where it was not called."""
         return self._observers.waits
 
     def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:
-        """Make the groups that `program` needs and that are not there yet. `bind` calls it.
+        """Make the process groups that `program` needs and that are not there yet. Collective; `bind` calls it.
 
-        A program on all ranks of the world makes its groups together. One on some of them, such as one replica
-        of several, makes them among its own ranks.
+        A program on all ranks of the world makes its groups together. One on some of them, such as one
+        replica of several, makes them among its own ranks.
 
-        Raises BindError where the program has ranks that the world does not have.
+        Raises BindError where the program has ranks that the world does not have, or there is no process
+        group.
         """
         program = program.expanded
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
@@ -249,7 +254,9 @@ class TorchContext:
             self._groups[known] = self._formed(channel, ranks, among_members)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return a process group of `ranks` for what they compare; all make the first call, which forms it."""
+        """Return a process group of `ranks` for values that they compare; the first call forms it and is
+        collective.
+        """
         known = (_COMPARISONS, ranks), ranks
         if known not in self._groups:
             self._groups[known] = self._formed(_COMPARISONS, ranks, len(ranks) < self.num_ranks)
@@ -280,7 +287,7 @@ class TorchContext:
             )
 
     def channels(self, program: Program) -> dict[str, int]:
-        """Return the channel of each communicating lane; see `assign_channels`."""
+        """Return the channel number of each communicating lane of a program; lanes of one share process groups."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property
@@ -289,23 +296,31 @@ class TorchContext:
         return str(self.device.type) != "cuda"
 
     def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
-        """Return the process group of a channel over `ranks`, in any order. `program` must have been prepared."""
+        """Return the process group of a channel over `ranks`, in any order; `prepare(program)` came before."""
         return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
 
     def groups(self) -> list[tuple[tuple[int, ...], Any]]:
-        """Return the process groups formed so far, each after its ranks in ascending order."""
+        """Return the process groups formed so far, as (ranks in ascending order, group)."""
         return [(ranks, group) for ((_, ranks), _), group in list(self._groups.items())]
 
     def guard(self, what: str, peers: Iterable[int]) -> GuardedWait:
-        """Return a guard for one wait for other ranks; its `timeout` is what the wait may take."""
+        """Return a context manager for one wait for other ranks; its `timeout` is the rest of the deadline.
+
+        Inside it a failed wait raises RankLostError, which names the lost ranks, or DeadlineError where all
+        still answer.
+
+        Args:
+            what: completes "waiting for ..." in errors.
+            peers: the ranks waited for.
+        """
         if self.liveness is None:
             return _WaitWithoutLiveness(what, self._timeout)
         return self.liveness.guard(what, self.deadline_s, peers=peers)
 
     def count_waits(self) -> WaitClock:
-        """Return a clock that counts how long runs of programs wait that are bound in this context from now on.
+        """Return a clock of how long runs wait, for programs bound in this context from now on.
 
-        Raises UnsupportedError on CUDA, where runs are issued and not awaited.
+        Raises UnsupportedError on CUDA, where the host does not wait for each op.
         """
         if self.device.type == "cuda":
             raise UnsupportedError("waits are counted on a CPU; on CUDA bind with trace=True")
@@ -326,7 +341,8 @@ class TorchContext:
         return cache
 
     def close(self) -> None:
-        """End the threads, empty the caches and destroy the groups. Programs bound in this context run no more.
+        """End the threads, empty the caches and destroy the process groups; programs bound in this context
+        run no more.
 
         Collective where a cache holds memory of MPI, whose windows are freed by all of their ranks together.
         """

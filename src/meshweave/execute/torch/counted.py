@@ -47,10 +47,11 @@ class CountedProgram:
         self._calls, self._lowered, self._options = calls, lowered, options
 
     def run(self, tensors: Mapping[str, Tensor], counts: CountValues) -> BoundProgram:
-        """Run this rank's part at these counts, which all ranks give alike, and return it with what it made.
+        """Bind and run this rank's part for given counts, and return the bound program, which has the outputs.
 
         Args:
-            counts: the entries of each table, by name; within the capacities of the program.
+            counts: the entries of each table, by name; equal on all ranks and within the capacities of the
+                program.
             tensors: by buffer name, all inputs, and memory for outputs if wanted; they are aliased.
 
         Raises:
@@ -74,10 +75,10 @@ class CountedProgram:
 
 
 def gathered(values: Tensor, context: TorchContext, ranks: tuple[int, ...], what: str) -> Tensor:
-    """Return the equally many values of all ranks, (ranks, values), on the host.
+    """Return the `values` of all ranks, 1-D and of equal length, as a CPU tensor (ranks, values) in the order
+    of `ranks`.
 
-    Collective among them, and a call: a rank that refuses it, or is in another one, ends the wait of the others,
-    once they have agreed on something.
+    Collective among them. A rank that refuses the call, or is in another one, ends the others' wait.
 
     Args:
         what: completes "waiting for ..." in errors.

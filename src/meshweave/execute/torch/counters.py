@@ -54,7 +54,7 @@ class CompletionCounters:
     to_update: Awaited
 
     def num_counters(self) -> int:
-        """Return the most counters that any rank has."""
+        """Return the number of counters on the rank that has most."""
         return 1 + max((counter for _, counter in self.totals), default=-1)
 
 
@@ -63,10 +63,12 @@ def completion_counters(
 ) -> CompletionCounters:
     """Return the counters of released remote writes and, unless updates go `in_arrival_order`, of updates.
 
-    Writes in `but` are counted elsewhere.
+    A region has a counter for each lane that writes to it, and is whole when each has counted all its tiles.
+    The updates that a lane makes in a rank's memory have one counter together: each waits for a number of
+    them.
 
-    A region has a counter for each lane that writes to it, and is whole when each has counted all its tiles. The
-    updates that a lane makes in a rank's memory have one counter together: each waits for a number of them.
+    Args:
+        but: writes, as (rank, op index), that something else counts.
     """
     counters = CompletionCounters({}, {}, {}, {})
     ops = program.ops_by_rank

@@ -13,7 +13,7 @@ from meshweave.execute.torch.issue import Execute
 
 
 def check_graph(context: TorchContext, *, is_one_sided: bool, is_timed: bool) -> None:
-    """Raise UnsupportedError where a program cannot be captured."""
+    """Raise UnsupportedError where a program cannot be a CUDA graph: not on CUDA, one-sided or timed."""
     if context.device.type != "cuda":
         raise UnsupportedError(f"a graph is of CUDA, this context's tensors are on {context.device}")
     if is_one_sided:

@@ -105,7 +105,8 @@ def _is_along(program: Program, over: str, pair: tuple[int, int]) -> bool:
 
 
 def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
-    """Return all groups that some rank of a program needs, in an order that every rank derives alike.
+    """Return (channel, ranks) of each process group that some rank of a program needs, in the same order on
+    all ranks.
 
     They are read off the program as written: no rank instantiates what the others do. A lane's messages and
     ring steps need a group over all ranks of the program; a collective needs the groups of its axis.
@@ -135,12 +136,12 @@ def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[
 
 
 def without_fences(program: Program) -> Program:
-    """Return the program less its fences, which need no process groups where a memory has them."""
+    """Return the program less its fences, which need no process groups where a remote memory has them."""
     return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
 
 
 def fence_groups(program: Program) -> list[tuple[int, ...]]:
-    """Return all ranks, then the sets of ranks that fence among themselves, in an order that all ranks share."""
+    """Return all ranks, then each other set of ranks that meets in a fence, in the same order on all ranks."""
     groups: dict[tuple[int, ...], None] = {program.ranks: None}
     for op in program.ops():
         if isinstance(op, Fence):
@@ -159,7 +160,7 @@ class CountsPerWorld:
         self._counts: dict[Any, int] = {}
 
     def counts(self) -> dict[Any, int]:
-        """Return the counts of the present default process group."""
+        """Return the counts of the present default process group, to be changed by the caller."""
         world = dist.group.WORLD
         if self._world is not world:
             self._world, self._counts = world, {}
@@ -170,7 +171,7 @@ _num_named = CountsPerWorld()
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """Return the name of the next group that `ranks`, in this order, form: each of them derives the same one."""
+    """Return the name of the next process group of `ranks`, in this order: the same on each of them."""
     num_named, key = _num_named.counts(), tuple(ranks)
     num_named[key] = num_named.get(key, 0) + 1
     return f"meshweave_{hashlib.sha1(repr(key).encode()).hexdigest()}_{num_named[key]}"

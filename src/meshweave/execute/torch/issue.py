@@ -35,10 +35,10 @@ def has_one_order(analysis: RankAnalysis) -> bool:
 def thread_per_lane(
     context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
 ) -> Execute:
-    """Return what runs each lane in a thread of its own, in program order; most compute is the caller's.
+    """Return a function that runs each lane in a thread, in program order; the calling thread has the first lane.
 
-    Where ops can only run one after another, the calling thread runs them all: a handover between threads takes
-    longer than a small op.
+    Where ops can only run one after another, the calling thread runs them all: a handover between threads
+    takes longer than a small op.
     """
     ops = analysis.ops
     names = _lanes(ops)
@@ -82,11 +82,13 @@ class LaneExecution:
 
     @property
     def has_halves(self) -> bool:
-        """Return whether `begin` can be called: the program is one collective, and nobody wants its times."""
+        """Return whether `begin` can be called: the program is one collective, and runs are not timed."""
         return self._halves is not None and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:
-        """Run what is before the wait of the collective, and return what waits and runs the rest."""
+        """Run the steps before the collective and post it; return a function that waits for it and runs the
+        rest.
+        """
         assert self._halves is not None
         before, collective, after = self._halves
         reserve = self._context.lane_threads.reserve
@@ -147,9 +149,10 @@ def one_order(
     order: Sequence[int],
     trace: bool,
 ) -> Execute:
-    """Return what issues all actions from the calling thread in `order`.
+    """Return a function that issues all actions from the calling thread, in `order` (op indices).
 
-    Raises BindError where the order does not list each op once, or has one before another that it must wait for.
+    Raises BindError where the order does not list each op once, or has one before another that it must wait
+    for.
     """
     ops, before = analysis.ops, analysis.edges
     if sorted(order) != list(range(len(ops))):

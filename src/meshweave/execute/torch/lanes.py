@@ -31,7 +31,14 @@ Waits = tuple[tuple[int, int], ...]
 
 
 def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
-    """Return what each op must wait for in other lanes, given each op's lane and the ops that precede it."""
+    """Return what each op must wait for in other lanes: (lane, steps that this must have completed) pairs.
+
+    Waits that an earlier one implies are left out.
+
+    Args:
+        lane_of: the lane index of each op, in program order.
+        before: for each op the indices of the ops that must precede it, ascending.
+    """
     place: list[int] = []  # of an op in its lane, from 1
     implied: list[list[int]] = []  # steps per lane that are complete once an op is
     lane_end = [[0] * num_lanes for _ in range(num_lanes)]
@@ -79,7 +86,7 @@ class LaneRun:
         self.stopped = True
 
     def reset(self) -> None:
-        """Begin a run: no step is complete."""
+        """Set the number of completed steps to 0, for a new run."""
         self.done, self.stopped = 0, False
         self.spans = []
 
@@ -98,7 +105,7 @@ class EarlyPost:
     action: Action
 
     def run_if_free(self) -> None:
-        """Run the action if all steps that it waits for are complete."""
+        """Run the action if all steps that it waits for are complete; else do nothing."""
         for lane, count in self.waits:
             if lane.done < count:
                 return
@@ -120,7 +127,10 @@ class LaneThreads:
         self.error: BaseException | None = None
 
     def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
-        """Run all lanes to their ends; the first in the calling thread. Raises the first error of any."""
+        """Run all lanes to their ends, the first in the calling thread; raise the first error of any.
+
+        UnsupportedError where an earlier run failed, or another is under way.
+        """
         self.check()
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(_BUSY)
@@ -145,7 +155,10 @@ class LaneThreads:
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
-        """Reserve the context for a run in the calling thread."""
+        """Reserve the context for a run in the calling thread. An error inside breaks the context.
+
+        Raises UnsupportedError where an earlier run failed, or another is under way.
+        """
         self.check()
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(_BUSY)
@@ -159,7 +172,7 @@ class LaneThreads:
             self._busy.release()
 
     def fail_with(self, other: LaneThreads) -> None:
-        """Take no more work after a failure of the other's, either."""
+        """Let a failure of `other`'s stop these threads too, and the reverse."""
         self._failures = other._failures
 
     def check(self) -> None:

@@ -18,7 +18,10 @@ LEAD_S = 0.03
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collect garbage now and disable it in the block, since a collection holds the GIL for long."""
+    """Collect garbage now, disable the collector in the block, and always enable it afterwards.
+
+    A collection holds the GIL for long, and so would disturb a timing.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -32,7 +35,7 @@ def without_garbage_collection() -> Iterator[None]:
 def start_together(
     context: TorchContext, offset_ns: int | None = 0, lead_s: float = LEAD_S
 ) -> tuple[int, int]:
-    """Wait until an instant that rank 0 sets, and return it. All ranks must call it.
+    """Wait until an instant that rank 0 sets, and return it. Collective among all ranks of the context.
 
     A barrier alone is not enough, since ranks leave it at slightly different times.
 
@@ -45,7 +48,7 @@ def start_together(
         The instant in rank 0's clock, and how late this rank was, both in nanoseconds.
 
     Raises:
-        RankLostError, DeadlineError: as for `TorchContext.guard`.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     with context.guard("all ranks to start a run", range(context.num_ranks)):
         dist.barrier()

@@ -88,14 +88,17 @@ class OneSidedAccess:
         self._run = 0
 
     def check_memory(self, memory: RemoteMemory) -> None:
-        """Raise UnsupportedError where a memory is none for this access."""
+        """Raise UnsupportedError where this access cannot use `memory`; any will do here."""
 
     def own_slots(self, analysis: RankAnalysis) -> dict[Key, Slot]:
-        """Return what this rank sets aside beside the program's buffers."""
+        """Return the slots of remote memory to set aside on this rank beside the program's buffers."""
         return {}
 
     def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
-        """Return `execute` between a fence of all ranks before and one after."""
+        """Return a function that runs `execute` between two fences of all ranks of the program.
+
+        It raises UnsupportedError where the memory is closed.
+        """
         lane_threads = self._context.lane_threads
 
         def run() -> _Result:
@@ -113,20 +116,20 @@ class OneSidedAccess:
         return run
 
     def set_binder(self, binder: Binder) -> None:
-        """Take the binder whose memory ops are bound to from here on."""
+        """Take the binder that makes views tensors; `bind` uses it from now on."""
         self._binder = binder
 
     def view(self, view: View) -> Tensor:
-        """Return the buffer slot of a remote view as a tensor, where memory is aliased."""
+        """Return the whole buffer slot of a remote view as a tensor, where other ranks' memory can be aliased."""
         return self._remote_slot(view).tensor
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
-        """Return the action of op number `index` of this rank.
+        """Return the action of op number `index` of this rank, waits for and counts of its regions included.
 
         Args:
             bind_local_or_matched: binds an op that has nothing to do with remote memory.
 
-        Raises UnsupportedError where the memory cannot do it.
+        Raises UnsupportedError where the memory cannot run the op.
         """
         op, node = bound.op, (self._rank, index)
         self._updating = node

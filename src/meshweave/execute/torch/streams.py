@@ -103,7 +103,7 @@ class Streams:
         self._clocks.append(time.monotonic_ns())
 
     def run(self) -> list[tuple[int, int]]:
-        """Issue all ops. Return the start and end of each in nanoseconds, if traced."""
+        """Issue all ops. Return the (start, end) of each in nanoseconds if it is traced, else []."""
         with torch.no_grad():
             return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()
 

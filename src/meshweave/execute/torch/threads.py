@@ -23,12 +23,12 @@ class _AgreedThreads(dict[tuple[int, ...], int]):
 
 
 def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | None:
-    """Return the fewest threads that any of `ranks` has; None where products do not run on the CPU.
+    """Return the fewest threads that torch has on any of `ranks`; None where products do not run on the CPU.
 
-    Collective among `ranks` at the first call for them in a context; what was agreed then holds as long as that.
+    Collective among `ranks` at the first call for them in a context, which remembers the number.
 
     Raises:
-        RankLostError, DeadlineError: see `TorchContext.guard`.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     if context.device.type != "cpu":
         return None
@@ -43,7 +43,7 @@ def agreed_num_threads(context: TorchContext, ranks: tuple[int, ...]) -> int | N
 
 @contextlib.contextmanager
 def num_threads_set(count: int) -> Iterator[None]:
-    """Run what is inside with `count` threads in a product of the calling thread."""
+    """Run the block with `count` threads for a product of the calling thread, and restore their number."""
     own = torch.get_num_threads()
     if own == count:
         yield
@@ -56,7 +56,7 @@ def num_threads_set(count: int) -> Iterator[None]:
 
 
 def with_num_threads(count: int | None, action: Action) -> Action:
-    """Return an action that runs another one with `count` threads; None leaves it as it is."""
+    """Return an action that runs `action` with `count` threads for a product; None returns `action` itself."""
     if count is None:
         return action
 

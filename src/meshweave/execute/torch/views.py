@@ -41,12 +41,12 @@ class BlockRun:
 
     @property
     def is_split(self) -> bool:
-        """Whether a tensor needs two dims for it."""
+        """Whether a tensor needs two dims for it: several blocks of more than one element each."""
         return self.num_blocks > 1 and self.block > 1
 
 
 def block_runs(selector: Selector) -> list[BlockRun]:
-    """Return the runs of blocks that a resolved selector takes, in order, without empty ones."""
+    """Return the runs of equally spaced blocks that a resolved selector takes, in order, without empty ones."""
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int)
     if not isinstance(selector, Blocked):
@@ -95,7 +95,10 @@ class StridedView:
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
-        """The blocks of the view that each piece holds; two views with equal splits pair up piece by piece."""
+        """The blocks of the view that each piece holds, one per dim.
+
+        Views with equal splits pair up piece by piece.
+        """
         return tuple(
             tuple(BlockRun(run.view_start, 0, run.block, run.num_blocks) for run in piece)
             for piece, _ in self.pieces
@@ -103,7 +106,7 @@ class StridedView:
 
 
 def bind_view(view: View, buffer: Tensor) -> StridedView:
-    """Return a resolved view bound to the tensor that holds its buffer slot."""
+    """Return a resolved view as tensors that alias `buffer`, the tensor that holds its buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None
@@ -140,7 +143,9 @@ def _part(whole: Tensor, piece: Sequence[BlockRun]) -> Tensor:
 
 
 def pair_up(out: StridedView, src: StridedView) -> list[tuple[Tensor, Tensor]] | None:
-    """Return pairs of tensors of equal shapes that make up `out` and `src`; None where their pieces differ."""
+    """Return pairs (part of `out`, part of `src`) of equal shapes that cover both; None where their pieces
+    differ.
+    """
     if out.direct is not None:
         return [(_part(out.direct, piece), tensor) for piece, tensor in src.pieces]
     if src.direct is not None:
@@ -151,7 +156,7 @@ def pair_up(out: StridedView, src: StridedView) -> list[tuple[Tensor, Tensor]] |
 
 
 def row_major(num_dims: int) -> Order:
-    """Return the order of dims of a row-major tensor."""
+    """Return (0, 1, ..., num_dims - 1): the dims of a row-major tensor, outermost first."""
     return tuple(range(num_dims))
 
 
@@ -166,12 +171,12 @@ def empty_in_order(
 
 
 def to_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return the same memory with its dims in `order`."""
+    """Return a view of a tensor with its dims permuted to `order`."""
     return tensor.permute(order)
 
 
 def from_wire(tensor: Tensor, order: Order) -> Tensor:
-    """Return the same memory with dims in their own order again: the inverse of `to_wire`."""
+    """Return a view of a tensor with its dims permuted back from `order`: the inverse of `to_wire`."""
     return tensor.permute(tuple(order.index(dim) for dim in range(len(order))))
 
 
@@ -190,7 +195,10 @@ class Staging:
     def get(
         self, lane: str, use: str, shape: Sequence[int], dtype: torch.dtype, order: Order | None = None
     ) -> Tensor:
-        """Return a dense tensor of logical `shape` whose dims lie in memory in `order`."""
+        """Return a dense tensor of logical `shape` whose dims lie in memory in `order`, outermost first.
+
+        The same memory for the same lane, use and size up to the next power of two. None is row-major.
+        """
         size = math.prod(shape) * dtype.itemsize
         bits = max(size - 1, 0).bit_length()
         key = (lane, use, bits)
@@ -203,10 +211,10 @@ class Staging:
     def transfer(
         self, lane: str, out: StridedView, src: StridedView, *, add: bool = False, apart: bool = False
     ) -> list[Action]:
-        """Return the actions that set `out` to `src`, or add `src` to it.
+        """Return the actions that set `out` to `src`, or add `src` to it, for an op of `lane`.
 
         Args:
-            apart: whether the two may share memory, so that `src` is copied first.
+            apart: copy `src` first, since the two may share memory.
         """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:
@@ -241,7 +249,7 @@ class ActionSequence:
 
 
 def steps_of(action: Action) -> tuple[Action, ...]:
-    """Return the actions that one is made of."""
+    """Return the actions that `action` is a sequence of, or (action,)."""
     if not isinstance(action, ActionSequence):
         return (action,)
     return tuple(step for each in action.steps for step in steps_of(each))

@@ -30,11 +30,11 @@ class WaitClock:
 
     @property
     def waits_s(self) -> float:
-        """Return the seconds of runs in which nothing was computed: exposed communication, bubbles included."""
+        """Return the seconds of runs so far in which nothing was computed: exposed communication and bubbles."""
         return max(self.run_ns - self.compute_ns, 0) / 1e9
 
     def around_run(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        """Return `run` with its time counted as that of a run."""
+        """Return `run` with its time added to `run_ns`."""
 
         def timed() -> Result:
             begin = time.monotonic_ns()
@@ -46,7 +46,7 @@ class WaitClock:
         return timed
 
     def around_compute(self, action: Callable[[], object]) -> Callable[[], None]:
-        """Return `action` with its time counted as that of a compute op."""
+        """Return `action` with its time added to `compute_ns`."""
 
         def timed() -> None:
             begin = time.monotonic_ns()

@@ -40,7 +40,10 @@ WireKey = tuple[str, str, int]
 
 
 def wire_orders(program: Program) -> dict[WireKey, Order]:
-    """Return the memory order that all buffers of a lane's ops of one kind share, by (lane, kind, num_dims)."""
+    """Return the memory order in which a lane's ops of one kind send tensors, by (lane, kind, num_dims).
+
+    It is that of the buffers that they read and write, or row-major where these differ.
+    """
     orders: dict[WireKey, Order] = {}
     for op in program.ops():
         if isinstance(op, (DataCollective, Send, Recv)):
@@ -85,15 +88,15 @@ class MessageExchange:
 
     @property
     def receives(self) -> bool:
-        """Whether any message is received."""
+        """Whether any message is received by this rank."""
         return bool(self._recvs)
 
     def while_waiting(self, ahead: Callable[[], None]) -> None:
-        """Call `ahead` in each run once its own messages are posted."""
+        """Set a function to call in each run once this exchange's messages are posted, before waiting for them."""
         self._ahead = ahead
 
     def post_receives(self) -> None:
-        """Post the receives before the run. The run itself raises an error if there is one."""
+        """Post the receives before the action runs. An error is left for the action, which posts them again."""
         if self._posted is None:
             with contextlib.suppress(RuntimeError):
                 self._posted = [post() for post in self._recvs]
@@ -156,7 +159,7 @@ class GuardedCollective:
         self._works: list[Any] | None = None
 
     def post(self) -> None:
-        """Begin it ahead of the action, which then waits for it."""
+        """Begin the collective before the action, which then only waits for it."""
         try:
             self._works = self._post()
         except RuntimeError:
@@ -201,7 +204,11 @@ class Wire:
         return self.context.group(self.program, self.channels[lane], ranks)
 
     def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
-        """Return what runs one of torch's collectives over the ranks of `group`; `post` returns its work."""
+        """Return an action that runs one of torch's collectives over ranks `over`; `post` begins it and
+        returns its work.
+
+        `what` completes "waiting for ..." in errors.
+        """
         run = self._wait(what, over, lambda: [post()])
         if self.call is None or not self.meets or self.context.device.type == "cuda":
             return run
@@ -223,10 +230,13 @@ class Wire:
     def exchange(
         self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> list[Action]:
-        """Return the actions that move messages: receives are posted before sends, empty messages are left out.
+        """Return the actions that move messages, (tensor, peer) pairs; [] where all are empty.
+
+        Receives are posted before sends, and empty messages are left out.
 
         Args:
-            tag: tells messages of this program between two ranks apart; others' have the number of their program.
+            what: completes "waiting for ..." in errors.
+            tag: tells messages of this program between two ranks apart.
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
@@ -242,16 +252,21 @@ class Wire:
         return [MessageExchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:
-        """Return the dim order in which a view of this op travels, unless the op splits it along a dim."""
+        """Return the dims of a view in the order in which this op sends them, outermost first, unless it
+        splits one.
+        """
         num_dims = len(view.selectors)
         return self.orders.get(_wire_key(op, num_dims), row_major(num_dims))
 
     def outgoing(
         self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
     ) -> tuple[Tensor, list[Action]]:
-        """Return a dense tensor in wire order that holds `view`, and the actions that fill it.
+        """Return a dense tensor in wire order that holds `view`, and the actions that fill it ([] if it
+        aliases the view).
 
         Args:
+            order: the dims of the view in wire order, outermost first.
+            dtype: of the tensor; None for the view's.
             own: whether the tensor is overwritten, and so must not alias the view.
         """
         bound_view = self.binder.view(view)
@@ -279,9 +294,11 @@ class Wire:
         """Return a dense tensor in wire order to receive `view` into, and the actions that take it from there.
 
         Args:
+            order: the dims of the view in wire order, outermost first.
+            dtype: of the tensor; None for the view's.
             update: whether what arrives is added to the view.
             apart: whether the tensor must not alias the view.
-            use: which staging to take, if any.
+            use: which staging memory of the lane to take, if any.
         """
         bound_view = self.binder.view(view)
         dtype = dtype or bound_view.dtype
@@ -294,6 +311,8 @@ class Wire:
         return to_wire(packed, order), after
 
     def native_dtype(self, view: View) -> torch.dtype:
-        """Return the dtype in which the transport's collectives carry a view's elements; gloo's have no int16."""
+        """Return the dtype in which collectives carry a view's elements: int32 for int16, which gloo lacks,
+        else its own.
+        """
         dtype = self.binder.view(view).dtype
         return torch.int32 if dtype == torch.int16 else dtype

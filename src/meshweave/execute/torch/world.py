@@ -33,9 +33,9 @@ _lock = threading.Lock()
 
 
 def world_liveness() -> Liveness | None:
-    """Return the liveness of this process in the default process group, which is started at the first call.
+    """Return the liveness of this process in the default process group; the first call starts it.
 
-    None where there is nobody else to watch, or the group has no store to beat in.
+    None for a single rank, without a process group, or where the group has no store.
     """
     global _current
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -76,25 +76,25 @@ def _is_hosted_by_agent() -> bool:
 
 
 def adopt(liveness: Liveness) -> None:
-    """Let `liveness`, which covers all ranks, be that of the present default process group."""
+    """Use `liveness`, which covers all ranks, as that of the present default process group."""
     global _current
     with _lock:
         _current = weakref.ref(dist.group.WORLD), liveness
 
 
 def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
-    """Make the default process group that the environment says, as `init_process_group()` does.
+    """Make the default process group that the environment says, as `init_process_group()` does. Collective.
 
-    Each rank has a heartbeat from the first moment, so that a rank that does not come, or is lost before the first
-    context is made, is named.
+    Each rank has a heartbeat from the first moment, so that a rank that does not come, or is lost before the
+    first context is made, is named.
 
     Args:
         backend: as for `torch.distributed.init_process_group`.
-        deadline_s: seconds that the others may take to come, and that a rank may be silent from here on.
+        deadline_s: seconds that the others may take to come, and that a rank may be silent from then on.
 
     Raises:
-        BindError: there is a default process group already, or the environment lacks RANK, WORLD_SIZE, MASTER_ADDR
-            or MASTER_PORT.
+        BindError: there is a default process group already, or the environment lacks RANK, WORLD_SIZE,
+            MASTER_ADDR or MASTER_PORT.
         RankLostError, DeadlineError: ranks did not come.
     """
     global _current
@@ -134,7 +134,7 @@ def join_ranks(backend: str = "gloo", *, deadline_s: float = 60.0) -> None:
 
 
 def form_world(liveness: Liveness, store: Any, num_ranks: int, backend: str, **options: Any) -> None:
-    """Make the default process group, whose liveness this one is, within its deadline; collective.
+    """Make the default process group within the deadline of `liveness`, which becomes the group's. Collective.
 
     Args:
         store: that all ranks reach.
@@ -161,9 +161,9 @@ _ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
 
 
 def close_connections(groups: Sequence[Any] | None = None) -> None:
-    """End waits over gloo: close the connections of process groups, by default all of this process.
+    """Close the gloo connections of process groups, by default all of this process, so that waits over them fail.
 
-    A receive that has no time to wait does it, as a timeout of gloo closes all connections of its group.
+    A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group.
     """
     for group in compat.process_groups() if groups is None else groups:
         with contextlib.suppress(RuntimeError, ValueError):
@@ -192,11 +192,11 @@ class SignedStore:
         self._store, self._limit_s = store, limit_s
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
+        """Write the value of a key, signed."""
         self._call(partial(self._store.set, key, sign(key, value)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
+        """Return whether all keys have values that ranks of this run have written."""
         keys = list(keys)
 
         def are_there() -> bool:
@@ -208,7 +208,7 @@ class SignedStore:
         return self._call(are_there)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that has one."""
+        """Return the value of a key that has one. Raises RuntimeError where it is not of this run."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

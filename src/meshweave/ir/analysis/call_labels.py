@@ -24,13 +24,13 @@ class TermAlgebra(Protocol):
     table: TermTable
 
     def label(self) -> str:
-        """Return the label of the op that runs."""
+        """Return the name of the op that runs, for messages."""
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the tensors that an operand's term may stand for in a product."""
+        """Return the tensors that the term `number` of an operand may stand for in a product, by name."""
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
-        """Return the sum, or other reduction, of two blocks."""
+        """Return the labels of the sum, or other reduction `op`, of two blocks, element by element."""
 
 
 @dataclass
@@ -91,9 +91,14 @@ class CallLabels:
         given: Sequence[tuple[View, Labels]],
         stashed: list[tuple[View, Labels]] | None,
     ) -> Labels:
-        """Return the labels of result number `output` of a function, in the shape of `view`, as a meaning says.
+        """Return the labels of output number `output` of the function `fn`, in the shape of `view`, as its
+        meaning says.
 
-        Raises ProgramError where none is declared, or the inputs are not what it names.
+        Args:
+            given: the call's inputs, each with its labels.
+            stashed: the inputs that earlier parts of the stage saw; None where the call has no stash.
+
+        Raises ProgramError where no meaning is declared, or the inputs are not what it names.
         """
         declared = self.table.functions.get((fn, output))
         if not declared:
@@ -273,12 +278,12 @@ class CallLabels:
 
 
 def all_are(block: Labels, term: int) -> bool:
-    """Return whether every element of a block is labelled with this term of a sum."""
+    """Return whether every element of a block has the term with number `term`."""
     return bool((block["term"] == term).all())
 
 
 def element_labels(table: TermTable, buffer: Buffer, rank: int) -> Labels:
-    """Return the labels of the finished elements of a buffer's tensor, on one rank."""
+    """Return the labels of the finished elements of a buffer's tensor that one rank holds, in its local shape."""
     assert buffer.tensor is not None and buffer.layout is not None
     shape = table.program.tensor_of[buffer.tensor].shape
     indices = buffer.layout.indices(shape, rank)

@@ -32,7 +32,7 @@ COUNTS_TRIED = 4
 
 
 def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
-    """Return values of all tables: for seed 0 none, for 1 as many as fit, for others random ones, some empty."""
+    """Return a value for each table of counts: zeros for seed 0, as many rows as fit for 1, else random ones."""
     draw = np.random.default_rng(seed)
     out = {}
     for table in program.counts:
@@ -54,7 +54,10 @@ def sampled_counts(program: WrittenProgram, seed: int) -> dict[str, Cells]:
 
 
 def check_cells(program: Program, flow: Dataflow) -> None:
-    """Raise ProgramError where an op has views of unlike cells; `flow` is that of one row a cell."""
+    """Raise ProgramError where the views of one op do not name the same cells in the same order.
+
+    `flow` is that of the program with one row a cell.
+    """
     _Cells(program, flow).check()
 
 
@@ -153,7 +156,11 @@ class _Cells:
 
 
 def cells_of(rows: CellRows, view: View, rank: int) -> Cells:
-    """Return the numbers in the table of the cells of a resolved view, per dim as the view has them."""
+    """Return which cells of the table a resolved view names, as row-major numbers in the shape of the view's
+    table dims.
+
+    Raises ProgramError for a view that names cells by blocks.
+    """
     owner = rank if view.rank is None else view.rank
     assert isinstance(owner, int)
     held = rows.layout.indices(rows.cells.shape, owner)[: rows.num_dims]

@@ -66,7 +66,9 @@ class Dataflow:
                 yield rank, index
 
     def waits_for(self, node: Node) -> tuple[Node, ...]:
-        """Return the ops that must be complete before `node` may start, lanes aside."""
+        """Return the ops, of any rank, that must be complete before `node` may start; the order of its lane
+        comes on top.
+        """
         rank, index = node
         own = tuple((rank, other) for other in self.predecessors[rank][index])
         return own + self.remote_predecessors.get(node, ())

@@ -20,7 +20,7 @@ from meshweave.ir.program.views import View
 
 
 def exposed_buffers(program: Program) -> frozenset[str]:
-    """Return the buffers that one-sided ops reach on other ranks. Fences order every access to them."""
+    """Return the names of buffers that one-sided ops reach on other ranks. Fences order every access to them."""
     return frozenset(
         view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
     )
@@ -140,7 +140,7 @@ def local_edges(
 
 
 def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
-    """Return for each op the earlier ops that must end before its results may be written.
+    """Return for each op of a rank the indices of the earlier ops that must end before its results are written.
 
     These are the edges of `local_edges` that come from what the op writes, not from what it reads.
     """
@@ -151,7 +151,9 @@ def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
 
 
 def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
-    """Return for each op of one rank the earlier ops that conflict with it, access by access."""
+    """Return for each op of one rank, and each of its accesses, the indices of the earlier ops that conflict
+    with it.
+    """
     conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.
     written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}

@@ -68,14 +68,19 @@ Summaries = Mapping[str, PartSummary]
 
 
 def with_include_lane(program: Program) -> Program:
-    """Return the program with the lane "" of includes, which keeps none of them waiting."""
+    """Return the program with a lane "" for its includes, in which any number of them may run at once."""
     if not program.includes:
         return program
     return replace(program, lanes=(*program.lanes, Lane("", "ready", 1 << 30)))
 
 
 def summarise(flow: Dataflow, summaries: Summaries, notes: tuple[str, ...]) -> PartSummary:
-    """Return the summary of a program that was proved on `flow`, given those of what it includes."""
+    """Return the summary of a program that was proved on `flow`.
+
+    Args:
+        summaries: those of the programs that it includes.
+        notes: what its proof left out.
+    """
     lanes: set[LaneKey] = set()
     channels: set[Channel] = set()
     for op in {id(flow.op(node)): flow.op(node) for node in flow.nodes()}.values():

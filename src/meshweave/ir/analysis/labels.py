@@ -53,7 +53,7 @@ class LabelAlgebra:
         self.calls = CallLabels(self)
 
     def label(self) -> str:
-        """Return the label of the op that runs."""
+        """Return the name of the op that runs, for messages."""
         assert self.interpreter is not None
         return self.flow.label(self.interpreter.current)
 
@@ -107,7 +107,7 @@ class LabelAlgebra:
         raise AssertionError
 
     def factors(self, number: int) -> Sequence[str]:
-        """Return the tensors that an operand's term may stand for in a product."""
+        """Return the tensors that the term `number` of an operand may stand for in a product, by name."""
         return self.table.tensors_of(number) or sorted(self._of(number).bases)
 
     def _of(self, number: int) -> Term:
@@ -189,18 +189,24 @@ class LabelAlgebra:
     # --- sums and reductions --------------------------------------------------------------------------
 
     def add(self, x: Labels, y: Labels) -> Labels:
-        """Return the labels of a sum. Raises ProgramError where the elements do not belong together."""
+        """Return the labels of a sum. Raises ProgramError where elements of other positions or values meet."""
         return self.combine("sum", x, y)
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
-        """Return the reduction of some blocks. Raises ProgramError where they are no parts of one value."""
+        """Return the labels of the reduction of some blocks.
+
+        Raises ProgramError where they are no parts of one value.
+        """
         total = terms[0].copy()
         for term in terms[1:]:
             total = self.combine(op, total, term)
         return total
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
-        """Return the sum, or other reduction, of two blocks. Raises ProgramError where they do not fit."""
+        """Return the labels of the sum, or other reduction `op`, of two blocks.
+
+        Raises ProgramError where they do not fit.
+        """
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):
             raise ProgramError(f"takes the {op} of zeros, which count as values there")

@@ -163,7 +163,7 @@ def _run(view: View, size: int, env: Mapping[str, int]) -> tuple[int, int]:
 
 
 def peak_bytes(program: Program, rank: int) -> int:
-    """Return the most bytes that `rank` holds at once in program order, stashes of calls included."""
+    """Return the most bytes that `rank` holds at once in program order, buffers and stashes of calls."""
     program = program.expanded
     ops = list(program.unbound_ops_on_rank(rank))
     in_place = _written_in_place(ops)

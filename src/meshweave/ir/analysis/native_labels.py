@@ -20,7 +20,10 @@ from meshweave.ir.program.ops import Call
 
 
 def label_columns(program: Program, columns: ProofColumns) -> dict[str, NDArray[np.int64]]:
-    """Return the columns for the labels of a program, by name. Raises ProgramError where tensors are no sums."""
+    """Return the columns for the proof of what a program computes, by name.
+
+    Raises ProgramError where input buffers hold terms of a tensor that is computed, or of one tensor twice.
+    """
     table = TermTable(program)
     tensors = {tensor.name: number for number, tensor in enumerate(program.tensors)}
     has_calls = any(isinstance(op, Call) for op in program.ops())

@@ -62,6 +62,9 @@ class CoreProof:
 def proof_columns(program: Program, labels: bool) -> dict[str, NDArray[np.int64]]:
     """Return the columns of a program for the core.
 
+    Args:
+        labels: whether to prove what is computed as well.
+
     Raises:
         MeshweaveError: the program has what the core does not know, or an op names what is not declared.
     """

@@ -30,7 +30,14 @@ class CallPositions:
         self.untold: list[tuple[TensorPart, str]] = []
 
     def bind(self, part: TensorPart, shape: tuple[int, ...], block: Labels, buffer: str) -> None:
-        """Note the positions of an input. Raises ProgramError where it lacks some, or others name other ones."""
+        """Note the positions of `block`, an input that the meaning describes as `part`.
+
+        Args:
+            shape: that of the part's tensor.
+            buffer: its name, for the error.
+
+        Raises ProgramError where positions are missing, or a name stands for other ones in another input.
+        """
         tensor = part.tensor
         if not block.size and block.ndim != len(shape):
             self.untold.append((part, buffer))

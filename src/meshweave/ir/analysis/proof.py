@@ -24,17 +24,17 @@ from meshweave.ir.program.ops import Call
 
 
 def num_buffer_elements(program: Program) -> int:
-    """Return the elements of all buffers of all ranks, which the proof must hold in memory."""
+    """Return the number of elements of all buffers on all ranks, which the proof must hold in memory."""
     return sum(
         buffer.slots * sum(map(math.prod, program.local_shapes(buffer.name))) for buffer in program.buffers
     )
 
 
 def unproved(flow: Dataflow) -> str:
-    """Return in words why a program is too large for the proof, which callers then give of a smaller one, or "".
+    """Return why a program is too large for the proof of what it computes; "" where it is not.
 
-    Elements in buffers take memory; the elements that ops read and write, and the summands that products and sums
-    count, take time.
+    Elements in buffers take memory; the elements that ops read and write, and the summands that products and
+    sums count, take time.
     """
     program = flow.program
     if (count := num_buffer_elements(program)) > PROOF_ELEMENTS.most:
@@ -53,7 +53,7 @@ def unproved(flow: Dataflow) -> str:
 
 
 def most_summands(program: Program) -> int:
-    """Return a number that no product has more summands than: its inner size, times the terms of its operands."""
+    """Return an upper bound of the summands of any declared product: its k, times the terms of its operands."""
     terms = dict.fromkeys(program.tensor_of, 1)
     for buffer in program.buffers:
         layout = buffer.layout

@@ -66,7 +66,10 @@ class _Check:
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
-    """Check the shapes and dtypes of one op. Raises ProgramError naming op, rank and buffer."""
+    """Check the shapes and dtypes of one op on one rank.
+
+    Raises ProgramError, naming op, rank and buffer, where they do not fit each other.
+    """
     check, op = _Check(program, bound, rank), bound.op
     _check_remote(check, op)
     _check_overlaps(check, op)
@@ -186,7 +189,10 @@ def _owner(view: View, rank: int) -> Index:
 
 
 def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> None:
-    """Check the members of one collective, given as (rank, op). Raises ProgramError naming the odd one."""
+    """Check that the members of one collective, given as (rank, op), agree in shapes, sizes and dtypes.
+
+    Raises ProgramError naming a member that does not.
+    """
     ops: list[Any] = [bound.op for _, bound in members]
     if not isinstance(ops[0], op_types.DataCollective):
         return

@@ -19,7 +19,7 @@ from meshweave.ir.program.views import View
 
 
 def has_updates(program: Program) -> bool:
-    """Return whether any op updates memory, which other ranks may update as well."""
+    """Return whether any op of a program adds to memory that other ranks may add to as well."""
     return any(mode == UPDATE for op in program.ops() for mode, _ in op.accesses())
 
 

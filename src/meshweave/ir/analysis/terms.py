@@ -177,7 +177,9 @@ class TermTable:
         return self.number(Term(((basis, counts.astype(np.int32).tobytes()),)))
 
     def shares(self, number: int, count: int) -> list[int] | None:
-        """Return the numbers of `count` disjoint terms whose sum a term is; None if it has too few summands."""
+        """Return the numbers of `count` disjoint terms that sum to term `number`; None if it has too few
+        summands.
+        """
         summands = [
             (basis, place)
             for basis, counts in self._term(number).parts
@@ -217,7 +219,7 @@ class TermTable:
         return self._term(self.finished(tensor)).bases
 
     def tensors_of(self, number: int) -> Sequence[str]:
-        """Return the declared tensors whose finished elements have the term; none for an unfinished one."""
+        """Return the declared tensors whose finished elements have term `number`; () for an unfinished one."""
         return self._tensors_of.get(number, ())
 
     @staticmethod
@@ -230,7 +232,7 @@ class TermTable:
         return Term(tuple((basis, total[basis].tobytes()) for basis in sorted(total)))
 
     def combine(self, op: str, p: int, q: int) -> int:
-        """Return the number of the `op` ("sum", "max", ...) of two terms.
+        """Return the number of the sum, or other reduction `op`, of terms p and q.
 
         Raises ProgramError for two that no declared value has in one reduction.
         """
@@ -276,9 +278,10 @@ class TermTable:
     # --- words ----------------------------------------------------------------------------------------
 
     def describe_faults(self, number: int, tensor: str | None = None) -> str:
-        """Return, in words, what a term lacks of the value of `tensor`, or has more than once.
+        """Return, in words, which summands of `tensor` term `number` lacks, or has more than once.
 
-        Without `tensor` the first declared tensor is meant that has the term's summands.
+        None stands for the first declared tensor that has the term's summands. "complete" is the text where
+        nothing is wrong.
         """
         term = self._term(number)
         if tensor is None:
@@ -298,7 +301,9 @@ class TermTable:
         return " and ".join(parts) or "complete"
 
     def goal(self, number: int) -> str:
-        """Return the tensor that a term is a part of: its only basis, or the first tensor that has them all."""
+        """Return the tensor that term `number` is a part of: its only basis, or the first tensor that has
+        them all.
+        """
         term = self._term(number)
         if len(term.parts) == 1:
             return term.parts[0][0]
@@ -340,7 +345,7 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
 
 
 def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose local values are the terms of those of `rank`, in order of their coordinates."""
+    """Return the ranks whose local values sum to the value of which `rank` holds a term, by their coordinates."""
     holders = [rank]
     for axis in layout.partial_axes:
         holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]

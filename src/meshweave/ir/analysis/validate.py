@@ -78,7 +78,9 @@ class Validation:
 
     @property
     def replicas_text(self) -> str:
-        """Return that in words, such as `copies of c are copied`; "" where no element has copies."""
+        """Return how the copies of outputs agree, in words, such as `copies of c are copied`; "" without
+        copies.
+        """
         return "; ".join(str(agreement) for agreement in self.replicas if agreement.kind != "single")
 
 

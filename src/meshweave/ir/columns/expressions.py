@@ -55,7 +55,7 @@ class ExpressionColumns:
         return len(self._slots)
 
     def slot(self, name: str) -> int:
-        """Return the slot in which the core keeps the value of a name."""
+        """Return the slot in which the core keeps the value of a name, a new one at its first use."""
         return self._slots.setdefault(name, len(self._slots))
 
     def _add(self, index: Index) -> int:

@@ -108,9 +108,9 @@ class GroupColumns:
         return known
 
     def group_price(self, row: Column) -> int:
-        """Return the row of constants of a group of positions."""
+        """Return the index of the cost constants for a group at these positions; 0 where nothing is timed."""
         return 0
 
     def price(self, axis: str) -> int:
-        """Return the row of constants of a mesh axis; "" for none."""
+        """Return the index of the cost constants of a mesh axis, "" for none; 0 where nothing is timed."""
         return 0

@@ -64,12 +64,12 @@ _BLANK = {kind: _blank(number) for number, kind in enumerate(OP_TYPES)}
 
 
 def blank_fields(op: Op) -> OpFields:
-    """Return the row of an op with nothing but its kind."""
+    """Return the row of an op with its kind alone set."""
     return list(_BLANK[op.kind])
 
 
 def part_number(op: Call) -> int:
-    """Return the number of the part of a stage that a call is. Raises ProgramError for an unknown one."""
+    """Return the number of a call's part of a stage. Raises ProgramError for an unknown part."""
     if op.part not in _PART_NUMBERS:
         raise ProgramError(
             f"has no part '{op.part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind
@@ -78,7 +78,7 @@ def part_number(op: Call) -> int:
 
 
 def flat(values: Any) -> Column:
-    """Return numbers of any shape as one column."""
+    """Return numbers of any shape as one 1-D column."""
     if isinstance(values, Rows):
         return values.column()
     if isinstance(values, array):
@@ -87,7 +87,7 @@ def flat(values: Any) -> Column:
 
 
 def joined(columns: list[Column]) -> Column:
-    """Return columns one after the other as one."""
+    """Return columns concatenated to one."""
     return flat(np.concatenate(columns)) if columns else flat([])
 
 

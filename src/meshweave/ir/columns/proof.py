@@ -64,7 +64,9 @@ class ProofColumns(TemplateColumns):
         self.data["dtypes"] = flat([dtypes.setdefault(b.dtype, len(dtypes)) for b in program.buffers])
 
     def reduction(self, name: str) -> int:
-        """Return the number of a reduction."""
+        """Return the integer that stands for a reduction ("sum", ...) in the columns; a new one at its first
+        use.
+        """
         return self.reductions.setdefault(name, len(self.reductions))
 
     def _describe_statements(self) -> None:
@@ -83,7 +85,7 @@ class ProofColumns(TemplateColumns):
         return self.expressions.slot(name)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Add an op as written. Raises ProgramError as the class says."""
+        """Append the row of an op as written. Raises UnknownError or ProgramError as the class says."""
         super().describe_op(op)
         number = self.num_ops - 1
         function = outs = step = dim = reduction = -1

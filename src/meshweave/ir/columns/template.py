@@ -129,11 +129,13 @@ class TemplateColumns(GroupColumns):
         }
 
     def rate(self, work: str, dtype: str) -> int:
-        """Return the row of FLOP rates of a kind of work ("": products) in a dtype."""
+        """Return the index of the FLOP rates of a kind of work ("" for products) in a dtype; 0 where nothing
+        is timed.
+        """
         return 0
 
     def note_call_costs(self, op: ops.Call, fields: OpFields) -> None:
-        """Set the costs of a call."""
+        """Set the fields of a call that its time depends on; its rate alone, to 0, where nothing is timed."""
         fields[RATE] = 0
 
     def work_sizes(self, op: ops.Call) -> Sequence[Index]:
@@ -207,7 +209,7 @@ class TemplateColumns(GroupColumns):
             self._statements.extend(row)
 
     def describe_op(self, op: ops.Op) -> None:
-        """Add an op as written. Raises ProgramError for names that are not declared."""
+        """Append the row of an op as written. Raises ProgramError for names that are not declared."""
         fields = blank_fields(op)
         lane = self._lanes.get(op.lane)
         if lane is None:
@@ -273,7 +275,10 @@ class TemplateColumns(GroupColumns):
         fields[PRICE] = self.price(op.step.axis if isinstance(op, ops.Send) and op.step else "")
 
     def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
-        """Return (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list)."""
+        """Return how the sizes of a collective's parts are given, as (form, number).
+
+        (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list).
+        """
         if sizes is None:
             return 0, 0
         if isinstance(sizes, tuple):

@@ -19,7 +19,10 @@ from meshweave.ir.program.written import WrittenProgram
 
 
 def check_includes(program: Program) -> None:
-    """Check every include of a program as written, and its indices. Raises ProgramError with their path."""
+    """Check every include of a program as written, and the uses of the program's indices.
+
+    Raises ProgramError, with the path of the include, where it does not give what its sub-program declares.
+    """
     for name, part in program.parts.items():
         if not name.isidentifier():
             raise ProgramError(f"'{name}' is no name for a program that is included")

@@ -14,7 +14,10 @@ from meshweave.ir.program.written import Tensor
 
 
 def check_meanings(program: Program) -> None:
-    """Check every declared meaning. Raises ProgramError naming the tensor."""
+    """Check every declared meaning: names, shapes, and that no tensor is computed from itself.
+
+    Raises ProgramError naming the tensor.
+    """
     for meaning in program.computes:
         _check_meaning(program.tensor_of, meaning)
     for name, count in Counter(meaning.out for meaning in program.computes).items():

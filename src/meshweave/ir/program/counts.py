@@ -79,7 +79,7 @@ def with_counts(program: WrittenT, values: CountValues) -> WrittenT:
 
 
 def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, NDArray[np.int64]]:
-    """Return the entries of every table. Raises ProgramError where some are missing or are not allowed."""
+    """Return the entries of every table of counts. Raises ProgramError where some are missing or not allowed."""
     for name in values:
         if name not in program.counts_of:
             known = did_you_mean(name, program.counts_of)
@@ -109,7 +109,10 @@ def checked_values(program: WrittenProgram, values: CountValues) -> dict[str, ND
 
 
 def cell_rows(program: WrittenProgram, tables: Mapping[str, NDArray[np.int64]]) -> dict[str, CellRows]:
-    """Return where the rows of cells lie in each buffer that holds some."""
+    """Return where the rows of cells lie, by name of each buffer that holds cells.
+
+    `tables` has the entries of each table of counts.
+    """
     out = {}
     for buffer in program.buffers:
         tensor = None if buffer.tensor is None else program.tensor_of[buffer.tensor]
@@ -131,12 +134,12 @@ class CellRows:
 
     @property
     def num_dims(self) -> int:
-        """Return the number of dims of the table."""
+        """Return the number of dims of the table of counts."""
         return len(self.table.shape)
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of cells."""
+        """Return the layout of the buffer's tensor of cells."""
         assert self.written.layout is not None
         return self.written.layout
 
@@ -159,7 +162,10 @@ class CellRows:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Return by rank of the mesh, and cell in the order of memory, the rows before it; then all rows."""
+        """Return where each cell's rows begin on each rank, in rows: shape (ranks of the mesh, cells + 1).
+
+        Cells are in the order of memory; the last entry is the number of all rows.
+        """
         out = np.zeros((self.mesh.num_ranks, prod(self.extents) + 1), np.int64)
         for place, rank in enumerate(self.mesh.ranks):
             held = self.layout.indices(self.cells.shape, rank)[: self.num_dims]
@@ -173,19 +179,19 @@ class CellRows:
         return tuple(self.starts.ravel().tolist())
 
     def rows_at(self, place: Index, cell: Index) -> Index:
-        """Return the rows before a cell; `place` is the number of the rank in the mesh."""
+        """Return where the rows of cell `cell` in memory order begin on the rank at index `place` of the mesh."""
         return select(self._entries, place * self.starts.shape[1] + cell)
 
     @property
     def here(self) -> Index:
-        """Return the number of the executing rank in the mesh."""
+        """Return the index of the executing rank in the mesh, as an expression."""
         place: Index = 0
         for axis, size in zip(self.mesh.axes, self.mesh.shape, strict=True):
             place = place * size + Var(f"{self.mesh.name}.{axis}")
         return place
 
     def place_of(self, rank: Index | None) -> Index:
-        """Return the number in the mesh of the owner of a view."""
+        """Return the index in the mesh of global rank `rank`, as an expression; None is the executing rank."""
         if rank is None:
             return self.here
         first = min(self.mesh.ranks)
@@ -198,7 +204,7 @@ class CellRows:
 
     @property
     def num_rows(self) -> NDArray[np.int64]:
-        """Return the rows of each rank of the mesh."""
+        """Return the number of rows that each rank of the mesh holds."""
         return self.starts[:, -1]
 
     @property
@@ -210,7 +216,7 @@ class CellRows:
 
     @property
     def buffer(self) -> Buffer:
-        """Return the buffer of rows."""
+        """Return the buffer that holds the rows in place of the cells."""
         order = self.written.order and (*range(self.num_dims), *self.written.order[self.num_dims :])
         if order == tuple(range(len(order or ()))):
             order = None
@@ -224,7 +230,9 @@ class CellRows:
         return replace(self.written, kind="scratch", tensor=None, layout=None, shape=shape, order=order)
 
     def require_alike(self, other: CellRows) -> None:
-        """Raise ProgramError unless an input and an output of the same cells are padded alike."""
+        """Raise ProgramError unless `other`, the output of the cells that this one is an input of, has rows
+        padded alike.
+        """
         if self.tensor != other.tensor:
             raise ProgramError(
                 f"inputs and outputs hold {self.cells.name} in layouts of unlike rows",
@@ -260,7 +268,10 @@ class CellRows:
         return chosen[0], before, chosen[1] * step, chosen[2] * step
 
     def view(self, view: View) -> View:
-        """Return the view of the rows of cells. Raises ProgramError where they are no run."""
+        """Return the view of the rows of the cells that `view` names.
+
+        Raises ProgramError where they are not contiguous.
+        """
         rest = view.selectors[self.num_dims :]
         if any(not isinstance(selector, Range) for selector in view.selectors[: self.num_dims]):
             raise ProgramError(f"view {view} names cells by blocks", buffer=view.buffer)
@@ -276,7 +287,10 @@ class CellRows:
         return self.written.kind != "temp"
 
     def part_sizes(self, view: View, dim: int, count: int) -> Index:
-        """Return the rows of part `peer` of a view that is cut along `dim` into `count` equal runs of cells."""
+        """Return the rows of part `peer` of a view that is cut along `dim` into `count` equal runs of cells.
+
+        Raises ProgramError where `count` does not divide its cells, or they are not cut so in memory.
+        """
         chosen, before, first, last = self._run(view, dim)
         length = binary("-", last, first)
         if chosen != dim or not isinstance(length, int) or length % count:
@@ -340,7 +354,8 @@ def _all_to_all(program: WrittenProgram, op: AllToAll, rows: Mapping[str, CellRo
 def check_counts(program: WrittenProgram, parts: Iterable[WrittenProgram]) -> None:
     """Check the tables of counts, and the tensors and buffers of their cells; `parts` are included programs.
 
-    Raises ProgramError.
+    Raises ProgramError where one does not fit its table, a number is out of range, or a part has counts
+    itself.
     """
     for part in parts:
         if part.counts:

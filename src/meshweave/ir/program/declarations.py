@@ -19,7 +19,10 @@ from meshweave.ir.program.written import Buffer
 
 
 def check_header(program: Program) -> None:
-    """Check what a program declares, and its includes. Raises ProgramError."""
+    """Check the declarations of a program: names, sizes, layouts, counts, meanings and includes.
+
+    Raises ProgramError at the first one that is wrong.
+    """
     _check_names(program)
     for tensor in program.tensors:
         if any(size < 0 for size in tensor.shape):
@@ -35,7 +38,7 @@ def check_header(program: Program) -> None:
 
 
 def check_statements(program: Program) -> None:
-    """Check that statements use declared names only. Raises ProgramError."""
+    """Raise ProgramError where a statement uses a name that is not declared, or ranks that no mesh has."""
     ranks = frozenset(program.ranks)
     for statement in statements_of(program.body):
         if not isinstance(statement, Include):
@@ -43,7 +46,7 @@ def check_statements(program: Program) -> None:
 
 
 def is_loop_index(name: str) -> bool:
-    """Return whether a loop index may be called so."""
+    """Return whether a loop index may have this name: an identifier that is no keyword, "rank" or "peer"."""
     return name.isidentifier() and not keyword.iskeyword(name) and name not in ("rank", "peer")
 
 

@@ -181,7 +181,7 @@ def select(entries: Sequence[Index], index: Index) -> Index:
 
 
 def number_of(index: Index) -> int:
-    """Return an index of an op without variables, which is a number."""
+    """Return `index`, which must be an integer: that of an op whose variables have been resolved."""
     assert isinstance(index, int)
     return index
 

@@ -43,7 +43,7 @@ class IncludeError(ProgramError):
 
 
 def include_error(path: str, error: ProgramError) -> IncludeError:
-    """Return an error with one more include before its path."""
+    """Return `error` with the include `path` before its own path."""
     if isinstance(error, IncludeError):
         return IncludeError(f"{path} > {error.path}", error.cause)
     return IncludeError(path, error)
@@ -139,7 +139,7 @@ class Include(Collective):
 
     @property
     def title(self) -> str:
-        """Return the element of an include path that stands for this op: its name, and that of the sub-program."""
+        """Return the op's element of an include path: its name and that of the sub-program, `stage 2 > block`."""
         return f"{self.name} > {self.part}" if self.name and self.name != self.part else self.part
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
@@ -156,7 +156,10 @@ class Include(Collective):
         )
 
     def on_rank(self, rank: int, ranks: tuple[int, ...]) -> Include:
-        """Return the op of one of `ranks`, which are in the order of the sub-program's: with its buffers alone."""
+        """Return the op as `rank` runs it: with the buffers that this rank has in the sub-program alone.
+
+        `ranks` are all that take part, in the order of the sub-program's ranks.
+        """
         inner = self.program.ranks[ranks.index(rank)]
         mesh_of = {buffer.name: self.program.mesh_of[buffer.mesh] for buffer in self.program.buffers}
         own = tuple((formal, view) for formal, view in self.buffers if inner in mesh_of[formal])

@@ -24,7 +24,10 @@ def fault_at(node: ast.AST, message: str) -> ProgramError:
 
 
 def read_slots(name: str, node: ast.expr | None) -> int:
-    """Return the number of slots of a buffer."""
+    """Return the number of slots that `node` gives buffer `name`, 1 for None.
+
+    Raises ProgramError where it is no integer or over the limit.
+    """
     slots = 1 if node is None else read_int(node)
     if slots > SLOTS.most:
         raise fault_at(node or ast.Pass(), f"buffer {name} {SLOTS.refusal(slots)}")
@@ -32,7 +35,10 @@ def read_slots(name: str, node: ast.expr | None) -> int:
 
 
 def read_dims(what: str, node: ast.expr) -> tuple[int, ...]:
-    """Return the sizes of a tensor or mesh."""
+    """Return the sizes that `node`, a tuple of integers, gives a tensor or mesh, `what` in words.
+
+    Raises ProgramError where it is none, or has too many dims.
+    """
     sizes = read_ints(node)
     if len(sizes) > DIMS.most:
         raise fault_at(node, f"{what} {DIMS.refusal(len(sizes))}")
@@ -40,7 +46,9 @@ def read_dims(what: str, node: ast.expr) -> tuple[int, ...]:
 
 
 def read_placement(node: ast.expr) -> Placement:
-    """Return a placement: `S(0)`, `R`, `P`, `T(0, 4, 0)` or `SS(0, 2)`."""
+    """Return the placement that a node says: `S(0)`, `R`, `P`, `T(0, 4, 0)` or `SS(0, 2)`; else raise
+    ProgramError.
+    """
     match node:
         case ast.Name(id="R"):
             return Replicate()
@@ -60,7 +68,10 @@ def read_placement(node: ast.expr) -> Placement:
 
 
 def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) -> list[Any]:
-    """Return the arguments of a call by their names, None for optional ones that are left out."""
+    """Return the argument nodes of a call in the order of `names`; None for optional ones that are left out.
+
+    The last `optional` names may be left out. Raises ProgramError where the call has others.
+    """
     values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
     for keyword in call.keywords:
         if keyword.arg in values:
@@ -74,7 +85,7 @@ def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) ->
 
 
 def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
-    """Return the name of an entry of `table`, which a `noun` says in words."""
+    """Return the name that `node` is, which must be a key of `table`; else raise ProgramError that says `noun`."""
     name = node.id if isinstance(node, ast.Name) else None
     if name is None or name not in table:
         shown = text_of(node) if node is not None else "nothing"
@@ -83,29 +94,31 @@ def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
 
 
 def read_sizes(node: ast.expr) -> Any:
-    """Return the sizes of parts: a tuple of integers or one expression."""
+    """Return the sizes of parts that a node says: a tuple of integers, or one expression; else raise
+    ProgramError.
+    """
     return read_ints(node) if isinstance(node, ast.Tuple) else from_ast(node)
 
 
 def read_over(node: ast.expr) -> str | tuple[int, ...]:
-    """Return what a collective runs over: "mesh.axis" or ranks."""
+    """Return what a collective runs over: "mesh.axis", or a tuple of global ranks; else raise ProgramError."""
     return read_ints(node) if isinstance(node, ast.Tuple) else read_string(node)
 
 
 def read_items(node: ast.expr | None) -> list[ast.expr]:
-    """Return the items of a tuple."""
+    """Return the nodes in a tuple. Raises ProgramError for another node."""
     if isinstance(node, ast.Tuple):
         return node.elts
     raise fault_at(node or ast.Pass(), "expected a tuple (a, b, ...)")
 
 
 def read_ints(node: ast.expr | None) -> tuple[int, ...]:
-    """Return a tuple of integers."""
+    """Return the integers in a tuple of them. Raises ProgramError for another node."""
     return tuple(map(read_int, read_items(node)))
 
 
 def read_int(node: ast.expr) -> int:
-    """Return an integer."""
+    """Return the integer that a node is. Raises ProgramError for another node."""
     value = from_ast(node)
     if not isinstance(value, int):
         raise fault_at(node, f"expected an integer, not '{value}'")
@@ -113,28 +126,28 @@ def read_int(node: ast.expr) -> int:
 
 
 def read_number(node: ast.expr) -> float:
-    """Return a number in decimal notation."""
+    """Return the number in decimal notation that a node is. Raises ProgramError for another node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value == node.value:
         return float(node.value)
     raise fault_at(node, "expected a number")
 
 
 def read_flag(node: ast.expr) -> bool:
-    """Return True or False."""
+    """Return the True or False that a node is. Raises ProgramError for another node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return node.value
     raise fault_at(node, "expected True or False")
 
 
 def read_string(node: ast.expr | None) -> str:
-    """Return a string."""
+    """Return the string that a node is. Raises ProgramError for another node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise fault_at(node or ast.Pass(), "expected a string in quotes")
 
 
 def read_dtype(node: ast.expr | None) -> str:
-    """Return the name of a dtype."""
+    """Return the name of a dtype that a node is, as a string. Raises ProgramError for an unknown one."""
     name = read_string(node)
     if name not in DTYPES:
         raise fault_at(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
@@ -142,7 +155,7 @@ def read_dtype(node: ast.expr | None) -> str:
 
 
 def read_selector(node: ast.expr) -> Selector:
-    """Return a selector of a view."""
+    """Return the selector that a node is, start:stop or blocked(...). Raises ProgramError for another node."""
     match node:
         case ast.Slice(lower=lower, upper=upper, step=None):
             return Range(0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper))

@@ -11,7 +11,10 @@ from meshweave.ir.program.written import Tensor
 
 
 def read_meaning(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Meaning:
-    """Return what `computes(out, call)` declares of tensors by name. Raises ProgramError."""
+    """Return the meaning that `computes(out, call)` declares, of tensors by name.
+
+    Raises ProgramError where it is in none of the forms, or names an unknown tensor.
+    """
     if isinstance(call.func, ast.Name) and call.func.id == "call":
         return _function(out, call, tensors)
     if not isinstance(out, ast.Name):

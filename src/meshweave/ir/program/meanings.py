@@ -110,7 +110,7 @@ Meaning = Product | Same | Sum | Function
 
 
 def sources_of(meaning: Meaning) -> tuple[str, ...]:
-    """Return the tensors that a meaning computes its tensor from."""
+    """Return the names of the tensors that a meaning computes its tensor from."""
     match meaning:
         case Product():
             return meaning.a, meaning.b

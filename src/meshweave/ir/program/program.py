@@ -70,7 +70,7 @@ class Program(Shown, WrittenProgram):
         return parts
 
     def with_parts(self, change: Callable[[Program], Program]) -> Program:
-        """Return the program with `change` made to each program that it includes, once."""
+        """Return the program with each distinct program that it includes replaced by `change` of it."""
         parts = {
             number: change(_included(op)) for number, op in {id(i.program): i for i in self.includes}.items()
         }
@@ -132,8 +132,8 @@ class Program(Shown, WrittenProgram):
     def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
         """Return whether ranks (default: all), and the statements and turns of loops they run, are within a limit.
 
-        Takes time in proportion to the limit, whatever the program; a collective of many members counts as several
-        steps. Raises ProgramError as `ops_on_rank` does.
+        Takes time in proportion to the limit, whatever the program; a collective of many members counts as
+        several steps. Raises ProgramError where an expression has no value.
         """
         steps = StepBudget(limit)
         try:
@@ -148,7 +148,10 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
-        """Return the ops of every rank. Raises ProgramError as `ops_on_rank` does."""
+        """Return the ops of every rank, by rank, in program order.
+
+        Raises ProgramError where an expression does not fit.
+        """
         return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
     @cached_property
@@ -207,7 +210,11 @@ class Program(Shown, WrittenProgram):
         return not isinstance(op, Include) or rank in self.ranks_of_include(op, env)
 
     def ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
-        """Return the ranks of an include in the order of those of its sub-program."""
+        """Return the global ranks that run an include, in the order of its sub-program's ranks, as the keys
+        of a dict.
+
+        Raises ProgramError where ranks do not fit.
+        """
         key = (id(op), *(env.get(name) for name in op.placing_names))
         if key not in self._include_ranks:
             try:

@@ -41,7 +41,7 @@ class RegionReader(Protocol):
         ...
 
     def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
-        """Return the field of an op."""
+        """Return the value of an op's field `name`, of type `kind`, that a node describes."""
         ...
 
 

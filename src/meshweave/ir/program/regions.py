@@ -76,7 +76,7 @@ class DmaMap(OutputMap):
 
     @property
     def stored_to(self) -> View:
-        """Return the view that the tiles of the product are stored to."""
+        """Return `via`, the view in this rank's memory that the tiles of the product are stored to."""
         return self.via
 
 

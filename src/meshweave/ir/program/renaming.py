@@ -31,7 +31,7 @@ class RankMap:
     ranks: Mapping[int, int]
 
     def outer(self, inner: Index) -> Index:
-        """Return the rank that stands for rank `inner`."""
+        """Return the rank, in the including program, that stands for the sub-program's rank `inner`."""
         if isinstance(inner, int):
             return self.ranks.get(inner, -1)
         line = _line(self.ranks)
@@ -41,7 +41,7 @@ class RankMap:
         return select([self.ranks.get(rank, -1) for rank in range(max(self.ranks) + 1)], inner)
 
     def inner(self, outer: Index) -> Index:
-        """Return the rank for which rank `outer` stands."""
+        """Return the rank, in the sub-program, for which the including program's rank `outer` stands."""
         line = _line(self.ranks)
         if line is not None and line[0] > 0:
             scale, offset = line
@@ -217,7 +217,7 @@ def _within(inner: Selector, outer: Selector) -> Selector:
 
 
 def placing_loops(statement: Repeat) -> bool:
-    """Return whether the ranks of an include in the loop depend on its index."""
+    """Return whether an include in the loop runs on ranks that depend on the loop's index."""
 
     def depends(body: Iterable[Statement]) -> bool:
         for inner in body:

@@ -18,7 +18,10 @@ _HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
 
 
 def resolve_op(program: WrittenProgram, op: Op, env: Mapping[str, int], rank: int) -> Op:
-    """Return an op with plain integers; see `Program.resolve`, of which an include is the one of its rank."""
+    """Return an op of one rank with plain integers; of an include, its part on that rank.
+
+    `env` gives the values of names. Raises ProgramError as `Program.resolve`.
+    """
     changes: dict[str, Any] = {}
     for name in _field_names(type(op)):
         value = getattr(op, name)

@@ -54,11 +54,17 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return a number that equal forms share; below 0, and its own, for an op that is shared with no other."""
+        """Return a number that ops of an equal form share; a negative one of its own for an op that is not
+        shared.
+        """
         return self._forms.get(id(op), -1 - id(op))
 
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
-        """Return an op with plain integers. Raises ProgramError as `resolve` does."""
+        """Return an op with plain integers in place of expressions, for `rank` and the values of names in `env`.
+
+        The same object for all ranks and values that the op cannot tell apart. Raises ProgramError where an
+        expression has no value, or a view does not fit its buffer.
+        """
         listed = self._reads.get(id(op))
         if listed is None:
             first = self._first.pop(id(op), None)

@@ -22,7 +22,7 @@ class StepBudget:
         self._left = limit.most
 
     def take(self, count: int = 1) -> None:
-        """Take some steps. Raises StepsError where fewer are left."""
+        """Count off `count` steps. Raises StepsError where fewer are left."""
         self._left -= count
         if self._left < 0:
             raise StepsError(f"the program {self._limit.refusal()}")

@@ -32,7 +32,7 @@ class Range:
 
     @property
     def size(self) -> int:
-        """Return the number of elements, of a resolved selector."""
+        """Return the number of selected elements; the selector must be resolved to plain integers."""
         start, stop = _bounds(self)
         return stop - start
 
@@ -67,7 +67,7 @@ class Blocked:
 
     @property
     def size(self) -> int:
-        """Return the number of elements, of a resolved selector."""
+        """Return the number of selected elements; the selector must be resolved to plain integers."""
         start, stop = _bounds(self)
         return self.count_below(stop) - self.count_below(start)
 
@@ -145,12 +145,12 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the number of elements per dim, of a resolved view."""
+        """Return the number of selected elements per dim; the view must be resolved to plain integers."""
         return tuple(selector.size for selector in self.selectors)
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements, of a resolved view."""
+        """Return the number of selected elements; the view must be resolved to plain integers."""
         count = 1
         for selector in self.selectors:
             count *= selector.size
@@ -201,9 +201,12 @@ class View:
         return True
 
     def resolve(self, env: Mapping[str, int], shape: Sequence[int], num_slots: int) -> View:
-        """Return this view with integers, in a buffer of local `shape`.
+        """Return this view with plain integers, in a buffer of local `shape` with `num_slots` slots.
 
-        Raises ProgramError where it does not fit.
+        Args:
+            env: the values of variables.
+
+        Raises ProgramError where it is outside the buffer, or a variable has no value.
         """
         if len(self.selectors) != len(shape):
             raise ProgramError(f"view {self} has {len(self.selectors)} dims, its buffer has {len(shape)}")

@@ -159,7 +159,10 @@ class WrittenProgram:
         return ops_of(self.body)
 
     def environment(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), `rank`, and indices."""
+        """Return the values of names on `rank`: its coordinates in every mesh that has it ("tp.row"), and `rank`.
+
+        The program's indices are 0.
+        """
         env = {"rank": rank, **dict.fromkeys(self.indices, 0)}
         for mesh in self.meshes:
             if rank in mesh:
@@ -211,7 +214,7 @@ class WrittenProgram:
         """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
 
         Raises:
-            ProgramError: as `local_shape` does.
+            ProgramError: there is no such buffer.
         """
         shapes = self._shapes_of_all.get(name)
         if shapes is None:

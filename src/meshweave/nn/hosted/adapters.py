@@ -55,13 +55,13 @@ class AdaptedLinear(HostedLinear):
 
     @property
     def weight(self) -> Any:
-        """Return W + s B A, as a DTensor that lies as W does."""
+        """Return W + s B A, as a DTensor with the placements of W."""
         return self._adapter.added(self._parameters["weight"])
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool = False, adapter_names: Any = None
     ) -> nn.Module:
-        """Return this layer without its adapter, which is added to the weight if `merge`: PEFT calls it."""
+        """Return this layer without its adapter, for PEFT; if `merge`, s B A is added to the weight first."""
         base: Any = self._parameters["weight"]
         with torch.no_grad():
             if merge:
@@ -108,7 +108,7 @@ class Adapter:
         return self._holders[name].weight
 
     def added(self, weight: Any) -> Any:
-        """Return a weight with the adapter added to what this rank keeps of it."""
+        """Return `weight` + s B A, computed for this rank's shard of it."""
         return _Added.apply(weight, *self._use(), self)
 
 
@@ -144,12 +144,12 @@ class _Added(torch.autograd.Function):  # type: ignore[misc]
 
 @contextmanager
 def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[TakenAdapter]]:
-    """Take adapters out of a model for what runs inside; where that raises, they are put back.
+    """Take PEFT's adapters out of a model, and yield them; put back where the block raises, else left out.
 
     Args:
         runs_own_code: whether the model runs by its own code, as one with adapters must.
 
-    Raises UnsupportedError, naming the layer, for one that is not computed.
+    Raises UnsupportedError, naming the layer, for an adapter of a kind that is not computed.
     """
     taken = [
         TakenAdapter(path, child, _only(path, child))
@@ -171,7 +171,9 @@ def without_adapters(module: nn.Module, runs_own_code: bool) -> Iterator[list[Ta
 
 @contextmanager
 def all_trained(module: nn.Module) -> Iterator[None]:
-    """Let a model of which all is frozen train for what runs inside: a proof compares gradients, too."""
+    """Let all parameters of a wholly frozen model be trained in the block, so that a proof compares gradients
+    too.
+    """
     parameters = list(module.parameters())
     if any(parameter.requires_grad for parameter in parameters):
         yield
@@ -190,7 +192,7 @@ def _place(module: nn.Module, taken: list[TakenAdapter], made: Callable[[TakenAd
 
 
 def put_in(model: ParallelModel, taken: list[TakenAdapter]) -> None:
-    """Put adapters into the layers that ranks share."""
+    """Put adapters back into the layers of a parallelised model, which then computes with them."""
     for each in taken:
         linear = model.module.get_submodule(each.path)
         assert isinstance(linear, HostedLinear), each.path

@@ -75,9 +75,9 @@ def _shared(path: str, other: str) -> int:
 
 
 def anatomy_of(module: nn.Module, device: torch.device) -> Anatomy:
-    """Return the parts of a model, of a forward pass of a copy with one layer of each kind.
+    """Return the parts of a model, read off a forward pass of a copy on `device`, with one layer of each kind.
 
-    Raises UnsupportedError, naming it, for what has another form.
+    Raises UnsupportedError, naming the module, for one of an unknown form.
     """
     names: Any = names_of(module)
     kinds = kinds_of(module, names)

@@ -31,21 +31,25 @@ class HeadColumns:
     features: Mapping[str, int]
 
     def of_units(self, name: str, units: int) -> list[Columns]:
-        """Return the columns that each of `units` runs of heads reads together."""
+        """Return for each of `units` equal runs of heads the columns of linear layer `name` that they read,
+        ascending.
+        """
         own, count = self.of[name], self.heads // units
         runs = [own[unit * count : (unit + 1) * count] for unit in range(units)]
         return [tuple(sorted({column for head in run for column in head})) for run in runs]
 
 
 def head_columns(operand: Tensor, points: Mapping[str, Tensor | None], heads: int, where: str) -> HeadColumns:
-    """Return the columns that heads read of the results of linear layers.
+    """Return which columns of the linear layers before attention each head reads.
 
     Args:
         operand: (batch, sequence, features) after attention, of which each head has a run.
         points: per linear layer its result, or what a norm of whole rows makes of it.
-        where: the name of the module of attention.
+        heads: how many there are.
+        where: the name of the module of attention, for errors.
 
-    Raises UnsupportedError where groups of heads do not follow each other.
+    Raises UnsupportedError where heads that share keys are not neighbours, groups are unequal, or columns are
+    not read.
     """
     width = operand.shape[-1] // heads
     of_points: dict[str, list[Columns]] = {name: [] for name in points}
@@ -83,12 +87,13 @@ def head_columns(operand: Tensor, points: Mapping[str, Tensor | None], heads: in
 def feature_parts(
     operand: Tensor, points: Mapping[str, Tensor | None], where: str
 ) -> dict[str, tuple[int, int]]:
-    """Return how the features of a feed-forward part lie in the columns of the linear layers before it.
+    """Return how the inner features of a feed-forward part lie in the columns of the linear layers before it.
 
     Returns:
-        Per linear layer (parts, unit): matrices side by side, and columns of a feature that follow each other.
+        Per linear layer (parts, unit): how many matrices lie side by side, and how many columns a feature has
+            in each.
 
-    Raises UnsupportedError where they lie otherwise.
+    Raises UnsupportedError, naming `where`, where they lie otherwise.
     """
     features = operand.shape[-1]
     of_points: dict[str, set[tuple[int, int]]] = {}

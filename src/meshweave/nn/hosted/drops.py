@@ -37,7 +37,11 @@ class RankDropout(TorchFunctionMode):  # type: ignore[misc]
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Drop in a forward pass that runs inside. Raises UnsupportedError where one draws that never did."""
+        """Drop this rank's shards in a forward pass that runs in the block.
+
+        Raises UnsupportedError where it draws random numbers and an earlier one with the same dropout did
+        not.
+        """
         probabilities = tuple([getattr(owner, name) for owner, name in self._sources])
         if probabilities not in self._drops_nothing:
             before = torch.get_rng_state()
@@ -106,9 +110,10 @@ Source = tuple[Any, str]
 
 
 def sources_of(module: nn.Module) -> list[Source]:
-    """Return what a model may drop by in training; without any it drops nothing.
+    """Return where a model's dropout probabilities are set, as (object, attribute); [] for a model without
+    dropout.
 
-    Raises UnsupportedError where kernels do that which draw by themselves.
+    Raises UnsupportedError where attention kernels drop by themselves (flash, flex).
     """
     sources: list[Source] = []
     dropping = []

@@ -35,7 +35,7 @@ class InnerForm:
     unit: int = 1
 
     def columns(self, features: range, inner: int) -> Tensor:
-        """Return the positions of some of `inner` features."""
+        """Return the positions of inner features `features`, of `inner` in all, along `dim`."""
         own = [
             part * inner * self.unit + feature * self.unit + at
             for part in range(self.parts)
@@ -66,7 +66,9 @@ class ExpertsPart:
     order: tuple[str, ...]
 
     def sides(self, key: str, shape: Sequence[int]) -> tuple[Sides, int]:
-        """Return the sides of a parameter, and how many matrices lie side by side in it."""
+        """Return the dims of parameter `key` as sides (experts, hidden and inner features), and the matrices
+        side by side.
+        """
         form, sides = self.forms.get(key), [Side("expert", self.count)]
         for dim, size in enumerate(shape[1:], 1):
             if form is not None and dim == form.dim:
@@ -78,12 +80,15 @@ class ExpertsPart:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module has the parameters of several experts side by side, of three dims each."""
+    """Return whether a module has a parameter of three dims, as experts stored in one tensor have."""
     return any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 def places_of(values: Sequence[Any]) -> tuple[int, int, int]:
-    """Return where among the operands of a call rows, choices and gates are. Raises UnsupportedError."""
+    """Return the indices of rows, choices and gates among the operands of a call of experts.
+
+    Raises UnsupportedError where the operands are not these.
+    """
     tensors = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
     whole = [at for at in tensors if not values[at].is_floating_point()]
     real = [at for at in tensors if values[at].is_floating_point()]
@@ -107,11 +112,14 @@ def own_call(
     index: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return what the code of experts makes of rows, with other parameters than it has.
+    """Return the result of a module of experts, by its own code, with other parameters than it has.
 
     Args:
-        own: the module, without parameters; its attributes are changed for the time of the call.
+        own: the module, without parameters; its attributes are changed during the call.
+        part: what a trace shows of it.
+        parameters: by name.
         sizes: how many experts the parameters are of, and how many inner features of each.
+        x, index, gates: the rows, and for each the experts chosen and their weights.
     """
     names = {"x": x, "index": index, "gates": gates}
     attributes = own.__dict__
@@ -143,11 +151,11 @@ def _sized(
 
 
 def experts_part(name: str, module: nn.Module, given: Sequence[Any], made: Tensor) -> ExpertsPart:
-    """Return what a call of experts shows.
+    """Return how many experts a module has and where their parameters lie, read off one call of it.
 
     Args:
-        name: in the layer.
-        given: its operands.
+        name: the module's, in the layer.
+        given: the operands of the call.
         made: its result.
 
     Raises UnsupportedError, naming the module, for one of another form.

@@ -70,7 +70,10 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return this rank's part of what the experts make of tokens, as the class does: (tokens, hidden)."""
+        """Return this rank's shard (tokens, hidden) of what the experts make of its tokens. Collective.
+
+        Operands are those of the model's own class.
+        """
         values = [*given, *named.values()]
         at = places_of(values)
         x, chosen, gates = (as_plain(values[place]) for place in at)
@@ -108,7 +111,9 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
         return made if x.shape[0] else _LeadsBack.apply(made, x, *used)
 
     def extra_repr(self) -> str:
-        """Return the class whose code it runs, and what this rank has."""
+        """Return text for printing: the class whose code it runs, and which experts and inner features this
+        rank has.
+        """
         return (
             f"{type(self._own).__name__}, {self.local} of {self._part.count} experts from {self.first} on, "
             f"{self._sizes[1]} of {self._part.inner} inner features"
@@ -151,7 +156,14 @@ def _check(strategy: LayerStrategy, name: str, kind: str, part: ExpertsPart) -> 
 
 
 def kept_of(part: ExpertsPart, key: str, shape: Sequence[int], strategy: LayerStrategy) -> KeptParameter:
-    """Return how a parameter of experts is kept, used and summed: over the replicas of its experts alone."""
+    """Return how a parameter of experts is sharded, gathered for use, and its gradient summed.
+
+    The gradient is summed over the ranks that have copies of these experts alone.
+
+    Args:
+        key: the name of the parameter in the module of experts.
+        shape: its global shape.
+    """
     sides, parts = part.sides(key, shape)
     names = {side.dim for side in sides}
     used: AxisDims = tuple(d if d in names and n > 1 else "" for d, n in _named(strategy))
@@ -201,7 +213,11 @@ class BoundaryMoves:
         )
 
     def to_experts(self, tokens: Tokens, x: Tensor, index: Tensor, gates: Tensor) -> list[Tensor]:
-        """Return rows, choices and gates (tokens, ...) of what this rank's experts take."""
+        """Return the rows, choices and gates (tokens, ...) that this rank's experts compute with. Collective.
+
+        Args:
+            x, index, gates: those of this rank's tokens in the residual.
+        """
         moved = []
         for each in (x, gates):
             rows = tokens.rows_of(each.reshape(-1, each.shape[-1]), self._residual)
@@ -214,11 +230,13 @@ class BoundaryMoves:
         return [moved[0], chosen, moved[1]]
 
     def to_residual(self, tokens: Tokens, made: Tensor, index: Tensor, chosen: Tensor) -> Tensor:
-        """Return this rank's part of the residual, (tokens, hidden), of what experts made.
+        """Return this rank's shard (tokens, hidden) of the residual, from what experts made. Collective.
 
-        Where ranks have terms of a sum, a number of the choices of each token goes with them.
+        Where ranks have terms of a sum, a number that stands for each token's choices is summed along and
+        compared.
 
         Args:
+            made: the experts' results.
             index: the choices by which experts computed.
             chosen: those of this rank's router.
 
@@ -248,7 +266,10 @@ def _code(index: Tensor) -> Tensor:
 
 @lru_cache(64)
 def exchange_of(strategy: LayerStrategy, count: int, device: str) -> ExpertExchange:
-    """Return the exchange between the ranks that share `count` experts with this one; one for equal arguments."""
+    """Return the exchange between this rank and those that have the other ones of `count` experts.
+
+    The same object for equal arguments.
+    """
     around = [
         range(size) if dim == "expert" else (at,)
         for (dim, size), at in zip(_named(strategy), strategy.coordinates, strict=True)

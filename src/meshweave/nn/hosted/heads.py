@@ -26,11 +26,11 @@ _BY_HEAD = ("alibi", "position_bias", "attention_mask")
 def take_heads(
     attention: nn.Module, columns: HeadColumns, units: int, tokens: Tokens
 ) -> Callable[[], None] | None:
-    """Return what lets a module of attention compute with this rank's heads alone; None where it has all.
+    """Return a function that lets a module of attention compute with this rank's heads alone; None if it has all.
 
     Args:
-        columns: its heads.
-        units: into how many they are dealt out.
+        columns: the heads.
+        units: into how many equal runs of heads they are dealt out to ranks.
     """
     first, end = local_heads(columns, units, tokens)
     if end - first == columns.heads:
@@ -51,7 +51,7 @@ def take_heads(
 
 
 def local_heads(columns: HeadColumns, units: int, tokens: Tokens) -> tuple[int, int]:
-    """Return the first head that this rank has, and that after its last."""
+    """Return (first, end) of the heads that this rank has; `units` is into how many runs heads are dealt out."""
     per_unit = columns.heads // units
     return tokens.strategy.span(Side("inner", units, per_unit), tokens.strategy.roles.core(True))
 

@@ -39,7 +39,10 @@ class Latents:
 
 
 def latents_of(trace: FlowTrace) -> Latents:
-    """Return the modules of latent attention: linear layers before attention that read other ones of a layer."""
+    """Return the modules of latent attention: linear layers before attention whose operands other ones made.
+
+    All sets are empty for a model without it.
+    """
     calls = {call.path: call for call in trace.calls}
     into, between, out = set[str](), set[str](), set[str]()
     added = frozenset[str]().union(*trace.layer_sources.values())
@@ -89,7 +92,7 @@ class HostedLatent(OwnModule):
         self._back = PlacedMove(strategy, side, terms(core, ("inner",)), residual)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return the latent features of the tokens that this rank's heads have."""
+        """Return the latent features of the tokens that this rank's heads compute with. Collective."""
         rows: Tensor = super().forward(*(as_plain(each) for each in given), **named)
         moved: Tensor = MovedRows.apply(rows, self._there, self._back, *self._tokens.sizes)
         return moved

@@ -47,7 +47,7 @@ class LayerReplacements:
         self.shares_heads = any(dim == "inner" for dim in self.roles.core(True))
 
     def plan(self) -> ParameterUse:
-        """Plan all, and return the parameters of the layer.
+        """Plan a replacement for each module of the layer with parameters, and return the parameters of these.
 
         Raises LayoutError or UnsupportedError where ranks cannot share the layer.
         """

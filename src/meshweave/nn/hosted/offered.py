@@ -12,7 +12,7 @@ from meshweave.nn.weights.pretrained import RankSavePretrained
 
 
 def offer_methods(model: ParallelModel) -> set[str]:
-    """Give the module of a model the methods that its ranks compute together; return the names of what works."""
+    """Give the module of a model methods of transformers that all its ranks call together; return their names."""
     module: Any = model.module
     offered: set[str] = set()
     if isinstance(model, HostedModel) and hasattr(module, "generate"):

@@ -21,7 +21,13 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "attention_he
 def buffers_of(
     module: nn.Module, copied: nn.Module, layers: str, numbers: Sequence[int]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return the buffers of a model that has them without memory, of a copy in which layers have other numbers."""
+    """Return values for the buffers of a model on the meta device, from a copy, by (module, buffer).
+
+    Args:
+        copied: the copy, with memory and fewer layers.
+        layers: the name of the list of layers.
+        numbers: for each layer of the model the index of the copy's layer that stands for it.
+    """
     filled = {}
     for path, child in module.named_modules():
         for name, buffer in child._buffers.items():
@@ -36,7 +42,10 @@ def buffers_of(
 
 
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether the loss of labels is that of each token by those before it, and not of the token itself."""
+    """Return whether the model's own loss compares the logits of each token with the label of the next one.
+
+    True too for a model that takes no labels.
+    """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return True
     with torch.no_grad(), WideCasts():
@@ -46,13 +55,13 @@ def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Return whether a module has a matrix as its weight, as linear layers do."""
+    """Return whether the weight of a module is a matrix, as that of a linear layer."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 2 and not is_norm(module)
 
 
 def kind_of(call: ModuleCall) -> NormKind | str:
-    """Return what a norm computes of its rows, or that it is none that is known."""
+    """Return what a norm computes of its rows, tried on one call; for an unknown norm the reason as text."""
     module, rows = call.module, call.operand
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     stated = (getattr(module, name, None) for name in EPSILON)
@@ -73,7 +82,7 @@ def kind_of(call: ModuleCall) -> NormKind | str:
 
 
 def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
-    """Return whether a norm makes whole rows of the operand of a linear layer that leaves the inner features."""
+    """Return whether a norm is over all inner features, of the operand of the linear layer that leaves them."""
     weight = getattr(inner.module, "weight", None)
     return (
         isinstance(weight, Tensor)
@@ -86,7 +95,10 @@ def spans(inner: ModuleCall, leaving: ModuleCall) -> bool:
 def wide_linear(
     calls: dict[str, ModuleCall], name: str, into: Sequence[str], prefix: str, residual: set[str]
 ) -> str | None:
-    """Return the linear layer whose whole rows a norm is of; None where it is of less, such as a head."""
+    """Return which of the linear layers `into` has its whole rows normalised by the norm `name`.
+
+    None where the norm is over less, such as one head.
+    """
     call = calls[name]
     own = [path[len(prefix) :] for path in call.sources if path not in residual]
     if len(own) != 1 or own[0] not in into or call.operand is None:
@@ -96,7 +108,10 @@ def wide_linear(
 
 
 def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
-    """Return how many heads make the operand of the linear layer after attention."""
+    """Return how many heads the operand of the linear layer after attention has.
+
+    Raises UnsupportedError where neither the module nor a configuration says it.
+    """
     features = int(operand.shape[-1])
     owners: tuple[Any, ...] = (attention, getattr(attention, "config", None), getattr(model, "config", None))
     for owner in owners:
@@ -112,7 +127,10 @@ def heads_in(attention: nn.Module, model: nn.Module, operand: Tensor) -> int:
 
 
 def scale_of(call: ModuleCall, weight: Tensor) -> float:
-    """Return what the rows of an embedding are multiplied by."""
+    """Return the factor by which an embedding multiplies the rows of its table, 1.0 for none.
+
+    Raises UnsupportedError where its result is not rows of the table times a factor.
+    """
     assert call.made is not None
     rows = call.made.flatten(0, -2)
     scale = rows.norm() / weight.norm()

@@ -19,7 +19,7 @@ _ARGUMENTS = ("softcap", "s_aux", "position_bias", "sinks", "head_mask")
 
 
 def run_in_ring(module: nn.Module, tokens: Tokens) -> list[int]:
-    """Let the attention of a model run in the ring of its strategy; return a list that counts its calls."""
+    """Let a model's attention run as ring attention of its strategy; return [0], whose entry counts the calls."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

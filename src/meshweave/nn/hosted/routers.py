@@ -25,14 +25,14 @@ class HostedRouter(OwnModule):
 
     @classmethod
     def of(cls, module: nn.Module, tokens: Tokens, name: str, config: Any) -> nn.Module:
-        """Return what stands for a module that computes on rows of the residual."""
+        """Return the replacement of a router, or another module that computes on whole rows of the residual."""
         own = OwnModule(module, tokens.strategy, name, tokens.strategy.roles.residual)
         own.__class__ = type(cls.__name__, (cls, type(module)), {})
         own._tokens, own._config = tokens, config
         return own
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Return what the module itself does of the rows that this rank has, but for logits that are recorded."""
+        """Return the module's own results for this rank's rows; recorded router logits are those of all tokens."""
         out = OwnModule.forward(self, *given, **named)
         if not getattr(self._config, "output_router_logits", False) or not isinstance(out, tuple):
             return out
@@ -49,9 +49,13 @@ class HostedRouter(OwnModule):
 
 
 def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | None:
-    """Return what the class of a model adds to the loss of tokens, of all ranks; None where it adds nothing.
+    """Return the auxiliary loss that the model's class adds to the loss of tokens; None where it adds none.
 
-    Raises UnsupportedError where that is not computed of all tokens.
+    Args:
+        out: the result of the class's forward pass.
+        num_tokens: of all ranks.
+
+    Raises UnsupportedError where it was computed of fewer tokens, or its factor is unknown.
     """
     loss = getattr(out, "aux_loss", None)
     if loss is None or not isinstance(loss, Tensor):
@@ -69,7 +73,12 @@ def auxiliary_loss(module: nn.Module, out: Any, num_tokens: int) -> Tensor | Non
 
 
 def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
-    """Raise UnsupportedError where an auxiliary loss would not be that of all tokens and layers."""
+    """Raise UnsupportedError where an auxiliary loss would not be that of all tokens and layers.
+
+    Args:
+        is_whole: whether this rank has a part of every layer, and not a stage of a pipeline.
+        has_mask: whether the call has an attention mask.
+    """
     if not getattr(getattr(module, "config", None), "output_router_logits", False):
         return
     wrong = "" if is_whole else "in a stage of a pipeline"
@@ -82,7 +91,7 @@ def check_auxiliary(module: nn.Module, is_whole: bool, has_mask: bool) -> None:
 
 
 def check_noise(layer: nn.Module, where: str) -> None:
-    """Raise UnsupportedError where a routed layer draws noise, which ranks with copies of a token draw apart."""
+    """Raise UnsupportedError where a layer's router draws noise: ranks with copies of a token would differ."""
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if "jitter" in name and isinstance(value, float) and value > 0:

@@ -17,13 +17,15 @@ class MovedRows(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, x: Tensor, there: PlacedMove, back: PlacedMove, batch: int, sequence: int
     ) -> Tensor:
-        """Return this rank's part after the move, of so many tokens of all ranks."""
+        """Return this rank's shard of the rows after move `there`; `batch` and `sequence` are those of all
+        ranks.
+        """
         ctx.back, ctx.sizes = back, (batch, sequence)
         return _run(x, there, batch, sequence)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the rows."""
+        """Return the gradient of the rows, moved by `back`, and None for the other arguments."""
         return _run(grads[0], ctx.back, *ctx.sizes), None, None, None, None
 
 

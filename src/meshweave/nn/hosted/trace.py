@@ -60,20 +60,22 @@ class FlowTrace:
     _marks: dict[Any, str] = field(default_factory=dict)
 
     def marked(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor as it is, marked by a name."""
+        """Return a tensor unchanged, with `name` as a mark in its autograd graph."""
         made: Tensor = _Mark.apply(tensor)
         if made.grad_fn is not None:
             self._marks[made.grad_fn] = name
         return made
 
     def sources(self, tensor: Tensor) -> tuple[frozenset[str], bool]:
-        """Return the marks that a tensor was computed from, and whether by a softmax."""
+        """Return the marks that a tensor was computed from, up to the nearest, and whether a softmax stands
+        between.
+        """
         nodes = self._nodes(tensor)
         names = frozenset(self._marks[node] for node in nodes if node in self._marks)
         return names, any(word in node.name() for word in _SOFTMAX for node in nodes)
 
     def parameters(self, tensor: Tensor) -> set[Tensor]:
-        """Return the parameters that a tensor was computed from since the marks before it."""
+        """Return the parameters that a tensor was computed from since the nearest marks."""
         leaves = (getattr(node, "variable", None) for node in self._nodes(tensor))
         return {leaf for leaf in leaves if leaf is not None}
 
@@ -105,10 +107,10 @@ class _Mark(torch.autograd.Function):  # type: ignore[misc]
 
 
 def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
-    """Return what a forward pass of tokens does.
+    """Return the calls of modules in one forward pass of `tokens` (batch, sequence), and what flows between them.
 
     Args:
-        model: with memory, a copy that hooks may be put on.
+        model: a copy, with memory, that hooks may be put on.
         layers: the name of its list of layers.
 
     Raises UnsupportedError where it does not run on tokens alone.
@@ -131,12 +133,12 @@ def traced(model: nn.Module, layers: str, tokens: Tensor) -> FlowTrace:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm of rows, by its class."""
+    """Return whether a module is a norm, by the name of its class."""
     return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module without modules in it computes with parameters, or is a norm; or has experts."""
+    """Return whether calls of a module are traced: experts, norms, and modules with parameters but no children."""
     if is_experts(module):
         return True
     if list(module.children()):

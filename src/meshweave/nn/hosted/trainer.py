@@ -11,10 +11,11 @@ from meshweave.nn.parallel.model import ParallelModel
 
 
 def offer_to_trainer(model: ParallelModel) -> None:
-    """Say on a model of transformers, as its own loader does, that it lies on ranks, which take the same batch.
+    """Mark a model of transformers as distributed, as its own loader does: all its ranks take the same batch.
 
-    A `Trainer` then neither wraps nor moves it, gives these ranks the same rows, and lets all of them save. To it
-    they are ranks of tensor parallelism, whatever they share; ranks along other dims of the mesh have other rows.
+    A `Trainer` then neither wraps nor moves it, gives these ranks the same rows, and lets all of them save.
+    To it they are ranks of tensor parallelism, whatever they share; ranks along other dims of the mesh have
+    other rows.
     """
     module: Any = model.module
     size = len(model.strategy.mesh.ranks)

@@ -51,24 +51,26 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def without_addresses(text: str) -> str:
-    """Return what `repr` says of something without where it lies in memory."""
+    """Return text from `repr` without memory addresses, which differ between processes."""
     return _ADDRESS.sub("", text)
 
 
 def digest(words: Mapping[str, Any]) -> str:
-    """Return a short digest of words, by subject or not."""
+    """Return 24 hexadecimal digits that stand for `words`."""
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) -> None:
-    """Make sure that ranks have the same under each subject that they have in common. Collective among `ranks`.
+    """Make sure that ranks have equal words under each subject that they have in common. Collective.
 
     Args:
+        words: this rank's, by subject; ranks may have different subjects.
         what: completes "waiting for ..." in errors.
 
     Raises:
-        LayoutError: they have not, on all ranks.
-        RankLostError, DeadlineError, BindError: as `exchange`.
+        LayoutError: some differ; on all ranks, it names them.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
+        BindError: another rank is in another call.
     """
     if len(ranks) == 1:
         return
@@ -82,7 +84,11 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:
-    """Return in words which ranks have something else than most, and what would be right."""
+    """Return the sentence of an error on ranks whose words differ from those of most, with what would be right.
+
+    Args:
+        said: for each rank its words under `subject`.
+    """
     parties: dict[str, list[int]] = {}
     for rank in sorted(said):
         parties.setdefault(digest(said[rank]), []).append(rank)

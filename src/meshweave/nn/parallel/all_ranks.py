@@ -26,22 +26,24 @@ class AllRanks:
 
     @classmethod
     def of(cls, context: TorchContext | None) -> AllRanks:
-        """Return those of a context, or of the default one of the devices that the world communicates on."""
+        """Return all ranks in `context`, or for None in the default one of the devices that the world
+        communicates on.
+        """
         if context is None:
             context = TorchContext.default("cuda" if dist.get_backend() == "nccl" else "cpu")
         return cls(context, tuple(range(context.num_ranks)))
 
     def least(self, value: float) -> float:
-        """Return the least of a number on all ranks; all of them call it."""
+        """Return the least `value` of all ranks. Collective."""
         own = torch.tensor([value], dtype=torch.float64, device=self.context.device)
         return float(gathered(own, self.context, self.ranks, "the times of all ranks").min())
 
     def most(self, value: float) -> float:
-        """Return the greatest of a number on all ranks; all of them call it."""
+        """Return the greatest `value` of all ranks. Collective."""
         return -self.least(-value)
 
     def of_first(self, make: Callable[[], Any], what: str) -> Any:
-        """Return what the first rank makes, of JSON; all ranks call it.
+        """Return on all ranks what `make` returns on rank 0, as JSON values. Collective.
 
         Args:
             what: completes "waiting for ..." in errors.
@@ -50,9 +52,9 @@ class AllRanks:
         return json.loads(exchange(self.context, self.ranks, own, what)[0])
 
     def median_s(self, run: Callable[[], object], repeat: int = 3) -> float:
-        """Return the median seconds of a run on the slowest rank, after one that is not counted.
+        """Return the median seconds of `repeat` runs on the slowest rank, after one that is not counted.
 
-        All ranks call it, and begin each run together.
+        Collective; all ranks begin each run together.
         """
         times = []
         for _ in range(repeat + 1):

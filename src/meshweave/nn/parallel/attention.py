@@ -49,7 +49,7 @@ class AttentionCore:
             )
 
     def positions(self, sequence: int) -> tuple[int, int]:
-        """Return the first and, after the last, the end of the positions of this rank's queries."""
+        """Return (first, end) of the positions in a row of `sequence` tokens that this rank's queries have."""
         return self.strategy.span(Side("sequence", sequence), self.dims)
 
     def __call__(
@@ -116,14 +116,20 @@ class AttentionCore:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads (batch, sequence, heads, width) turned by their positions: both halves of a head together."""
+    """Return heads (batch, sequence, heads, width) rotated by their positions (RoPE), halves of a head as pairs.
+
+    `cos` and `sin` are those of this rank's positions.
+    """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 @lru_cache(64)
 def window_mask(sequence: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys (columns) each query (row) attends to: itself and the `window` - 1 before it."""
+    """Return (sequence, sequence) booleans: which keys (columns) each query (row) attends to.
+
+    These are itself and the `window` - 1 keys before it.
+    """
     at = torch.arange(sequence, device=device)
     distance = at[:, None] - at[None, :]
     return (distance >= 0) & (distance < window)

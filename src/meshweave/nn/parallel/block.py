@@ -81,7 +81,9 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
         self.feed_forward_norm = self._made[names.feed_forward_norm]
 
     def take(self, layer: nn.Module) -> None:
-        """Take the place of the layer that this was planned of: its modules, this rank's part of its weights."""
+        """Fill the block from the layer that it was planned for: its modules, and this rank's shards of its
+        weights.
+        """
         for name, child in layer.named_children():
             self.add_module(name, child)
         for path, made in self._made.items():
@@ -100,12 +102,13 @@ class ParallelBlock(nn.Module):  # type: ignore[misc]
     def forward(
         self, x: Tensor, batch: int, sequence: int, rotary: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Return this rank's part of the residual after the layer.
+        """Return this rank's shard of the residual after the layer. Collective.
 
         Args:
-            x: this rank's part (batch, sequence, features) of the residual before it.
-            batch, sequence: the tokens of all ranks.
-            rotary: cosines and sines of the positions that this rank's attention has.
+            x: this rank's shard (batch, sequence, features) of the residual before it.
+            batch, sequence: sequences, and tokens of each, of all ranks.
+            rotary: cosines and sines of the positions that this rank's attention has; None without rotary
+                positions.
         """
         if not self.opens or self.layer_strategy.is_alone or torch.compiler.is_compiling():
             return self._computed(x, batch, sequence, rotary)

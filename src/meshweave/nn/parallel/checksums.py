@@ -38,7 +38,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def digest_of(own: Tensor) -> int:
-    """Return a number of 64 bits, with a sign, of what a tensor on a CPU holds that nobody will resize."""
+    """Return a signed 64-bit hash of the bytes of a contiguous tensor on a CPU."""
     return int.from_bytes(hashlib.blake2b(own.numpy(), digest_size=8).digest(), "little", signed=True)
 
 

@@ -20,7 +20,11 @@ from meshweave.nn.parallel.strategy import LayerStrategy
     "meshweave::block_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def block_dropout(x: Tensor, p: float, part: int) -> list[Tensor]:
-    """Return part number `part` of a tensor with elements dropped at probability `p`, and the factors of each."""
+    """Return [x with elements dropped at probability `p`, the factor of each element: 0 or 1 / (1 - p)].
+
+    `part` is the number of the shard that x is: ranks with the same one drop the same elements. Ranks must
+    have torch's generator in the same state.
+    """
     seed = int(torch.randint(0, 1 << 40, ()).item())
     generator = torch.Generator(device=x.device).manual_seed(seed * 4096 + part)
     kept = torch.rand(x.shape, generator=generator, device=x.device) >= p

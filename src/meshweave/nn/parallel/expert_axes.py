@@ -14,11 +14,11 @@ PlanAxis = tuple[Degree, int, int]
 
 
 def with_experts(p: Parallelism, axes: list[PlanAxis]) -> tuple[list[PlanAxis], AxisDims]:
-    """Return axes such that each does one thing for experts, and what: see `Roles.experts`.
+    """Return the axes, cut such that each has one role for experts, and these roles; see `Roles.experts`.
 
     An axis of data parallelism may become two.
 
-    Raises LayoutError where degrees of experts divide other axes.
+    Raises LayoutError where the degrees of experts divide another axis, or do not divide that of data.
     """
     within: dict[PlanAxis, int] = {}
     for axis in sorted(axes, key=lambda axis: axis[2]):

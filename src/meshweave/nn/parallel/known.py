@@ -45,19 +45,19 @@ PLAIN = {"Llama": _LLAMA, "GPT-2": _GPT2, "nanoGPT": _NANO_GPT}
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Return whether a model is run by its own code: its class, or one that this extends, is of transformers."""
+    """Return whether a model runs by its own code: its class is one of transformers, or extends one."""
     return any(base.__module__.startswith(_MODELS) for base in type(module).__mro__)
 
 
 def title_of(module: nn.Module) -> str:
-    """Return what a model that runs by its own code is called."""
+    """Return what reports call a model that runs by its own code: class and version of transformers."""
     import transformers
 
     return f"{type(module).__name__} (transformers {transformers.__version__})"
 
 
 def why_unlikely(module: nn.Module) -> str:
-    """Return that a class of transformers is none of its causal language models, "" where it may be one."""
+    """Return why a class of transformers is none of its causal language models; "" where it may be one."""
     from transformers.models.auto import modeling_auto
 
     listed = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -71,9 +71,9 @@ def why_unlikely(module: nn.Module) -> str:
 
 
 def recognised(module: nn.Module) -> tuple[str, ModelMap]:
-    """Return the title and map of a model of plain torch, by the names of its modules.
+    """Return (title, map of modules) of a plain torch model in the style of GPT-2 or Llama, by its modules' names.
 
-    Raises UnsupportedError, naming what is not known, for another.
+    Raises UnsupportedError, naming what it lacks, for another model.
     """
     kind = type(module).__name__
     for name, child in module.named_modules():

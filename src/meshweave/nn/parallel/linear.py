@@ -147,7 +147,9 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return terms(roles.core(own.is_attention) if own.is_first else roles.residual, TOKENS)
 
     def bias_placement(self) -> tuple[Side, AxisDims]:
-        """Return the features that the bias is of, and the mesh axes that divide them."""
+        """Return (side, dims): the features that the bias is over, and by mesh axis what it divides of them,
+        "" for none.
+        """
         own, roles = self.site, self.layer_strategy.roles
         if not own.is_first:
             return Side("hidden", own.hidden), roles.gain
@@ -162,23 +164,25 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         return tuple("" if dim == "inner" and at > first else dim for at, dim in enumerate(dims))
 
     def weights(self, kept: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the weights, each (features out, features in), of what it has gathered."""
+        """Return this rank's parts of the fused weights, each (features out, features in), from the gathered
+        weight.
+        """
         parts = self.weight_choice(kept)
         return [part.t() for part in parts] if self.is_transposed else parts
 
     def biases(self, bias: Tensor) -> list[Tensor]:
-        """Return this rank's parts of the biases, of what it keeps."""
+        """Return this rank's parts of the fused biases, from its shard of the bias."""
         if self.parts == 1 or self.take_bias is None:
             return self.bias_choice(bias)
         return list(self.take_bias(bias.view(self.parts, -1), 1, 1))
 
     def forward(self, x: Tensor, batch: int = 0, sequence: int = 0) -> Tensor:
-        """Return this rank's part (batch, sequence, features) of the result.
+        """Return this rank's shard (batch, sequence, features) of the result. Collective.
 
         Args:
-            x: this rank's part of the operand.
-            batch: the sequences of all ranks; 0 for as many on each.
-            sequence: the tokens of a sequence on all ranks; 0 for as many on each.
+            x: this rank's shard of the operand.
+            batch: the sequences of all ranks; 0 where each rank has equally many.
+            sequence: the tokens of a sequence on all ranks; 0 where each rank has equally many.
         """
         strategy, dims = self.layer_strategy, self.operand_dims
         if not batch:
@@ -196,12 +200,12 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
     @property
     def operand_dims(self) -> AxisDims:
-        """Return how the operand lies."""
+        """Return how the operand is sharded: for each mesh axis the dim that it divides, "" for none."""
         roles = self.layer_strategy.roles
         return roles.residual if self.site.is_first else roles.core(self.site.is_attention)
 
     def extra_repr(self) -> str:
-        """Return sizes and place for printing."""
+        """Return sizes and place as text for printing."""
         shape = tuple(self.weight.shape)
         return f"{self.layer_strategy.name}, {self.place}, {shape}, bias={self.bias is not None}"
 

@@ -75,13 +75,13 @@ def measure_step(
     num_parameters: int,
     context: TorchContext | None = None,
 ) -> MeasuredStep:
-    """Return what parts of a step take here; all ranks of the world call it.
+    """Measure the seconds of the parts of a training step on this machine. Collective over all ranks of the world.
 
     Args:
         compute: runs forward and backward of so many rows, on this rank alone.
         optimize: makes a step of AdamW on whole parameters in fp32.
-        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data parallelism
-            alone, by which `measured_problem` finds what of its sums is hidden.
+        rows: the sizes of a micro-batch, one or two. The larger is to be the rows of a rank by data
+            parallelism alone, by which `measured_problem` finds what of its sums is hidden.
         num_parameters: all of the model, each of which is trained.
         context: deadline and liveness of waits; default: that of the default process group.
 
@@ -120,14 +120,16 @@ def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_
 def measured_problem(
     measured: MeasuredStep, model: Transformer, batch: int, sequence: int, memory_bytes: int
 ) -> StepProblem:
-    """Return the problem of a step on this machine, in fp32.
+    """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then takes what was measured. By data parallelism alone it takes compute, optimizer and
-    one sum of all gradients, or as near to that as sums can be hidden: `overlap` of the stack is found so.
+    On one rank `step_of` then takes what was measured. By data parallelism alone it takes compute, optimizer
+    and one sum of all gradients, or as near to that as sums can be hidden: `overlap` of the stack is found
+    so.
 
     Args:
         model: whose parts were measured.
         batch: sequences of a step, of all ranks together.
+        sequence: tokens of a sequence.
         memory_bytes: those of a rank.
     """
     cluster = _cluster(measured, model, sequence, memory_bytes)
@@ -146,17 +148,16 @@ def measured_problem(
 
 
 def step_here_s(problem: StepProblem, parallelism: Parallelism, sharing: float = 1.0) -> float:
-    """Return the seconds of a step on this machine, where a rank that waits gives its cores to the others.
+    """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
-    While all ranks of a pipeline work they take their shares of the cores, and a wait of one is work of another;
-    where few work they are `sharing` times as fast. A step takes no less than its work without waits at the shares
-    of all, and no less than with its waits at the speed of few.
+    While some ranks wait, the others compute `sharing` times as fast. The result is the larger of two bounds:
+    a step at equal shares of the cores less its bubble, and a whole step at the faster speed.
 
     Args:
         problem: made by `measured_problem`.
         sharing: that of `MeasuredStep`.
 
-    Raises as `step_of` does.
+    Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """
     step = step_of(problem, parallelism)
     if parallelism.pipeline == 1 or sharing <= 1:

@@ -20,7 +20,7 @@ _OF_ONE_RANK = ("rank", "device", "path")  # in names of attributes that may wel
 
 
 def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return arguments in words; of a path, what is in the file."""
+    """Return arguments as text by name, for comparison between ranks; of a plan file a hash of its content."""
     words = {}
     for name, value in arguments.items():
         words[name] = without_addresses(repr(value))
@@ -31,7 +31,7 @@ def argument_words(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def version_words() -> dict[str, str]:
-    """Return the versions that count."""
+    """Return the versions of software that ranks must have alike, by name."""
     words = {"meshweave": sys.modules["meshweave"].__version__, "torch": str(torch.__version__)}
     words["python"] = ".".join(map(str, sys.version_info[:2]))
     if "transformers" in sys.modules:
@@ -40,7 +40,7 @@ def version_words() -> dict[str, str]:
 
 
 def setting_words() -> dict[str, str]:
-    """Return the settings of torch that change what a product rounds to."""
+    """Return the settings of torch that change how a product rounds, as text by name."""
     backends = torch.backends
     return {
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
@@ -56,7 +56,7 @@ def setting_words() -> dict[str, str]:
 
 
 def module_words(module: nn.Module) -> dict[str, str]:
-    """Return each module's class with the numbers and texts that it keeps, as `eps`, `p` and `scaling`."""
+    """Return for each module its class and the numbers and strings among its attributes, as text, by name."""
     words = {}
     for name, child in module.named_modules(remove_duplicate=False):
         kept = {
@@ -73,7 +73,7 @@ def module_words(module: nn.Module) -> dict[str, str]:
 
 
 def configuration_words(module: nn.Module) -> dict[str, str]:
-    """Return the configuration of a model of transformers, or what it has as `config`, by key."""
+    """Return the configuration of a model of transformers, or what it has as `config`, as text by key."""
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else getattr(config, "__dict__", {})
@@ -85,7 +85,7 @@ def configuration_words(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_words(module: nn.Module) -> dict[str, str]:
-    """Return shape, dtype and kind of device of each parameter and buffer, and whether it is trained."""
+    """Return for each parameter and buffer its shape, dtype, device type and whether it is trained, as text."""
     words = {name: _kind(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         words[name] = f"{_kind(tensor)}, {'trained' if tensor.requires_grad else 'frozen'}"
@@ -99,7 +99,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the checksums of tensors that have memory, by name. Of a DTensor it is that of the local part."""
+    """Return the checksums of tensors that have memory, by name; of a DTensor that of its local shard."""
     names, sums = [], []
     for name, tensor in tensors:
         if tensor.device.type != "meta":
@@ -115,7 +115,7 @@ def checksum_words(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def weight_words(module: nn.Module) -> dict[str, str]:
-    """Return the checksums of the parameters and buffers of a model that is not distributed yet."""
+    """Return the checksums of a model's parameters and buffers, by name, before they are distributed."""
     return checksum_words(_tensors(module))
 
 
@@ -125,9 +125,10 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def copy_words(subject: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, str]]:
-    """Return the checksums of local parts of DTensors, under a subject for each part that ranks may copy.
+    """Return checksums of the local shards of DTensors, by subject and name, such that ranks with copies
+    share subjects.
 
-    Ranks that have a part of a tensor in common have the subject in common, so that `agree` compares them.
+    `agree` compares ranks under each subject that they share, so it compares copies of a shard.
     """
     parts: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:

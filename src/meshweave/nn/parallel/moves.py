@@ -19,9 +19,9 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 def keep_order(op: Any) -> None:
-    """Let a compiler that traces an op keep the order of its calls, which is to be the same on all ranks.
+    """Make a compiler that traces an op keep the order of its calls, which must be the same on all ranks.
 
-    Who calls it takes the numbers of tokens as `int`, for programs are of one size: so is the graph then.
+    Callers give sizes of tokens as `int`, since programs are of one size: the graph then is too.
     """
     compat.keep_in_inductor(op.default)
 
@@ -45,11 +45,14 @@ class PlacedMove:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether anything is moved."""
+        """Return whether the layouts before and after differ."""
         return self.before != self.after
 
     def sized(self, batch: int, sequence: int, dtype: torch.dtype) -> SizedMove:
-        """Return its program for so many tokens."""
+        """Return the program of this move for a tensor of `batch` x `sequence` tokens over all ranks.
+
+        Without `has_tokens` both are ignored.
+        """
         tokens = self.strategy.tokens(batch, sequence) if self.has_tokens else ()
         site = MoveSite((*tokens, *self.sides), self.before, self.after, self.op)
         return sized_move(site, self.strategy, dtype)
@@ -57,11 +60,12 @@ class PlacedMove:
 
 @torch.library.custom_op("meshweave::block_move", mutates_args=())  # type: ignore[untyped-decorator]
 def block_move(x: Tensor, number: int, reverse: int, batch: int, sequence: int) -> Tensor:
-    """Return this rank's part of a tensor after move `number`.
+    """Return this rank's shard of a tensor after the move that `number_of` numbered. Collective.
 
     Args:
-        reverse: the number of the move of the gradient; -1 where it stays as it is.
-        batch, sequence: the tokens of all ranks.
+        x: this rank's shard before it.
+        reverse: the number of the move of the gradient; -1 where the gradient is not moved.
+        batch, sequence: sequences, and tokens of each, of all ranks.
     """
     return value_of(number, PlacedMove).sized(batch, sequence, x.dtype).run(x)
 
@@ -173,5 +177,10 @@ class GradientSum:
 
 
 def terms(dims: AxisDims, over: tuple[str, ...]) -> AxisDims:
-    """Return how what lies as `dims` lies once it is summed over some of its dims on each rank: as terms there."""
+    """Return the layout of a tensor that each rank has summed over its shard of some dims: partial on their axes.
+
+    Args:
+        dims: the layout before: for each mesh axis the dim that it divides.
+        over: the dims that are summed over.
+    """
     return tuple("partial" if dim in over else dim for dim in dims)

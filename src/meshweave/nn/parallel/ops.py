@@ -38,9 +38,9 @@ class SiteProduct:
 
     @cached_property
     def is_interleaved(self) -> bool:
-        """Return whether columns of the weights stand by turns, unit by unit, since units are dealt out anew.
+        """Return whether the columns of the weights alternate unit by unit, since units are moved between ranks.
 
-        Else the columns of one weight stand after those of another, within what a rank has.
+        Else the columns of one weight stand after those of another, within each rank's shard.
         """
         if len(self.widths) == 1:
             return False
@@ -50,7 +50,9 @@ class SiteProduct:
         return any((x == "inner") != (y == "inner") for x, y in zip(before, after, strict=True))
 
     def pieces(self, fused: Tensor, dim: int) -> list[Tensor]:
-        """Return views of what lies fused along a dim, shaped (..., units, width, ...) if interleaved."""
+        """Return a view for each weight of a tensor fused along `dim`; shaped (..., units, width, ...) if
+        interleaved.
+        """
         if len(self.widths) == 1:
             return [fused]
         units = fused.shape[dim] // sum(self.widths)
@@ -89,13 +91,13 @@ def _load_weights(bound: BoundProgram, weights: Sequence[Tensor], product: SiteP
 
 @torch.library.custom_op("meshweave::block_product", mutates_args=())  # type: ignore[untyped-decorator]
 def block_product(x: Tensor, weights: list[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's part of the products of an operand with weights, then what the gradient needs.
+    """Return this rank's shards of the products of x with weights, then what the gradient needs. Collective.
 
     Args:
-        x: (batch, sequence, features) of what this rank has.
-        weights: (features out, features in) of what this rank has of each.
+        x: this rank's shard (batch, sequence, features) of the operand.
+        weights: this rank's shard (features out, features in) of each.
         number: `number_of` the product, a `SiteProduct`.
-        batch, sequence: the tokens of all ranks.
+        batch, sequence: sequences, and tokens of each, of all ranks.
     """
     return _multiply(x, weights, number, batch, sequence)
 
@@ -138,7 +140,12 @@ def block_product_back(
     batch: int,
     sequence: int,
 ) -> list[Tensor]:
-    """Return the gradients by the operand and by each weight; arguments are those of `block_product`."""
+    """Return the gradients of the operand and of each weight, this rank's shards. Collective.
+
+    Args:
+        arriving: the gradients of the products.
+        kept: what `block_product` returned after the products.
+    """
     return _multiply_back(arriving, x, weights, kept, number, batch, sequence)
 
 
@@ -230,7 +237,9 @@ class _EagerProduct(torch.autograd.Function):  # type: ignore[misc]
 
 
 def multiply(x: Tensor, weights: Sequence[Tensor], number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's part of products with weights; arguments are those of `block_product`."""
+    """Return this rank's shards of products of x with weights, differentiably; arguments as for
+    `block_product`.
+    """
     if torch.compiler.is_compiling():
         return list(block_product(x, list(weights), number, batch, sequence)[: len(weights)])
     _, sized = _sized(number, batch, sequence, x.dtype)

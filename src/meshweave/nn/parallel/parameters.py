@@ -52,11 +52,11 @@ class ParameterLayout:
         dims: AxisDims | None = None,
         coordinates: tuple[int, ...] | None = None,
     ) -> list[list[tuple[int, int]]]:
-        """Return per dim the ranges of positions that a rank has, one for each matrix that is fused.
+        """Return for each dim the (start, stop) that a rank has of it, one for each fused matrix.
 
         Args:
-            dims: how it lies, where not as it is kept.
-            coordinates: those of the rank, by default of this one.
+            dims: another layout than that in which the parameter is kept; None for that one.
+            coordinates: those of the rank in the mesh, by default of this one.
         """
         ranges = []
         for side in self.sides:
@@ -65,14 +65,17 @@ class ParameterLayout:
         return ranges
 
     def local(self, whole: Tensor, strategy: LayerStrategy) -> Tensor:
-        """Return this rank's part of a whole tensor, as memory of its own."""
+        """Return this rank's shard of a whole tensor, as memory of its own."""
         for dim, ranges in enumerate(self.ranges(strategy)):
             pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
             whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
         return whole.contiguous().clone() if whole.device.type != "meta" else whole.contiguous()
 
     def placements(self, name: str, strategy: LayerStrategy) -> tuple[Placement, ...]:
-        """Return the placements of a DTensor. Raises LayoutError, naming the parameter, where there are none."""
+        """Return the DTensor placements of this layout.
+
+        Raises LayoutError, naming the parameter, where DTensor has none for it.
+        """
         layout = layout_of(strategy.mesh, self.sides, self.dims)
         places = {side.dim: at for at, side in enumerate(self.sides) if side.dim}
         out: list[Placement] = []
@@ -94,7 +97,11 @@ class ParameterLayout:
         return tuple(out)
 
     def distribute(self, name: str, whole: Tensor, strategy: LayerStrategy) -> nn.Parameter:
-        """Return a parameter as a DTensor with this rank's part of a whole tensor; on meta without memory."""
+        """Return a parameter as a DTensor with this rank's shard of `whole`; without memory where that is on meta.
+
+        Raises LayoutError, naming the parameter, where the shape is another or DTensor has no such
+        placements.
+        """
         if tuple(whole.shape) != self.shape:
             raise LayoutError(f"{name} has shape {tuple(whole.shape)}; its sizes make {self.shape}")
         placements = self.placements(name, strategy)
@@ -112,7 +119,7 @@ class ParameterLayout:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a module with the same attributes, and parameters without memory, to plan with."""
+    """Return a shallow copy of a module whose own parameters are on the meta device, without memory."""
     shadow = copy.copy(module)
     shadow._parameters = {
         name: None if given is None else nn.Parameter(given.detach().to("meta"), given.requires_grad)
@@ -122,7 +129,10 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def fill(made: Any, whole: nn.Module, name: str) -> None:
-    """Give a parallel module that was planned on meta this rank's parts of a module's parameters."""
+    """Set the parameters of `made`, a parallel module planned on meta, to this rank's shards of those of `whole`.
+
+    `name` is the module's, for errors.
+    """
     for key, layout in made.layouts.items():
         setattr(made, key, layout.distribute(f"{name} ({key})", getattr(whole, key), made.layer_strategy))
 
@@ -157,10 +167,11 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
 
 
 def local_parts(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return what this rank has of parameters that one product or norm takes, differentiably; plain ones as given.
+    """Return this rank's shards of parameters that one product or norm takes, differentiably; plain ones as given.
 
-    They are one node of the graph. Parameters of several products are not to be: who computes gradients of
-    weights apart from those of activations, as zero-bubble pipelines do, takes what leads to a node together.
+    They are one node of the autograd graph. Parameters of several products must not be: who computes
+    gradients of weights apart from those of activations, as zero-bubble pipelines do, takes what leads to a
+    node together.
     """
     if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
         return [each.to_local() if isinstance(each, DTensor) else each for each in parameters]

@@ -131,7 +131,9 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
 
 
 def fastest_here(problem: StepProblem, sharing: float = 1.0, **fixed: Any) -> list[tuple[Parallelism, float]]:
-    """Return the best configuration of each set of degrees with its seconds, the fastest first, without ZeRO.
+    """Return (degrees, predicted seconds) of the best configuration of each set of degrees, the fastest first.
+
+    ZeRO, recomputation and context parallelism are left out.
 
     Args:
         problem: made by `measured_problem`.

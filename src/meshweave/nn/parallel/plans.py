@@ -54,17 +54,19 @@ def resolve(
     context: TorchContext | None = None,
     device: str = "cpu",
 ) -> ResolvedPlan:
-    """Return what a plan stands for on a device mesh, or on all ranks where there is none.
+    """Return the strategy that a plan stands for, on a device mesh, or on all ranks where there is none.
 
     Args:
-        device: the type of device of the mesh that is made where there is none.
+        config: chunks and slices; None as the plan says.
         overlap: "sites" where the overlap of sites alone is accepted, whatever the plan counts on.
         context: that programs run in; None for the default one.
+        device: the type of device of the mesh that is made where there is none.
 
     Raises:
         UnsupportedError: there is no such strategy.
-        LayoutError: the plan does not fit the mesh, or is not said.
+        LayoutError: the plan does not fit the mesh, or neither mesh nor sizes are given.
         PlanError: the plan counts on overlap that is not obtained.
+        DescriptionError: a plan file is wrong.
     """
     if isinstance(plan, Step):
         _check_overlap(plan, overlap)
@@ -90,7 +92,10 @@ def resolve(
 
 
 def device_type_of(module: nn.Module) -> str:
-    """Return the type of device on which a model trains: its own; of one on the meta device that of its ranks."""
+    """Return the type of device on which a model trains: that of its parameters.
+
+    For one on the meta device "cuda" where ranks communicate by NCCL, else "cpu".
+    """
     own = next((parameter.device.type for parameter in module.parameters()), "meta")
     if own != "meta":
         return own

@@ -27,7 +27,7 @@ PARTS_KEPT = 32
 
 
 def communicates(program: Program) -> bool:
-    """Return whether any op of a program needs another rank."""
+    """Return whether any op of a program communicates with another rank."""
     return any(op.kind not in COMPUTE_KINDS for op, _ in program.expanded.placed_ops())
 
 
@@ -40,9 +40,15 @@ def bound_program(
     meets: bool = True,
     memory: Callable[[Program], Mapping[str, Tensor]] | None = None,
 ) -> BoundProgram:
-    """Return a program bound on this rank, made at its first use or the first since it was dropped.
+    """Return a program bound on this rank, from the context's cache under `key`, or bound now.
 
-    All ranks of the strategy's mesh call it together. `meets` is that of `bind`; `memory` makes its tensors.
+    All ranks of the strategy's mesh call it together.
+
+    Args:
+        program: makes the program, where it is not bound yet.
+        calls: the functions of its calls.
+        meets: as for `bind`.
+        memory: makes tensors of its buffers; None where `bind` allocates all.
     """
     context, ranks = strategy.context(device), strategy.mesh.ranks
     cached = context.programs.get(ranks, key)
@@ -57,7 +63,7 @@ def bound_program(
 
 
 def on_device(program: Program, device: torch.device) -> Program:
-    """Return a program with its collectives as they run there: as rings on a CPU, on CUDA the backend's own."""
+    """Return a program as it runs on a device: collectives as rings on a CPU, the backend's own on CUDA."""
     return lower_rings(program) if device.type == "cpu" else program
 
 
@@ -73,7 +79,7 @@ class ProductPrograms:
 
     @property
     def parts(self) -> BlockParts:
-        """Return the forward and the backward program; weights lie as torch's do, columns outermost in memory.
+        """Return the forward and the backward program; weights are stored as torch's, columns outermost in memory.
 
         A few are cached, so a use may write them anew. Programs bound to tensors are kept by the context.
         """
@@ -81,17 +87,17 @@ class ProductPrograms:
 
     @cached_property
     def talks(self) -> tuple[bool, bool]:
-        """Return whether the forward and the backward program communicate."""
+        """Return whether the forward program communicates, and whether the backward one does."""
         return communicates(self.parts.forward), communicates(self.parts.backward)
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """Return the buffers that the forward program keeps for the backward one."""
+        """Return the names of the buffers that the forward program saves for the backward one."""
         return self.parts.kept
 
     @cached_property
     def sides(self) -> tuple[Sides, Sides]:
-        """Return the sides of operand and result as torch has them."""
+        """Return the global dims (batch, sequence, features) of the operand and of the result."""
         own = self.site
         tokens = self.strategy.tokens(self.batch, self.sequence)
         hidden, inner = Side("hidden", own.hidden), Side("inner", own.units, own.unit)
@@ -100,23 +106,23 @@ class ProductPrograms:
 
     @cached_property
     def dims(self) -> tuple[AxisDims, AxisDims]:
-        """Return how operand and result lie."""
+        """Return how the operand and the result are sharded: for each mesh axis the dim that it divides."""
         outer = self.strategy.roles.residual, self.strategy.roles.core(self.site.is_attention)
         return outer if self.site.is_first else outer[::-1]
 
     @cached_property
     def result_shape(self) -> tuple[int, ...]:
-        """Return the local shape (batch, sequence, features) of the result."""
+        """Return the shape (batch, sequence, features) of this rank's shard of the result."""
         return self.strategy.local_shape(self.sides[1], self.dims[1])
 
     @cached_property
     def kept_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of what the forward program keeps for the backward one."""
+        """Return the local shapes of the buffers in `kept`."""
         program = self.parts.forward
         return tuple(program.local_shape(name, self.strategy.rank) for name in self.kept)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
-        """Return the forward or the backward program on this rank."""
+        """Return the forward or the backward program, bound on this rank. Collective at its first use."""
 
         def written() -> Program:
             return on_device(self.parts.backward if is_backward else self.parts.forward, device)
@@ -161,26 +167,27 @@ class SizedMove:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return the local shape after the move."""
+        """Return the shape of this rank's shard after the move."""
         return self.strategy.local_shape(self.site.sides, self.site.after)
 
     def run(self, x: Tensor) -> Tensor:
-        """Return what this rank has after the move; all ranks call it."""
+        """Return this rank's shard after the move, in new memory; x is that before it. Collective."""
         bound = self.bound(x.device)
         bound.run({"x": x.detach()})
         return bound.outputs["y"].clone()
 
     def bound(self, device: torch.device) -> BoundProgram:
-        """Return the program on this rank, which the context keeps."""
+        """Return the program, bound on this rank and kept by the context. Collective at its first use."""
         memory = partial(self._memory, device) if self._is_in_place else None
         meets = not self.is_whole
         return bound_program(self, partial(self._written, device), self.strategy, device, None, meets, memory)
 
     def bound_apart(self, device: torch.device, twin: BoundProgram | None = None) -> BoundProgram:
-        """Return the program on memory of its own, which the caller alone keeps; all ranks call it together.
+        """Return the program bound to memory of its own, which the caller alone keeps. Collective.
 
         Args:
-            twin: the one that `bound` returns, whose runs may be this one's on any rank; None for neither.
+            twin: the program that `bound` returns, of which a rank may run either in each call; None for no
+                such link.
         """
         made = self._written(device)
         memory = self._memory(device, made) if self._is_in_place else {}
@@ -205,7 +212,9 @@ class SizedMove:
 def sized_product(
     site: ProductSite, strategy: LayerStrategy, batch: int, sequence: int, dtype: torch.dtype
 ) -> ProductPrograms:
-    """Return the programs of a product for so many tokens; one object for equal arguments."""
+    """Return the programs of a product for `batch` x `sequence` tokens of all ranks; one object for equal
+    arguments.
+    """
     return ProductPrograms(site, strategy, batch, sequence, dtype)
 
 
@@ -213,5 +222,8 @@ def sized_product(
 def sized_move(
     site: MoveSite, strategy: LayerStrategy, dtype: torch.dtype, is_whole: bool = False
 ) -> SizedMove:
-    """Return the program of a move; one object for equal arguments."""
+    """Return the program of a move for tensors of `dtype`; one object for equal arguments.
+
+    `is_whole` is that of `SizedMove`.
+    """
     return SizedMove(site, strategy, dtype, is_whole)

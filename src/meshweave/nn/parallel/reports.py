@@ -25,7 +25,7 @@ class ModelSettings:
     debug_every: int = 0
 
     def of(self, proved: str, debug_every: int) -> ModelSettings:
-        """Return the settings of a model of which so much is proved."""
+        """Return these settings with `proved` and `debug_every` replaced."""
         return replace(self, proved=proved, debug_every=debug_every)
 
 

@@ -40,7 +40,10 @@ class PlacedRing:
     window: int | None
 
     def problem(self, batch: int, sequence: int, dtype: torch.dtype) -> BlockProblem:
-        """Return the block whose attention it is; queries and keys come as they are multiplied."""
+        """Return the attention as a block problem, of `batch` x `sequence` tokens over all ranks.
+
+        Queries and keys are given after their rotation.
+        """
         heads = self.groups * self.per_group
         form = DenseForm(gated=False, norm="layer", window=self.window)
         layer = dense_layer(1, heads, self.groups, self.width, 1, form)
@@ -67,16 +70,19 @@ class SizedRing:
 
     @property
     def parts(self) -> BlockParts:
-        """Return both programs, as `ProductPrograms.parts` does."""
+        """Return the forward and the backward program."""
         return _ring_parts(self)
 
     @cached_property
     def calls(self) -> Functions:
-        """Return the functions that the calls of the ring's programs run."""
+        """Return the functions that the calls of the ring's programs run, by name."""
         return functions_of(self.problem)
 
     def bound(self, is_backward: bool, device: torch.device) -> BoundProgram:
-        """Return the forward or the backward program on this rank, with the positions of all tokens."""
+        """Return the forward or the backward program, bound on this rank with the positions of all tokens.
+
+        Collective at first.
+        """
 
         def written() -> Program:
             return on_device(self.parts.backward if is_backward else self.parts.forward, device)
@@ -88,7 +94,7 @@ class SizedRing:
         return bound
 
     def kept_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what the forward program makes, by buffer."""
+        """Return the local shapes of the buffers that the forward program saves, by name."""
         program, rank = self.parts.forward, self.ring.strategy.rank
         return {name: program.local_shape(name, rank) for name in self.parts.kept}
 
@@ -107,12 +113,12 @@ def _sized(number: int, batch: int, sequence: int, dtype: torch.dtype) -> SizedR
 
 @torch.library.custom_op("meshweave::ring_attention", mutates_args=())  # type: ignore[untyped-decorator]
 def ring_attention(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
-    """Return this rank's heads of attention, and the logarithms of the sums of softmax.
+    """Return [attention of this rank's heads, logarithms of the softmax sums]. Collective.
 
     Args:
-        qkv: (batch, sequence, features) of what this rank has: of each group its queries, key and value.
+        qkv: this rank's shard (batch, sequence, features): of each group its queries, key and value.
         number: `number_of` the ring, a `PlacedRing`.
-        batch, sequence: the tokens of all ranks.
+        batch, sequence: sequences, and tokens of each, of all ranks.
     """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(False, qkv.device)
@@ -134,7 +140,12 @@ def _(qkv: Tensor, number: int, batch: int, sequence: int) -> list[Tensor]:
 def ring_attention_back(
     arriving: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor, number: int, batch: int, sequence: int
 ) -> Tensor:
-    """Return the gradient by `qkv`; arguments are those and the results of `ring_attention`."""
+    """Return the gradient of `qkv`. Collective.
+
+    Args:
+        arriving: the gradient of the attention.
+        out, log_sums: the results of `ring_attention`; the others are its arguments.
+    """
     sized = _sized(number, batch, sequence, qkv.dtype)
     bound = sized.bound(True, qkv.device)
     for name, value in (("qkv0", qkv), ("a0", out), ("l0", log_sums), ("da0", arriving)):

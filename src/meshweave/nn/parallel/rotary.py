@@ -36,9 +36,9 @@ class UnfilledBuffers:
         }
 
     def fill(self, device: torch.device) -> None:
-        """Compute buffers anew that nothing was written into since they got memory, or that have none yet.
+        """Compute the buffers anew that got memory on `device` and no values, or have no memory yet.
 
-        Raises UnsupportedError, naming one, where it cannot be.
+        Raises UnsupportedError, naming one, where it cannot be computed.
         """
         for (path, name), module in self._names.items():
             buffer = dict(module.named_buffers())[name]

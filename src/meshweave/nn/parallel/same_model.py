@@ -26,7 +26,7 @@ from meshweave.nn.parallel.model_words import (
 
 
 def ranks_of(device_mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Return the ranks of a mesh, or all."""
+    """Return the global ranks of a mesh; all ranks of the world for None."""
     return tuple(range(dist.get_world_size())) if device_mesh is None else tuple(mesh_of(device_mesh).ranks)
 
 
@@ -45,8 +45,9 @@ def require_same_model(
         broadcast_weights: whether ranks take the weights of the first one instead of comparing them.
 
     Raises:
-        LayoutError: they have not, on all ranks.
-        RankLostError, DeadlineError, BindError: as `execute.ranks.agreement.exchange`.
+        LayoutError: they differ; on all ranks.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
+        BindError: another rank is in another call.
     """
     ranks = ranks_of(device_mesh)
     if len(ranks) == 1 or context.rank not in ranks:

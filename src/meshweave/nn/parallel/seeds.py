@@ -10,7 +10,10 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 def seed_alike(strategy: LayerStrategy) -> None:
-    """Seed torch's default generator with a number of the first rank, on all ranks of the mesh."""
+    """Seed torch's default generator with a number drawn on the first rank, on all ranks of the mesh.
+
+    Collective.
+    """
     if strategy.is_alone:
         return
     axis = (Side("", 1),)

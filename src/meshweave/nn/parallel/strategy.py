@@ -56,9 +56,12 @@ class LayerStrategy:
         context: TorchContext | None = None,
         experts: AxisDims = (),
     ) -> LayerStrategy:
-        """Return the strategy of a name, or an entry itself, on a device mesh with a dim for each of its axes.
+        """Return a strategy on a device mesh with a dim for each of its axes.
 
-        A strategy of one axis takes a mesh of one dim. `experts` is that of `Roles`.
+        Args:
+            name: of the strategy.
+            entry: the strategy itself, for one that is not in the table.
+            experts: what each axis does for experts; see `Roles`.
 
         Raises:
             UnsupportedError: there is no such strategy.
@@ -89,16 +92,16 @@ class LayerStrategy:
 
     @cached_property
     def coordinates(self) -> tuple[int, ...]:
-        """Return the coordinates of this rank."""
+        """Return the coordinates of this rank in `mesh`."""
         return tuple(self.mesh.coords(self.rank))
 
     def context(self, device: torch.device) -> TorchContext:
-        """Return the context that programs on a device run in."""
+        """Return the context in which programs on a device run."""
         return context_of(self.context_number, str(device))
 
     @property
     def is_alone(self) -> bool:
-        """Return whether one rank has all of each layer."""
+        """Return whether the mesh has a single rank, which then has all of each layer."""
         return math.prod(self.mesh.shape) == 1
 
     @cached_property
@@ -113,7 +116,13 @@ class LayerStrategy:
         return not self.is_alone and not shards and all(dims == ranks_of_rows for dims in edges)
 
     def span(self, side: Side, dims: AxisDims, coordinates: tuple[int, ...] | None = None) -> tuple[int, int]:
-        """Return the first element, and that after the last, of what a rank has of a side; by default this one."""
+        """Return (start, stop), in elements, of the shard of a side that a rank has where it is divided as
+        `dims` says.
+
+        Args:
+            dims: for each mesh axis the dim that it divides.
+            coordinates: those of the rank; None for this one.
+        """
         start, count, most = 0, side.count, side.count
         for dim, parts, at in zip(dims, self.mesh.shape, coordinates or self.coordinates, strict=True):
             if dim != side.dim or not dim:
@@ -124,16 +133,16 @@ class LayerStrategy:
         return start * side.unit, (start + count) * side.unit
 
     def local_shape(self, sides: Sides, dims: AxisDims) -> tuple[int, ...]:
-        """Return the shape of what this rank has of a tensor."""
+        """Return the shape of this rank's shard of a tensor with these sides, divided as `dims` says."""
         return tuple(stop - start for start, stop in (self.span(side, dims) for side in sides))
 
     def tokens(self, batch: int, sequence: int) -> Sides:
-        """Return the sides of tokens as torch has them, (batch, sequence)."""
+        """Return the sides (batch, sequence) of a tensor of tokens, of these global sizes."""
         return Side("batch", batch), Side("sequence", sequence)
 
     @property
     def torch_axes(self) -> tuple[int, ...]:
-        """Return the axis of the strategy that each dim of the device mesh is."""
+        """Return for each dim of the device mesh the index of the strategy's axis that it is."""
         return tuple(range(int(self.device_mesh.ndim)))
 
 
@@ -161,12 +170,12 @@ def device_mesh_for(
 
 
 def chunked(config: BlockConfig, most: int) -> BlockConfig:
-    """Return a config with at most so many chunks."""
+    """Return a config with at most `most` chunks."""
     return replace(config, chunks=min(config.chunks, most)) if config.chunks > most else config
 
 
 def overlap_of(strategy: LayerStrategy) -> str:
-    """Return what communication runs beside in layers whose products are programs of their own, in words."""
+    """Return text on what communication overlaps with, where each product is a program of its own."""
     if strategy.is_alone:
         return "nothing is communicated"
     if strategy.config.chunks == 1:

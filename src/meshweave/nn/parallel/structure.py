@@ -39,17 +39,17 @@ class LayerMap:
 
     @property
     def into_attention(self) -> tuple[str, ...]:
-        """Return the linear layers that enter attention."""
+        """Return the names of the linear layers before attention."""
         return (self.fused,) if self.fused else (self.query, self.key, self.value)
 
     @property
     def into_feed_forward(self) -> tuple[str, ...]:
-        """Return the linear layers that enter the feed-forward half."""
+        """Return the names of the linear layers that the feed-forward half begins with."""
         return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return all linear layers."""
+        """Return the names of all linear layers."""
         return (*self.into_attention, self.out, *self.into_feed_forward, self.down)
 
 
@@ -82,7 +82,7 @@ class ModelMap:
     has_causal_loss: bool = True
 
     def missing(self, module: nn.Module) -> str:
-        """Return the first module that a model lacks; "" where it has all."""
+        """Return the name of the first module that a model lacks; "" where it has all."""
         named = dict(module.named_modules(remove_duplicate=False))
         own = [getattr(self, each.name) for each in fields(self)]
         wanted = [name for name in own if isinstance(name, str) and name]
@@ -96,7 +96,10 @@ class ModelMap:
 
 
 def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
-    """Raise UnsupportedError where a layer has parameters that no part of its map computes with."""
+    """Raise UnsupportedError where a layer has parameters that are in no module that its map names.
+
+    `where` is the layer's name.
+    """
     known = {*names.linears, names.attention_norm, names.feed_forward_norm}
     for name, _ in layer.named_parameters():
         if name.rpartition(".")[0] not in known:
@@ -106,7 +109,7 @@ def check_layer(layer: nn.Module, names: LayerMap, where: str) -> None:
 
 
 def check_modules(module: nn.Module, names: ModelMap) -> None:
-    """Raise UnsupportedError where a model lacks a module that its map names, or one is none that is computed."""
+    """Raise UnsupportedError where a model lacks a module that its map names, or has one of an unknown class."""
     kind = type(module).__name__
     if missing := names.missing(module):
         raise UnsupportedError(f"{kind} has no module {missing}, which the mapping names")
@@ -122,7 +125,7 @@ def check_modules(module: nn.Module, names: ModelMap) -> None:
 
 
 def check_linear(linear: nn.Module, name: str) -> None:
-    """Raise UnsupportedError where a module is no linear layer, or computes more than one."""
+    """Raise UnsupportedError where a module is no plain `nn.Linear`; `name` is its name."""
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise UnsupportedError(
             f"{name}: {type(linear).__name__} is no linear layer that is known; give an nn.Linear"
@@ -138,9 +141,9 @@ def _check_embedding(embedding: nn.Module, name: str) -> None:
 
 
 def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
-    """Return the sizes of attention of a layer, from its module and the configuration of the model.
+    """Return the sizes of attention in layer `number`, from its module and the configuration of the model.
 
-    Raises LayoutError where they are not said, UnsupportedError where attention is not causal.
+    Raises LayoutError where they are not given, UnsupportedError where attention is not causal.
     """
     names, layer = model_map.layer, module.get_submodule(f"{model_map.layers}.{number}")
     attention = layer.get_submodule(names.out.rpartition(".")[0])
@@ -169,7 +172,7 @@ def heads_of(module: nn.Module, number: int, model_map: ModelMap) -> Heads:
 
 
 def check_heads(layer: nn.Module, names: LayerMap, heads: Heads, where: str) -> None:
-    """Raise LayoutError where the linear layers of attention have not the features that its heads say."""
+    """Raise LayoutError where the linear layers of attention do not have the features that its heads need."""
     of_queries, of_keys = heads.queries * heads.width, heads.keys * heads.width
     if names.fused:
         wanted = [(names.fused, 0, of_queries + 2 * of_keys)]
@@ -222,7 +225,7 @@ def _first(owners: tuple[Any, ...], *names: str) -> Any:
 
 
 def uncovered(module: nn.Module, replaced: set[str]) -> Iterator[str]:
-    """Yield the modules that have parameters of their own and were not replaced."""
+    """Yield the names of modules that have parameters of their own and are not in `replaced`."""
     for name, child in module.named_modules():
         if name not in replaced and next(child.parameters(recurse=False), None) is not None:
             yield name

@@ -24,7 +24,10 @@ _WRAPPERS = {
 
 
 def check_unaltered(module: nn.Module) -> None:
-    """Raise UnsupportedError where hooks, adapters, wrappers, quantised weights or gradients would be dropped."""
+    """Raise UnsupportedError where a model has hooks, adapters, wrappers, quantised weights or gradients.
+
+    Replacing its layers would drop them.
+    """
     for name, child in module.named_modules():
         where = name or type(module).__name__
         if hasattr(child, "_orig_mod"):
@@ -81,19 +84,20 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with an adapter of low rank, as PEFT makes it."""
+    """Return whether a module is PEFT's linear layer with LoRA."""
     return f"{type(module).__module__}." == "peft.tuners.lora.layer." and type(module).__name__ == "Linear"
 
 
 def check_takeable(
     module: nn.Module, embedding: str, head: str, positions: str = "", adds_bias: bool = False
 ) -> None:
-    """Raise UnsupportedError, naming it, for what replaced layers would not keep of how parameters are shared.
+    """Raise UnsupportedError, naming it, where a model shares parameters or has options that replaced layers lack.
 
-    These are parameters with several names or with memory in common, but for one of embedding and head, and
-    options of embeddings.
+    These are parameters with several names or with memory in common, but for embedding and head, and options
+    of embeddings.
 
     Args:
+        embedding, head, positions: names of modules; "" for no positions.
         adds_bias: whether a head that shares its weight may have a bias.
     """
     weights = f"{embedding}.weight", f"{head}.weight"

@@ -47,7 +47,7 @@ class TiedWeight:
             self.movers.append(Mover(there, back))
 
     def head(self, linear: nn.Module, name: str) -> ParallelLinear:
-        """Return the head, whose weight is the parameter of the embedding."""
+        """Return the parallel head in the place of `linear`, whose weight is the embedding's parameter."""
         stored = None if self.is_shared else self.wanted
         head = ParallelLinear(linear, self.strategy, place="in", name=name, stored=stored)
         head.weight, head.kept = self.embedding.weight, {}
@@ -55,12 +55,15 @@ class TiedWeight:
         return head
 
     def keep_in(self, head: ParallelLinear) -> None:
-        """Take the parameter of the head from now on, whose embedding another stage of a pipeline has."""
+        """Let the head keep the parameter, on a stage whose pipeline has the embedding in another one."""
         head.kept["weight"] = self.embedding.kept["weight"]
         self.keeper, self._use = head, ParameterUse([[(head, "weight")]])
 
     def logits(self, group: LinearGroup, x: Tensor, batch: int, sequence: int) -> Tensor:
-        """Return this rank's part of the logits."""
+        """Return this rank's shard of the logits, from its shard x of the normalised residual. Collective.
+
+        `batch` and `sequence` are those of all ranks.
+        """
         (weight,) = self._use() if self.is_shared else local_parts([self.keeper.weight])
         for mover in self.movers:
             weight = mover(weight, 1, 1)

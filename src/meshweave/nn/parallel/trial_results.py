@@ -22,23 +22,23 @@ class MeasuredPlan(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return which of its times correct those of others."""
+        """Return the kind of plan ("data", "zero", ...), whose measured times correct predictions of that kind."""
 
     @property
     def words(self) -> str:
-        """Return what it is called."""
+        """Return the plan's name in tables."""
 
     @property
     def predicted_s(self) -> float | None:
-        """Return what a step should take, None where nobody says."""
+        """Return the predicted seconds of a step; None where there is no prediction."""
 
     @property
     def measured_s(self) -> float | None:
-        """Return what a step took, None where it was not run."""
+        """Return the measured seconds of a step; None where it was not run."""
 
 
 def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> None:
-    """Add the measured times of trials to a file, if there is one.
+    """Append the predicted and measured times of trials to a file; nothing for None.
 
     Raises LayoutError where it cannot be written.
     """
@@ -63,7 +63,7 @@ def keep_results(path: str | Path | None, trials: Iterable[MeasuredPlan]) -> Non
 
 
 def corrections_of(path: str | Path | None) -> dict[str, float]:
-    """Return by kind of plan the median of measured to predicted times in a file."""
+    """Return for each kind of plan the median ratio of measured to predicted times in a file; {} for None."""
     ratios: dict[str, list[float]] = {}
     for row in _kept(path) if path is not None else []:
         if row["predicted_s"]:
@@ -72,7 +72,10 @@ def corrections_of(path: str | Path | None) -> dict[str, float]:
 
 
 def usable_corrections(path: str | Path | None) -> dict[str, float]:
-    """Return the corrections of a file in which trials can be kept. Raises LayoutError for any other."""
+    """Return the corrections in a file that trials can also be written to; see `corrections_of`.
+
+    Raises LayoutError where its folder is not there, or the file is no file of trials.
+    """
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise LayoutError(f"trials cannot be kept in {path}: there is no such folder")
     return corrections_of(path)
@@ -100,7 +103,7 @@ def _is_kept_row(row: Any) -> bool:
 
 
 def check_numbers(steps: Any, seconds: Any, within: Any) -> None:
-    """Raise LayoutError where trials have no such length."""
+    """Raise LayoutError where steps, seconds or the share `within` of trials are not numbers from 0 on."""
     if not isinstance(steps, int) or not is_number(steps):
         raise LayoutError(f"steps of a trial are a whole number from 0 on, not {printable(steps)}")
     for name, value in (("seconds", seconds), ("within", within)):

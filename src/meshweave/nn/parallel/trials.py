@@ -77,12 +77,12 @@ class Trial:
 
     @property
     def expected_s(self) -> float | None:
-        """Return what a step should take, as earlier trials correct it."""
+        """Return the predicted seconds of a step times `factor`; None where there is no prediction."""
         return None if self.predicted_s is None else self.factor * self.predicted_s
 
     @classmethod
     def of(cls, plan: Any, predicted_s: float | None = None) -> Trial:
-        """Return the trial of the name of a strategy, or of degrees."""
+        """Return the trial of a plan: the name of a strategy, or degrees of parallelism."""
         if isinstance(plan, Parallelism):
             pipeline, tensor = plan.pipeline > 1, plan.tensor_size * plan.context > 1
             kind = "pipeline" if pipeline else "tensor" if tensor else "zero" if plan.zero else "data"
@@ -93,7 +93,7 @@ class Trial:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is data parallelism alone."""
+        """Return whether the plan is data parallelism alone."""
         return self.kind == "data"
 
 
@@ -149,16 +149,17 @@ class Trials:
 
     @property
     def words(self) -> dict[str, str]:
-        """Return in words what ranks must try alike."""
+        """Return text by name of what all ranks must try alike: plans and limits."""
         plans = {str(n): without_addresses(repr(plan)) for n, (plan, _) in enumerate(self.plans or ())}
         how = {name: str(getattr(self, name)) for name in ("most", "seconds", "steps", "within")}
         return {**plans, "planned here": str(self.plans is None), **how}
 
     def candidates(self, factors: Mapping[str, float] | None = None) -> list[Trial]:
-        """Return what is tried: the plans that were given, and both plain ones.
+        """Return what is tried: data parallelism, ZeRO-3, then the given plans by expected time; `most` at most.
 
         Args:
-            factors: by kind of plan, what steps took to what was predicted; None for those in `results`.
+            factors: for each kind of plan the ratio of measured to predicted times; None for those in
+                `results`.
         """
         given = [Trial.of(plan, seconds) for plan, seconds in self.plans or ()]
         said = {trial.kind: trial.predicted_s for trial in reversed(given)}
@@ -215,14 +216,15 @@ def run_trials(
 ) -> TrialTable:
     """Run plans for a few steps each, and return the table; all ranks of the world call it with the same ones.
 
-    What a trial raises for its plan, model or batch is why it was not run; lost ranks and errors that are not this
-    library's end all trials, on all ranks.
+    A trial that raises an error of this library, for its plan, model or batch, counts as not run, for that
+    reason. Lost ranks and other errors end all trials, on all ranks.
 
     Args:
         start: returns what makes one step by a plan. It is called and dropped before the next one.
         steps: of each, after one that is not counted.
         seconds: after which no trial begins, nor a step of one that has made one.
-        needed_bytes: what a rank needs for a trial.
+        within: the share by which another plan must be faster than plain data parallelism to be chosen.
+        needed_bytes: the bytes of memory that a rank needs for a trial.
         context: deadline and liveness of waits between steps; default: that of the default process group.
 
     Raises:
@@ -283,7 +285,7 @@ def _refusal_of(call: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def available_bytes() -> float:
-    """Return the free bytes of memory for a rank: of its GPU, or its share of this host's."""
+    """Return the free bytes of memory for a rank: of its GPU, or this rank's share of the host's."""
     if dist.get_backend() == "nccl":
         return float(torch.cuda.mem_get_info()[0])
     if not _MEMORY.exists():
@@ -293,9 +295,10 @@ def available_bytes() -> float:
 
 
 def needed_bytes_of(module: nn.Module) -> int:
-    """Return what a trial needs on a rank at most: the model again, its gradients, and two states of an optimizer.
+    """Return the bytes that a trial needs on a rank at most: four times those of the model's parameters.
 
-    Raises LayoutError where the model has no memory, or nothing to train.
+    That is the model again, its gradients, and two states of an optimizer. Raises LayoutError where the model
+    has no memory, or nothing to train.
     """
     total = 0
     if next(module.parameters(), None) is None:
@@ -373,7 +376,7 @@ def _starter(
 
 
 def mesh_for(plan: Any, module: nn.Module) -> DeviceMesh | None:
-    """Return a mesh of all ranks for the name of a strategy; None for degrees, which make their own."""
+    """Return a one-dim mesh of all ranks for the name of a strategy; None for degrees, which make their own."""
     if isinstance(plan, Parallelism):
         return None
     kind = next(module.parameters()).device.type

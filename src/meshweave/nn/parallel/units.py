@@ -68,7 +68,11 @@ class UnitChoice:
         self.rows = (units[:, None] * inner.unit + torch.arange(inner.unit)).flatten()
 
     def terms(self, dims: AxisDims) -> AxisDims:
-        """Return how the gradient of the parameter lies, of how that of what a rank takes does."""
+        """Return the layout of the parameter's gradient, given the layout `dims` of the gradient of what a
+        rank takes.
+
+        Axes that divide inner features become partial where the parameter is kept whole there.
+        """
         return tuple("partial" if dim == "inner" else dim for dim in dims) if self.is_needed else dims
 
     def __call__(self, local: Tensor) -> list[Tensor]:

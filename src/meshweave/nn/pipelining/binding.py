@@ -66,9 +66,10 @@ def bind_stages(
     """Profile the stages, write the program, and bind it; collective among the ranks of `places`.
 
     Args:
-        stages: the modules of this rank.
-        data: what the first or the last stage is given, on their ranks.
-        memory: where what is kept is counted, if anywhere.
+        stages: the modules of this rank, by stage.
+        data: shapes of what the first or the last stage is given for a micro-batch, on their ranks; else
+            None.
+        memory: counts the bytes that stages keep; None counts nothing.
         trains: whether there are backwards.
 
     Raises:

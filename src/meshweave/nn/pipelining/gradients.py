@@ -34,7 +34,10 @@ class StageGradients:
 
     @classmethod
     def of(cls, module: nn.Module, *, is_reduced: bool, number: int) -> StageGradients:
-        """Return the gradients of a module; of stage `number`, for errors.
+        """Return the gradients of a module, none so far; `number` is its stage, for errors.
+
+        Args:
+            is_reduced: whether data-parallel ranks sum them, so that they lie in one vector.
 
         Raises:
             UnsupportedError: gradients are reduced, and parameters have several dtypes, or are neither plain
@@ -56,7 +59,7 @@ class StageGradients:
         return cls(parameters, torch.zeros(size, dtype=dtype, device=device))
 
     def begin(self) -> None:
-        """Put earlier gradients aside, so that those of this step start from nothing."""
+        """Set gradients of earlier steps aside, so that `.grad` starts from nothing in this step."""
         self._previous = [
             None if parameter.grad is None else parameter.grad.detach() for parameter in self.parameters
         ]
@@ -73,7 +76,7 @@ class StageGradients:
             start += num_local_elements(parameter)
 
     def end(self, divisor: int) -> None:
-        """Divide the gradients of this step, and add them to earlier ones."""
+        """Divide the gradients of this step by `divisor`, and add those that `begin` set aside."""
         with torch.no_grad():
             if divisor != 1:
                 if self.vector is not None:
@@ -89,7 +92,7 @@ class StageGradients:
 
 
 def num_local_elements(parameter: Tensor) -> int:
-    """Return the elements of a tensor, or of the largest shard that a rank has of a DTensor."""
+    """Return the number of elements of a tensor, or of the largest shard that any rank has of a DTensor."""
     if not isinstance(parameter, DTensor):
         return int(parameter.numel())
     sizes = list(parameter.shape)

@@ -47,7 +47,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """Return the table of embedding and head where another stage has the other of them, and a copy."""
+        """Return the table shared by embedding and head where another stage has a copy of it, too; else None."""
         model = self._model
         if model.tied is None or self.is_first == self.is_last:
             return None
@@ -55,7 +55,7 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return table
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the residual after the stage, as (rows, elements).
+        """Return this rank's shard of the residual after the stage, flattened to (rows, elements). Collective.
 
         Args:
             x: tokens (rows, sequence) at the first stage, else what the stage before returns.
@@ -69,22 +69,30 @@ class ParallelStage(nn.Module):  # type: ignore[misc]
         return self._flat(residual, rows)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of what the last stage returns, for `meshweave.pipeline`."""
+        """Return the mean loss over all tokens of x, the last stage's output: a `loss_fn` for
+        `meshweave.pipeline`.
+        """
         self.check(targets=targets)
         loss: Tensor = self._model.head_loss(self._taken_apart(x), targets)
         return loss
 
     def check(self, tokens: Tensor | None = None, targets: Tensor | None = None) -> None:
-        """Raise LayoutError where the model has no words for tokens or targets (rows, sequence)."""
+        """Raise LayoutError where tokens or targets (rows, sequence) are outside the model's vocabulary or
+        positions.
+        """
         self._model.agreement.limits.check(tokens, targets)
 
     @property
     def draws(self) -> bool:
-        """Return whether ranks must have torch's generator in the same state."""
+        """Return whether the stage draws random numbers, for which ranks must have torch's generator in the
+        same state.
+        """
         return self._model.agreement.draws and self.training
 
     def example(self, rows: int) -> Tensor:
-        """Return what the stage passes on for so many rows, as zeros: for `outputs` of `meshweave.pipeline`."""
+        """Return zeros of the shape that the stage returns for `rows` rows: for `outputs` of
+        `meshweave.pipeline`.
+        """
         dtype = next(self.module.parameters()).dtype
         return torch.zeros(rows, self._width(rows), dtype=dtype)
 

@@ -168,10 +168,13 @@ class Pipeline:
     def step(self, batch: Batch = None, target: Tensor | None = None) -> Tensor | None:
         """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
 
+        Collective.
+
         Args:
             batch: on ranks of the first stage one tensor or several, one row per sample first; others may
                 leave it out.
-            target: likewise on ranks of the last stage.
+            target: on ranks of the last stage the tensor that the loss takes, rows first; others may leave it
+                out.
 
         Returns:
             On ranks of the last stage the loss of the whole batch, else None.
@@ -185,9 +188,10 @@ class Pipeline:
         return self._run(batch, target, trains=True, wants_outputs=False)[0]
 
     def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        """Run forwards alone. Return (outputs of this rank's rows, loss) on ranks of the last stage, else Nones.
+        """Run forwards alone; on ranks of the last stage return (outputs of this rank's rows, loss), else
+        (None, None).
 
-        Arguments are those of `step`; without a target there is no loss.
+        Arguments and errors are those of `step`; without a target the loss is None.
         """
         loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
         return outputs, loss
@@ -290,9 +294,9 @@ class Pipeline:
     def prepare(
         self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True
     ) -> BoundPipeline:
-        """Write and bind the program for batches of this kind, unless that is done; all ranks call it.
+        """Write and bind the program for batches of this kind, unless that is done; return it. All ranks call it.
 
-        `step` and `evaluate` do it at their first call.
+        `step` and `evaluate` do it at their first call. Arguments and errors are those of `step`.
         """
         if trains not in self._bound:
             with share_refusal(self._context, self.places.ranks, "pipeline"):
@@ -311,12 +315,18 @@ class Pipeline:
 
     @property
     def problem(self) -> PipelineProblem:
-        """Return stages and edges with their costs. Raises BindError before the first step or `prepare`."""
+        """Return stages and edges with their costs, as planned.
+
+        Raises BindError before the first step or `prepare`.
+        """
         return self._trained.problem
 
     @property
     def memory(self) -> PipelineMemory:
-        """Return the activation memory of this rank. Raises BindError before the first step or `prepare`."""
+        """Return the activation memory of this rank, predicted and counted.
+
+        Raises BindError before the first step or `prepare`.
+        """
         counted = None if self._memory is None else self._memory.peak_bytes
         return PipelineMemory(peak_stash_bytes(self.program, self._rank), counted)
 

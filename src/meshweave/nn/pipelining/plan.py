@@ -36,7 +36,13 @@ class PipelineOptions:
 
 
 def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
-    """Return the schedule that a plan names."""
+    """Return the schedule that a plan is, or names by an algorithm or a CSV file.
+
+    Raises:
+        DescriptionError: there is no such file, or it is none of torch's schedules.
+        UnsupportedError: there is no algorithm of that name.
+        LayoutError: the algorithm is no schedule of a pipeline.
+    """
     if isinstance(plan, Schedule):
         return plan
     if isinstance(plan, Path) or plan.endswith(".csv"):
@@ -52,7 +58,7 @@ def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
 
 
 def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the meshes of pipeline ranks; those of a DeviceMesh are its slices along the first dim."""
+    """Return the mesh of each pipeline rank; those of a DeviceMesh are its slices along the first dim."""
     if not isinstance(meshes, DeviceMesh):
         return tuple(meshes)
     ranks = meshes.mesh.reshape(meshes.mesh.shape[0], -1).tolist()
@@ -65,7 +71,11 @@ def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
 def schedule_of(
     plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
 ) -> Schedule:
-    """Return the schedule of a problem, its pipeline ranks numbered as those of the problem are."""
+    """Return the schedule of a problem, with pipeline ranks numbered as in the problem.
+
+    Raises LayoutError where the plan does not take the problem, or its stages lie on other ranks than the
+    modules.
+    """
     if isinstance(plan, PipelineAlgorithm):
         refusal = plan.refusal(problem)
         if refusal is not None:
@@ -92,7 +102,7 @@ def schedule_of(
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule, in its order."""
+    """Return a schedule with the forward actions alone, in their order."""
     actions = tuple(
         tuple(leaf for action in order for leaf in action.leaves if leaf.kind is ActionKind.FORWARD)
         for order in schedule.actions

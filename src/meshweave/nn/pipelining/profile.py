@@ -54,7 +54,7 @@ class StageProfile:
     lost_parameter: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as JSON, which `from_json` reads back."""
+        """Return the profile as JSON values, which `from_json` reads back."""
         outs = [[list(kind.shape), str(kind.dtype).removeprefix("torch.")] for kind in self.outs]
         return {**asdict(self), "outs": outs}
 
@@ -77,15 +77,17 @@ def profile_stage(
     *,
     trains: bool = True,
 ) -> StageProfile:
-    """Return the profile of a stage on inputs of given shapes.
+    """Return the shapes, FLOPs and kept bytes of a stage for one micro-batch, from a run on the meta device.
 
     Args:
         module: the stage; it is not run itself.
+        number: of the stage, for errors.
         inputs: what it is called with: the tensors of the batch, or one for each of `sources`.
         sources: the stages whose results it reads, none for the first.
         targets: the stages that read its results, none for the last.
         loss_fn: of the last stage.
         target: what the loss compares the output with.
+        trains: whether backwards are run, too.
 
     Raises:
         LayoutError: it does not run on such inputs, or returns something else than one tensor per target.

@@ -33,7 +33,7 @@ class SavedMemory:
         self._of_batch: set[int] = set()
 
     def exclude(self, module: nn.Module) -> None:
-        """Count no parameter and no buffer of a module."""
+        """Count no parameter and no buffer of a module from now on."""
         self._excluded.update(map(storage_key, (*module.parameters(), *module.buffers())))
 
     def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
@@ -41,19 +41,19 @@ class SavedMemory:
         self._of_batch = set(map(storage_key, tensors))
 
     def reset_peak(self) -> None:
-        """Count the most from now on."""
+        """Set `peak_bytes` to the bytes kept now."""
         self.peak_bytes = self.bytes
 
     def count(self) -> None:
-        """Note what is kept now."""
+        """Raise `peak_bytes` to the bytes kept now, where they are more."""
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def hooks(self) -> Any:
-        """Return a context in which everything that autograd saves is counted for as long as it is saved."""
+        """Return a context manager: what autograd saves in its block is counted for as long as it is saved."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def keep(self, tensors: Iterable[Tensor]) -> KeptTensors:
-        """Count tensors until the result is released."""
+        """Count tensors as kept until `release` of the result is called."""
         return KeptTensors(self, tensors)
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
@@ -65,20 +65,20 @@ class SavedMemory:
         return saved
 
     def add(self, key: int, num_bytes: int) -> None:
-        """Count one use of a storage."""
+        """Count one more use of the storage `key` of `num_bytes`; its bytes count once."""
         self._uses[key] += 1
         if self._uses[key] == 1:
             self.bytes += num_bytes
 
     def drop(self, key: int, num_bytes: int) -> None:
-        """Count one use of a storage less."""
+        """Count one use of the storage `key` less; its bytes count no more after the last."""
         self._uses[key] -= 1
         if not self._uses[key]:
             del self._uses[key]
             self.bytes -= num_bytes
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether the storage of a tensor is one that a stage keeps."""
+        """Return whether the storage of a tensor is counted: none of a parameter, buffer or batch."""
         return self._belongs_to_stage(storage_key(tensor))
 
     def _belongs_to_stage(self, key: int) -> bool:
@@ -99,7 +99,7 @@ class KeptTensors:
             memory.add(*use)
 
     def release(self) -> None:
-        """Count them no more."""
+        """Stop counting these tensors as kept."""
         for use in self._uses:
             self._memory.drop(*use)
         self._uses = []

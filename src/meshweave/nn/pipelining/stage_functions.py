@@ -41,7 +41,7 @@ class TensorKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
-        """Return the kind of a tensor."""
+        """Return the shape and dtype of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -123,16 +123,16 @@ class StageFunctions:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the stage reads the batch."""
+        """Return whether the stage reads the batch: no other stage sends to it."""
         return not self.shape.sources
 
     @property
     def is_last(self) -> bool:
-        """Return whether the stage makes the output."""
+        """Return whether the stage makes the output: it sends to no other stage."""
         return not self.shape.targets
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by the names of the program's calls."""
+        """Return the functions of the stage by the names that `call` ops of the program carry."""
         name = f"stage{self.shape.number}"
         return {
             name: self.forward,
@@ -145,7 +145,10 @@ class StageFunctions:
     # --- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Run the module on a micro-batch: operands are what arrived, a token and the micro-batch's number."""
+        """Run the module on a micro-batch; return the tensors for other stages, and keep the graph in `stash`.
+
+        `operands` are the tensors that arrived, a token of order, and the micro-batch's number.
+        """
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
@@ -166,7 +169,7 @@ class StageFunctions:
         return self._passed_on(outputs, arrived, token)
 
     def recompute(self, stash: dict[str, Any], *operands: Any) -> None:
-        """Run the module again on what the forward kept, with the random numbers that it drew."""
+        """Run the module again on the inputs in `stash`, with the random numbers that the forward drew."""
         micro_batch = operands[-1]
         inputs = stash["inputs"]
         now = _random_states(inputs)
@@ -240,7 +243,12 @@ class StageFunctions:
     # --- backward ----------------------------------------------------------------------------------------------
 
     def input_grad(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Return the gradients of what arrived; a whole backward adds those of parameters, too."""
+        """Return the gradients of the tensors that arrived; a whole backward adds those of parameters to
+        `.grad`, too.
+
+        `operands` are the gradients of the tensors that the forward sent, a token, and the micro-batch's
+        number.
+        """
         *grads, _, micro_batch = operands
         inputs, outputs = stash["inputs"], stash.pop("outputs")
         arrived = self._arrived_grads(grads)
@@ -264,12 +272,16 @@ class StageFunctions:
         ]
 
     def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Return the gradients of what arrived and the total, once those of parameters are added to `.grad`."""
+        """Run a whole backward: return the gradients of the tensors that arrived, then the vector of gradients.
+
+        Gradients of parameters have been added to their `.grad`. `operands` end with that vector and the
+        micro-batch's number.
+        """
         *before, total, micro_batch = operands
         return [*self.input_grad(stash, *before, micro_batch), total]
 
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
-        """Add the gradients of parameters to their `.grad`, which may lie in the total; return the total."""
+        """Add the gradients of parameters to their `.grad`; return the vector of gradients that these lie in."""
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:
             return total

@@ -52,7 +52,7 @@ class StagePlaces:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks of all stages, ascending."""
+        """Return the global ranks of all stages, ascending."""
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def sources(self, stage: int) -> tuple[int, ...]:
@@ -64,15 +64,15 @@ class StagePlaces:
         return tuple(target for source, target in self.edges if source == stage)
 
     def data_axes_of(self, stage: int) -> tuple[str, ...]:
-        """Return the data axes that the mesh of a stage has."""
+        """Return the names of the data-parallel axes that the mesh of a stage has."""
         return tuple(axis for axis in self.meshes[stage].axes if axis in self.data_axes)
 
     def data_parallelism(self, stage: int) -> int:
-        """Return into how many parts the rows of a micro-batch are cut at a stage."""
+        """Return among how many data-parallel ranks a stage shares the rows of a micro-batch."""
         return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
 
     def data_index(self, stage: int, rank: int) -> int:
-        """Return the number of the part of a micro-batch's rows that a rank has at a stage."""
+        """Return which of these parts of the rows `rank` has at a stage, from 0."""
         mesh, index = self.meshes[stage], 0
         for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
             if axis in self.data_axes:
@@ -88,7 +88,7 @@ def agreed_places(
     data_axes: Sequence[str],
     skips: Sequence[tuple[int, int]],
 ) -> StagePlaces:
-    """Return where all stages are, once each of `ranks` has said which it has.
+    """Return where all stages are, once each of `ranks` has said which it has. Collective among them.
 
     Args:
         own: the stages of this rank.
@@ -97,7 +97,8 @@ def agreed_places(
 
     Raises:
         LayoutError: stages are missing, or the ranks of a stage are those of no mesh.
-        RankLostError, DeadlineError, BindError: see `execute.ranks.agreement.exchange`.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
+        BindError: another rank is in another call, or refuses this one.
     """
     said = exchange(
         context, ranks, json.dumps(sorted(own)), "all to say which stages they have", topic=_TOPIC
@@ -144,12 +145,15 @@ class PipelineData:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of a micro-batch."""
+        """Return the rows of a micro-batch, over all ranks of a stage."""
         return self.batch[0].shape[0]
 
 
 def local_kind(kind: TensorKind, num_parts: int) -> TensorKind:
-    """Return one of the equal parts of a tensor's rows."""
+    """Return the shape and dtype of one part of a tensor split into equal parts along dim 0.
+
+    The caller checks that `num_parts` divides the rows.
+    """
     return TensorKind((kind.shape[0] // num_parts, *kind.shape[1:]), kind.dtype)
 
 
@@ -163,16 +167,19 @@ def profile_all(
     trains: bool,
     outputs: Mapping[int, Sequence[torch.Tensor]],
 ) -> tuple[list[StageProfile], int]:
-    """Return the profiles of all stages, and the rows of a micro-batch; collective among the ranks of `places`.
+    """Return the profiles of all stages, and the rows of a micro-batch over all ranks of a stage.
+
+    Collective among the ranks of `places`.
 
     Args:
-        modules: those of this rank.
-        data: on ranks of the first stage with the batch, on those of the last with the target.
+        modules: those of this rank, by stage.
+        data: on ranks of the first stage with the batch, on those of the last with the target; else None.
         outputs: examples of what stages of this rank return, for those that do not run on the meta device.
 
     Raises:
         LayoutError: a stage does not run on what those before it make.
         BindError: ranks of one stage differ.
+        RankLostError, DeadlineError: another rank died, or did not come in time.
     """
     profiles: list[StageProfile] = []
     made: dict[tuple[int, int], TensorKind] = {}
@@ -234,7 +241,7 @@ def _profile(
 
 
 def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
-    """Return the shapes of the inputs and outputs of a stage on one of its ranks."""
+    """Return the local shapes of a stage's inputs and outputs; `rows` is a micro-batch's over all ranks."""
     sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
     ins = []
     for source in sources:
@@ -252,10 +259,10 @@ def pipeline_problem(
     *,
     trains: bool,
 ) -> PipelineProblem:
-    """Return the problem of a pipeline of modules.
+    """Return the problem of a pipeline of modules, for schedules and the cost model.
 
     Args:
-        rows: of a micro-batch.
+        rows: of a micro-batch, over all ranks of a stage.
         recomputes: the stages that run their forward again.
         trains: whether there are gradients; else data-parallel ranks add up the loss alone.
 
@@ -304,7 +311,9 @@ def _stage(
 
 
 def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
-    """Raise UnsupportedError where a schedule takes backwards apart that then miss a parameter."""
+    """Raise UnsupportedError where a schedule splits backwards of stage `number` and so misses a parameter's
+    gradient.
+    """
     splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
     if splits and profile.lost_parameter:
         raise UnsupportedError(
@@ -314,7 +323,7 @@ def require_all_parameters(number: int, profile: StageProfile, schedule: Schedul
 
 
 def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
-    """Return the micro-batches whose backward is one action at a stage."""
+    """Return the micro-batches whose input and weight gradients are one action at a stage."""
     return frozenset(
         leaf.micro_batch
         for leaf in schedule.leaves()

@@ -29,9 +29,9 @@ _DIGITS = 4
 
 
 class TiedTable:
-    """The copies of a table on this rank: one of the first or of the last stage, or both.
+    """The copies, on this rank, of a table that the first and the last stage share: of one stage, or of both.
 
-    Raises LayoutError where the two stages have other meshes.
+    Raises LayoutError where the meshes of the two stages differ in shape or overlap.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class TiedTable:
     def of(
         cls, stages: Mapping[int, nn.Module], places: StagePlaces, context: TorchContext
     ) -> TiedTable | None:
-        """Return the table that stages of this rank have a copy of; None where none has."""
+        """Return the copies of the tied table that stages of this rank have; None where they have none.
+
+        Collective among the ranks of the first and the last stage.
+        """
         copies = {
             number: stage.tied
             for number, stage in stages.items()
@@ -71,9 +74,10 @@ class TiedTable:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sum_gradients(self) -> None:
-        """Give each copy the sum of the gradients of both; ranks of both stages call it.
+        """Set the gradient of each copy to the sum of both; ranks of the first and the last stage call it
+        together.
 
-        Raises LayoutError where the copies are not equal.
+        Raises LayoutError where the copies differ, or one has no gradient.
         """
         grads = [_local(copy.grad) for copy in self._copies.values() if copy.grad is not None]
         if len(grads) != len(self._copies):

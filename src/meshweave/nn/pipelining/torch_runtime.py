@@ -103,7 +103,7 @@ class ActionRecorder:
 
     @property
     def trace(self) -> Trace:
-        """Return what was recorded so far. Times are those of CLOCK_MONOTONIC.
+        """Return the trace of the actions recorded so far. Times are those of CLOCK_MONOTONIC.
 
         A send or receive is the time in which it is issued: torch moves the bytes later, beside other
         actions, and the compute action that needs a value waits for it inside its own span.
@@ -112,7 +112,7 @@ class ActionRecorder:
 
     @contextlib.contextmanager
     def watch(self, action: str) -> Iterator[None]:
-        """Record the time of what runs inside, the action `action` as torch writes it."""
+        """Record the time of the block as that of `action`, written as torch's CSV writes it."""
         start = time.monotonic_ns()
         try:
             yield
@@ -127,7 +127,7 @@ class ActionRecorder:
 
 @contextlib.contextmanager
 def record_torch_actions() -> Iterator[ActionRecorder]:
-    """Record the actions of torch's pipeline runtimes that run inside, in this process."""
+    """Record the actions that torch's pipeline runtimes run in the block, in this process; yield the recorder."""
     recorder = ActionRecorder()
     with observe_pipeline_actions(recorder.watch):
         yield recorder

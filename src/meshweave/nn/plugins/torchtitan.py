@@ -28,7 +28,7 @@ class UniversalLinear(Linear):  # type: ignore[misc]
         """The settings of torchtitan's Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.t() + bias."""
+        """Return input @ weight.t() + bias; of DTensors as `meshweave.matmul`, of plain tensors as torchtitan."""
         if isinstance(input, DTensor) and isinstance(self.weight, DTensor):
             return universal_linear()(input, self.weight, self.bias)
         return super().forward(input)

@@ -38,7 +38,7 @@ class RankSample:
     extent: str
 
     def as_list(self) -> list[Any]:
-        """Return the attributes in order."""
+        """Return the attributes as a list, in their order."""
         return list(vars(self).values())
 
 
@@ -49,14 +49,14 @@ def likely_cause(
     hint: str,
     near: float,
 ) -> str:
-    """Return in words what likely makes a tensor differ.
+    """Return text on what likely makes a tensor differ.
 
     Args:
         samples: of each rank.
-        wrong: the ranks that have it wrong.
+        wrong: the ranks whose shards are wrong.
         lines: the ranks along each axis of the mesh, and all of them.
-        hint: what is known of where the tensor is computed; the answer where nothing explains the numbers.
-        near: how near numbers are that are taken to be equal, relative.
+        hint: what is known of where the tensor is computed; the answer where nothing explains the values.
+        near: the relative difference up to which values count as equal.
     """
     pairs = {rank: (_vector(one.actual), _vector(one.wanted)) for rank, one in samples.items()}
     if any(not np.isfinite(pairs[rank][0]).all() for rank in wrong):

@@ -29,21 +29,22 @@ _DEPTH = 3
 def check_layers(
     module: nn.Module, names: ModelMap, strategy: LayerStrategy, make: Callable[[nn.Module], Any], title: str
 ) -> str:
-    """Prove that layers of a model are computed by a strategy as the model's own forward pass does.
+    """Prove that a strategy computes what the model's own forward pass does, on reduced copies. Collective.
 
     Each kind of layer is proved in a copy of the model with that layer alone, in which windows and original
-    positions are short enough to bind; then the first layers of different kinds in one copy. Collective.
+    positions are short enough to bind; then the first layers of different kinds in one copy.
 
     Args:
         make: parallelises a copy, in place.
         title: what the model was taken for.
 
     Returns:
-        What was proved, in words.
+        Text on what was proved.
 
     Raises:
         ProofError: something differs, on every rank.
-        UnsupportedError: the model's own forward pass takes something else than tokens, or it cannot be copied.
+        UnsupportedError: the model's own forward pass takes something else than tokens, or it cannot be
+            copied.
     """
     kinds = kinds_of(module, names)
     first = sorted(set(kinds))

@@ -79,7 +79,9 @@ class Compared:
     bias: Tensor | None = None
 
     def error(self) -> tuple[float, float]:
-        """Return the error and what is allowed, both relative; the error is infinite where one is missing."""
+        """Return (error, allowed error), norms relative to the right value's; the error is infinite where one
+        is missing.
+        """
         if self.actual is None or self.wanted is None:
             return (0.0 if self.actual is None and self.wanted is None else math.inf), 0.0
         wanted = self._wanted()
@@ -105,13 +107,13 @@ class Compared:
         return self.actual.of(self.wanted) if fits and len(shape) == self.actual.values.ndim else self.wanted
 
     def digest(self) -> tuple[int, int]:
-        """Return a number for the part and one for its values; zeros of both signs are the same."""
+        """Return (number of the shard, checksum of its values): copies of a shard must agree. -0 counts as 0."""
         if self.actual is None:
             return 0, 0
         return self.actual.key, int(checksum(self.actual.values + 0))
 
     def sample(self) -> RankSample:
-        """Return some elements for `likely_cause`."""
+        """Return some elements of this rank's shard and of the original's, for `likely_cause`."""
         if self.actual is None or self.wanted is None:
             return RankSample(0, [], [], [], [], "", [], "")
         actual, wanted = self.actual.values.flatten().double(), self._wanted().flatten().double()
@@ -186,7 +188,10 @@ def _starts(actual: Tensor, whole: Tensor, dim: int) -> list[int]:
 
 
 def instead(local: LocalTensor, name: str, original: Mapping[str, Tensor]) -> str:
-    """Return in words what a part of a parameter is instead: another parameter's, or rounded; "" where neither."""
+    """Return text on what a shard of parameter `name` was filled with instead; "" where that is not known.
+
+    That is another parameter of `original`, or values rounded to a narrower type.
+    """
     wanted, values = original.get(name), local.values
     if wanted is None or values.numel() < _ENOUGH or bool((values == values.flatten()[0]).all()):
         return ""
@@ -233,19 +238,19 @@ class ProofRanks:
     lines: list[list[int]] = field(default_factory=list)
 
     def say(self, words: Any) -> dict[int, Any]:
-        """Return what each rank says, by rank."""
+        """Return the `words`, JSON values, that each rank says, by rank. Collective."""
         said = exchange(self.context, self.ranks, json.dumps(words), "all ranks of a proof", topic="proof")
         return {rank: json.loads(text) for rank, text in said.items()}
 
     def failures(self, error: Exception | None) -> dict[int, str]:
-        """Return the errors of ranks that have one; every rank gives its own or None."""
+        """Return the error of each rank that has one, as text by rank. Collective; a rank without gives None."""
         own = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"
         return {rank: text for rank, text in self.say(own).items() if text}
 
     def first_difference(self, compared: Iterable[Compared]) -> Difference | None:
         """Return the first tensor that differs on any rank, or whose copies differ; None where all are equal.
 
-        Every rank gives the same tensors in the same order, and gets the same answer.
+        Collective: every rank gives the same tensors in the same order, and gets the same answer.
         """
         items = list(compared)
         wrong: dict[int, tuple[float, float]] = {}

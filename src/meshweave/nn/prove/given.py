@@ -40,7 +40,7 @@ class Given:
     part: int = 0
 
     def rows(self, part: int) -> Given:
-        """Return the rows of one of the ranks that have batches of their own."""
+        """Return the inputs with the rows of part number `part` alone, of `parts` equal ones."""
 
         def taken(value: Any) -> Any:
             return value.chunk(self.parts)[part] if isinstance(value, Tensor) and value.ndim else value
@@ -49,7 +49,7 @@ class Given:
         return Given(tuple(map(taken, self.inputs)), targets, self.loss)
 
     def cast(self, dtype: torch.dtype | None) -> Given:
-        """Return the same with floating inputs in another type; None as they are."""
+        """Return the inputs with floating ones cast to `dtype`; None leaves them."""
 
         def taken(value: Any) -> Any:
             return (
@@ -62,13 +62,14 @@ class Given:
 
 
 def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int, int] | None) -> Given:
-    """Return seeded inputs for a model: tokens where it has an embedding, else rows of numbers.
+    """Return seeded inputs for a model: tokens where it has an embedding, else rows of random features.
 
     Args:
-        ranks: that batch and sequence are to be divided by.
+        ranks: that batch and sequence must be divisible by.
+        like: the device of the inputs.
         sizes: batch and sequence; None to choose them.
 
-    Raises UnsupportedError where it does not say what it takes.
+    Raises UnsupportedError where the model has neither an embedding nor a linear layer.
     """
     generator = torch.Generator().manual_seed(31)
     batch, sequence = sizes or (max(2, ranks), ranks * max(1, -(-_TOKENS // ranks)))
@@ -88,14 +89,17 @@ def generated(model: nn.Module, ranks: int, like: torch.device, sizes: tuple[int
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return how many words a model has; 0 where it has no embedding."""
+    """Return the number of words in a model's embedding; 0 where it has none."""
     table = next((child for child in model.modules() if isinstance(child, nn.Embedding)), None)
     said = getattr(getattr(model, "config", None), "vocab_size", None)
     return int(said) if isinstance(said, int) else (table.num_embeddings if table is not None else 0)
 
 
 def outputs_of(module: nn.Module, given: Given) -> dict[str, Tensor]:
-    """Return the logits or outputs of a module by name, its loss, and the loss of labels where it takes them."""
+    """Return the results of a module by name: "logits" or "output", "loss", and its own "loss of labels".
+
+    The last is there where the module takes labels. Of DTensors the whole is returned, which is collective.
+    """
     if given.loss is not None:
         return {"loss": whole(given.loss(module, *given.inputs))}
     named: dict[str, Any] = {"use_cache": False} if takes(module.forward, "use_cache") else {}
@@ -130,7 +134,7 @@ def _tensor_of(out: Any) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a DTensor, or a plain tensor as it is."""
+    """Return the whole of a DTensor, which is collective, or a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -52,7 +52,7 @@ class Proof:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs."""
+        """Return whether no tensor differs."""
         return self.difference is None
 
     def __bool__(self) -> bool:
@@ -68,7 +68,7 @@ class Proof:
         return str(self.difference)
 
     def require(self) -> Proof:
-        """Return this proof. Raises ProofError where a tensor differs."""
+        """Return this proof. Raises ProofError, which names the tensor, where one differs."""
         if self.difference is not None:
             raise ProofError(str(self.difference))
         return self
@@ -161,7 +161,7 @@ class ModelPair:
         self.num_tensors, self.dtype, self.training = 0, next(model.parameters()).dtype, True
 
     def proof(self) -> Proof:
-        """Return the proof. Collective."""
+        """Compare the models and return the proof. Collective."""
         difference = self._first(self._parameters())
         if difference is not None:
             difference = self._named(difference)

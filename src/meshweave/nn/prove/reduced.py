@@ -22,7 +22,7 @@ _DEPTH = 4
 
 
 def kinds_of(module: nn.Module, names: ModelMap) -> list[int]:
-    """Return for each layer the number of the first that is of its kind.
+    """Return for each layer the index of the first layer that is of the same kind.
 
     Layers of a kind have equal classes, shapes, attributes and entries in lists of the configuration, but for
     attributes that count the layers.
@@ -115,13 +115,14 @@ def reduced(
     device: torch.device,
     dtype: torch.dtype,
 ) -> nn.Module:
-    """Return a copy of a model with some of its layers and random weights; no more memory is taken than it needs.
+    """Return a copy of a model with some of its layers and random weights, without memory for the rest.
 
     Args:
-        chosen: the numbers of the layers, in order.
+        chosen: the indices of the layers, in order.
         words: of the vocabulary; the model's own where it has no more.
-        sequence: tokens that it will be given.
+        sequence: tokens per row that it will be given.
         binds: which of "window" and "positions", the original ones, are made shorter than that.
+        device, dtype: of the copy.
 
     Raises UnsupportedError where it cannot be copied.
     """

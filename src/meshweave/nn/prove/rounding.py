@@ -46,7 +46,9 @@ class Rounding:
             self._usual |= dict.fromkeys((name for name, _, _ in pairs), most)
 
     def allowed(self, name: str) -> tuple[float, float]:
-        """Return the relative error that rounding explains, and that of each element beside."""
+        """Return the error of a tensor that rounding explains: (relative to its norm, absolute of each
+        element).
+        """
         if self._dtype == WIDE:
             return EXACT, 0.0
         finfo = torch.finfo(self._dtype)

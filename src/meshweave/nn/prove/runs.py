@@ -29,7 +29,9 @@ class ModelRun:
 
 @contextmanager
 def narrowest_seen() -> Iterator[list[torch.dtype]]:
-    """Yield a list whose only entry is the narrowest floating type that a module has returned."""
+    """Yield a list of one entry: the floating type of fewest bits that a module has returned in the block so
+    far.
+    """
     seen = [WIDE]
 
     def look(_: nn.Module, __: Any, out: Any) -> None:
@@ -45,7 +47,10 @@ def narrowest_seen() -> Iterator[list[torch.dtype]]:
 
 
 def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a gradient that lies as its parameter does. Collective where it is terms of a sum."""
+    """Return a parameter's gradient with the parameter's placements, None without.
+
+    Collective where it is partial.
+    """
     grad = parameter.grad
     if (
         isinstance(grad, DTensor)
@@ -57,14 +62,19 @@ def settled_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def context_for(strategy: Any, device: torch.device) -> TorchContext:
-    """Return the context in which ranks tell one another what they find: that of a strategy where it has one."""
+    """Return the context in which ranks compare: that of a strategy where there is one, else the device's
+    default.
+    """
     own = getattr(strategy, "context", None)
     context: TorchContext = own(device) if callable(own) else TorchContext.default(device)
     return context
 
 
 def free_bytes(device: torch.device, ranks: int) -> int:
-    """Return the memory of a device that is free; without a limit where nobody says."""
+    """Return the free bytes of memory for all ranks of this host: of a GPU times `ranks`, else of the host.
+
+    2^62 where the system does not say.
+    """
     if device.type == "cuda":
         return ranks * int(torch.cuda.mem_get_info(device)[0])
     with suppress(OSError, StopIteration, ValueError), Path("/proc/meminfo").open() as file:

@@ -34,7 +34,10 @@ class LocalTensor:
     part: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same part of another tensor of the whole's shape. Raises LayoutError where it has none."""
+        """Return the same shard of another tensor, `whole`, of the whole's shape.
+
+        Raises LayoutError where that tensor is smaller.
+        """
         for dim, places in enumerate(self.places or ()):
             if places and places[-1] >= whole.shape[dim]:
                 raise LayoutError(f"position {places[-1]} of {whole.shape[dim]} along dim {dim}")
@@ -44,11 +47,11 @@ class LocalTensor:
 
     @property
     def key(self) -> int:
-        """Return a number that copies of one shard have in common, and other shards have not."""
+        """Return a number that copies of one shard share, and that tells other shards apart."""
         return zlib.crc32(repr((self.part, self.places)).encode())
 
     def where(self, shape: Sequence[int]) -> str:
-        """Return which part of the whole tensor this is, in words."""
+        """Return text on which part of the whole tensor, of `shape`, this is."""
         if self.places is None or all(len(p) == n for p, n in zip(self.places, shape, strict=True)):
             return "the whole"
         return f"shard [{', '.join(map(_range, self.places))}]"
@@ -63,10 +66,11 @@ def _range(places: Sequence[int]) -> str:
 
 
 def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
-    """Return this rank's part of a tensor; all of it where it is no DTensor.
+    """Return the shard of a tensor that `rank`, this one, has; all of it where it is no DTensor.
 
     Args:
-        ranges: per dim the ranges that this rank has, where they are known otherwise.
+        ranges: for each dim the (start, stop) ranges of the shard, where placements do not say them; None
+            where they do.
     """
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor.detach())
@@ -85,7 +89,9 @@ def local_of(tensor: Tensor, rank: int, ranges: Any = None) -> LocalTensor:
 
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Return per parameter of layers of this library the ranges that this rank has."""
+    """Return for each parameter of this library's layers the (start, stop) ranges of this rank's shard, per
+    dim.
+    """
     ranges: dict[str, Any] = {}
     for path, child in module.named_modules():
         for name, layout in getattr(child, "layouts", {}).items():
@@ -94,13 +100,15 @@ def ranges_of(module: nn.Module) -> dict[str, Any]:
 
 
 def ranks_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the ranks of the meshes of DTensors, in ascending order."""
+    """Return the global ranks of the meshes of DTensors, ascending."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
 def lines_of(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the lines of ranks along each axis of the meshes of DTensors, and each whole mesh."""
+    """Return the groups of ranks along each axis of the meshes of DTensors, and each whole mesh; none of one
+    rank.
+    """
     lines: set[tuple[int, ...]] = set()
     for mesh in {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}:
         grid = mesh.mesh

@@ -40,7 +40,7 @@ class WideCasts(TorchFunctionMode):  # type: ignore[misc]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether others hold the parameters of a module: FSDP2, DDP, or hooks of their gradients."""
+    """Return whether FSDP2, DDP or hooks of gradients hold the parameters of a module."""
     from torch.distributed.fsdp import FSDPModule
 
     wrappers = (FSDPModule, nn.parallel.DistributedDataParallel)
@@ -54,7 +54,7 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating tensor in another type, a DTensor as one that lies alike; memory of its own."""
+    """Return a floating tensor in another type, in new memory; a DTensor keeps its placements."""
     if not tensor.is_floating_point():
         return tensor.detach().clone()
     if not isinstance(tensor, DTensor):
@@ -75,11 +75,11 @@ def prepared(
     training: bool = True,
     casts_buffers: bool = True,
 ) -> Iterator[None]:
-    """Run a block with a module without dropout and gradients, then restore all of it.
+    """Run the block with a module without dropout, and without gradients so far; then restore all of it.
 
     Args:
-        dtype: of parameters, buffers and what is computed; None as they are. Modules under FSDP2 and DDP, which
-            keep parameters elsewhere, are to be left as they are.
+        dtype: of parameters, buffers and computation; None as they are. Must be None for modules under FSDP2
+            and DDP, which keep parameters elsewhere.
         owner: what is around the module, and may have a dropout of its own.
         training: whether it is in training.
         casts_buffers: whether buffers and tensors that are attributes get the type, too.
@@ -143,7 +143,7 @@ def _lay(child: nn.Module, dtype: torch.dtype | None, made: dict[int, Tensor], c
 
 
 def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Set the probabilities of dropout of modules to 0; return what they were, as (object, attribute, value)."""
+    """Set the dropout probabilities of modules to 0; return what they were, as (object, attribute, value)."""
     changed: list[tuple[Any, str, Any]] = []
     for owner in owners:
         for each in _dropouts(owner):
@@ -152,9 +152,9 @@ def without_dropout(owners: Iterable[Any]) -> list[tuple[Any, str, Any]]:
 
 
 def with_loops_over_experts(modules: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """Let transformers multiply for one expert after the other, as it must in double precision.
+    """Set models of transformers to multiply expert by expert, since grouped products lack double precision.
 
-    Returns what configurations said before, as (object, attribute, value).
+    Returns what their configurations had before, as (object, attribute, value).
     """
     changed: list[tuple[Any, str, Any]] = []
     name = "_experts_implementation"
@@ -188,13 +188,13 @@ def _drop_nothing(owner: Any, changed: list[tuple[Any, str, Any]]) -> None:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters under all of their names, without what wrappers of torch add to them."""
+    """Return a module's parameters under all of their names, without the prefixes that wrappers of torch add."""
     named = module.named_parameters(remove_duplicate=False)
     return {plain_name(name): parameter for name, parameter in named}
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor or module without what wrappers of torch add to it."""
+    """Return the name of a tensor or module without the prefixes that wrappers of torch add."""
     parts = name.split(".")
     while parts[:1] in (["module"], ["_orig_mod"]):
         parts = parts[1:]
@@ -202,5 +202,5 @@ def plain_name(name: str) -> str:
 
 
 def takes(call: Callable[..., Any], name: str) -> bool:
-    """Return whether a function has an argument of a name."""
+    """Return whether a function has a parameter `name`."""
     return name in inspect.signature(call).parameters

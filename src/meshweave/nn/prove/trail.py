@@ -43,7 +43,12 @@ class ComparedModels(Protocol):
 
 
 def first_module(comparison: ComparedModels, dtype: torch.dtype | None, difference: Difference) -> Difference:
-    """Return where a forward pass first differs from the original's; as given where modules do not tell."""
+    """Return the first module output or input that differs from the original's in a forward pass. Collective.
+
+    Args:
+        dtype: in which the parallelised model runs; None for its own.
+        difference: the difference that was found; returned, with a remark, where no module before differs.
+    """
     rows = comparison.given.rows(comparison.given.part).cast(dtype)
     right: Trail = {}
     with (

@@ -91,7 +91,9 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------
 
     def save(self, step: int, tensors: Mapping[str, Saved], notes: Mapping[str, Any] | None = None) -> None:
-        """Save tensors beside what follows; waits for the save before this one, and to copy the tensors.
+        """Copy the tensors, and write them beside the training that follows.
+
+        Collective; waits for the save before.
 
         Args:
             step: how many steps were trained; names the checkpoint.
@@ -99,8 +101,8 @@ class Checkpoints:
             notes: what else there is, the same on all ranks, as JSON.
 
         Raises:
-            CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves into the
-                folder, or the save before this one failed, see `wait`.
+            CheckpointError: on all ranks, where one of them gives what cannot be saved, another job saves
+                into the folder, or the save before this one failed, see `wait`.
             RankLostError, DeadlineError: of the save before this one too.
         """
         self.wait()
@@ -215,14 +217,16 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this rank still writes, or has not yet been asked how a save went."""
+        """Whether the last `save` has not ended on this rank, or `wait` has not been called since."""
         return self._saving is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` is whole on the disk, however long that takes while ranks work at it.
+        """Wait until the last `save` of all ranks is whole on the disk, however long that takes while they
+        work at it.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks the same. What was whole before still is.
+            CheckpointError: it could not be written; on all ranks the same. Checkpoints that were whole still
+                are.
             RankLostError, DeadlineError: other ranks were lost meanwhile, or neither wrote nor finished.
         """
         if self._saving is None:
@@ -247,9 +251,12 @@ class Checkpoints:
         A later one that is not whole is passed over with a warning. Collective.
 
         Args:
-            checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over too.
+            checked: whether ranks read all bytes of it first, so that one whose bytes changed is passed over
+                too.
 
-        Raises CheckpointError where there are checkpoints, and none is whole; and what `wait` does.
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole; or the last `save` failed.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
         self.wait()
         round_ = self._rounds.begin("the first rank to look at the checkpoints")
@@ -276,16 +283,18 @@ class Checkpoints:
         return None
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of the checkpoint of a step. Raises CheckpointError where that is not whole."""
+        """Return the notes of the checkpoint of a step. Collective; raises as `manifest`."""
         return dict(self.manifest(step).notes)
 
     def manifest(self, step: int, fits: Callable[[Manifest], dict[str, Any]] | None = None) -> Manifest:
         """Return the manifest of the checkpoint of a step. Collective.
 
         Args:
-            fits: says in `wrong` why the checkpoint is not for this rank, and in `unused` what it does not take.
+            fits: from the manifest says in `wrong` why the checkpoint is not for this rank, and in `unused`
+                which tensors, by index, it does not take; None for no such test.
 
-        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait` does.
+        Raises CheckpointError on all ranks where it is not whole, or not for one of them; and what `wait`
+        does.
         """
         self.wait()
         round_ = self._rounds.begin(f"all ranks to look at the checkpoint of step {step}")
@@ -322,17 +331,17 @@ class Checkpoints:
         casts: bool = False,
         extra: bool | Callable[[str], bool] = False,
     ) -> dict[str, Any]:
-        """Load the checkpoint of a step into `tensors`, laid as they lie; collective. Return its notes.
+        """Load the checkpoint of a step into `tensors`, whatever their placements; return its notes. Collective.
 
         Args:
             casts: whether a tensor of one floating-point dtype may be loaded into another.
             extra: whether the checkpoint may have tensors that no rank gives; or which, by name.
 
         Raises:
-            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes than
-                were written, it lacks a tensor, has one of another shape or dtype, or one that nobody takes. The
-                message says which other checkpoint is whole. Where a file cannot be read to its end although it
-                could be just before, the message says that tensors were touched.
+            CheckpointError: on all ranks, and no tensor was touched: it is not whole, a file has other bytes
+                than were written, it lacks a tensor, has one of another shape or dtype, or one that nobody
+                takes. The message says which other checkpoint is whole. Where a file cannot be read to its
+                end although it could be just before, the message says that tensors were touched.
             RankLostError, DeadlineError: other ranks are missing or late.
         """
         pieces: dict[str, ShardPieces] = {}
@@ -356,7 +365,7 @@ class Checkpoints:
         round_ = self._rounds.begin(f"all ranks to load the checkpoint of step {step}")
 
         def read() -> None:
-            with opened_folder(self._there.same(step, manifest)) as folder, torch.no_grad():
+            with opened_folder(self._there.folder_if_unchanged(step, manifest)) as folder, torch.no_grad():
                 load_pieces(folder, manifest, pieces, round_.tick)
 
         wrong = self._there.wrong_in(read)
@@ -367,7 +376,10 @@ class Checkpoints:
         return dict(manifest.notes)
 
     def refuse_together(self, step: int, wrong: str) -> None:
-        """Raise CheckpointError on all ranks where one says what is wrong with a checkpoint. Collective."""
+        """Raise CheckpointError on all ranks where one gives in `wrong` what is wrong with a checkpoint.
+
+        Collective. "" is for nothing wrong on this rank.
+        """
         wrong = f"{self._there.named(step)} {wrong}" if wrong else ""
         self._rounds.agree(
             self._rounds.begin(f"all ranks to take step {step}"), f"take step {step}", {"wrong": wrong}

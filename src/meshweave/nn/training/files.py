@@ -32,14 +32,14 @@ Tick = Callable[[], None]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, as they lie."""
+    """Return the memory of a contiguous tensor on the CPU as bytes, without a copy."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder. Raises OSError where it is none, or a link."""
+    """Yield a file descriptor of a folder. Raises OSError where it is no folder, or a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -49,13 +49,13 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a regular file of a folder, for reading.
+    """Yield a file descriptor of a regular file of a folder, for reading.
 
     Args:
-        folder: its descriptor.
-        num_bytes: the size that the file must have.
+        folder: a descriptor of the folder.
+        num_bytes: the size that the file must have; None for any.
 
-    Raises CheckpointError where there is no such file.
+    Raises CheckpointError where there is no such file, or it has another size.
     """
 
     def check(status: os.stat_result) -> None:
@@ -82,7 +82,14 @@ def opened_file(folder: int, name: str, num_bytes: int | None = None) -> Iterato
 def write_synced(
     folder: int, name: str, parts: Iterable[memoryview], tick: Tick = lambda: None
 ) -> tuple[int, int]:
-    """Write a new file, and wait until the disk has it. Return its bytes and their CRC-32. Raises OSError."""
+    """Write a new file, and wait until the disk has it; return (bytes, CRC-32) of it.
+
+    Args:
+        folder: a descriptor of the folder.
+        tick: called now and then, between writes.
+
+    Raises OSError where it cannot be written.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     num_bytes = crc32 = unsynced = 0
     with os.fdopen(os.open(name, flags, 0o666, dir_fd=folder), "wb", buffering=1 << 20) as file:
@@ -105,7 +112,14 @@ def write_synced(
 
 
 def check_bytes(folder: int, manifest: Manifest, share: int, num_shares: int, tick: Tick) -> None:
-    """Raise CheckpointError where one of a share of the files has other bytes than were written."""
+    """Check the CRC-32 of this rank's share of a checkpoint's files: number `share` of `num_shares`.
+
+    Args:
+        folder: a descriptor of the folder.
+        tick: called now and then, between reads.
+
+    Raises CheckpointError where a file has other bytes than were written.
+    """
     scratch = bytearray(_SLICE_BYTES)
     for name in sorted(manifest.files)[share::num_shares]:
         file = manifest.files[name]
@@ -143,7 +157,15 @@ class _Overlap:
 
 
 def load_pieces(folder: int, manifest: Manifest, pieces: Mapping[str, ShardPieces], tick: Tick) -> None:
-    """Read into tensors what they have of the tensors of a checkpoint. Raises CheckpointError, some being read."""
+    """Read the boxes of a checkpoint's tensors that `pieces` have into them.
+
+    Args:
+        folder: a descriptor of the folder.
+        pieces: by name, boxes of tensors on this rank, which are written.
+        tick: called now and then, between reads.
+
+    Raises CheckpointError where a file cannot be read to its end; some tensors are overwritten then.
+    """
     boxes = manifest.boxes()
     wanted: dict[str, list[tuple[WrittenTensor, _Overlap]]] = {}
     for name, own in pieces.items():

@@ -137,7 +137,10 @@ def _named(folder: Path) -> Iterator[tuple[int, str, Path]]:
 
 
 def sweep(folder: Path) -> None:
-    """Clear a folder after writers that were killed: rename what is whole, remove what is not. Raises OSError."""
+    """Clear a folder after killed writers: give whole checkpoints their names, remove what is not whole.
+
+    Raises OSError where that fails.
+    """
     for step, suffix, path in _named(folder):
         if suffix == ".new":
             checkpoint = found_checkpoint(folder, step)
@@ -151,9 +154,9 @@ def sweep(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or whatever else has the name; a link, not what it leads to.
+    """Remove a folder with all that is in it, or a file; of a link the link alone.
 
-    Raises OSError.
+    Raises OSError where that fails.
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
@@ -163,10 +166,11 @@ def remove(path: Path) -> None:
 
 
 def make_whole(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of the checkpoint in its `.part`, and give it its name.
+    """Write the manifest into a checkpoint's `.part` folder, and rename that to the name of a whole checkpoint.
 
     Raises:
-        CheckpointError: a file is not there as its rank has written it, or the manifest could not be read again.
+        CheckpointError: a file is not there as its rank has written it, or the manifest could not be read
+            again.
         OSError: it cannot be written.
     """
     part, final = folder / part_name(manifest.step), folder / folder_name(manifest.step)
@@ -198,7 +202,7 @@ def _take_place(folder: Path, new: Path, final: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of a folder. Raises OSError."""
+    """Wait until the disk has the names of the files in a folder. Raises OSError where that fails."""
     with opened_folder(folder.resolve()) as descriptor:
         os.fsync(descriptor)
 
@@ -238,10 +242,10 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path, holder: Any, is_busy: Callable[[Any], bool]) -> None:
-        """Take the lock for `holder`, where it has not got it.
+        """Take the lock on a folder for `holder`, unless it has it already.
 
         Args:
-            is_busy: whether another holder in this process saves at the moment.
+            is_busy: whether another holder in this process, which it is given, saves at the moment.
 
         Raises:
             CheckpointError: another process, or another holder, saves into the folder.

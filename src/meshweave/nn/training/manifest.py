@@ -94,7 +94,7 @@ class Manifest:
     """The SHA-256 of the text, where it was read from one."""
 
     def text(self) -> bytes:
-        """Return the manifest as it is written. Raises CheckpointError where that is over a limit."""
+        """Return the bytes of the manifest's file. Raises CheckpointError where they are over a limit."""
         numbers = {name: number for number, name in enumerate(self.tensors)}
         value = {
             "format": FORMAT,
@@ -119,7 +119,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Return the manifest that a text is. Raises CheckpointError, which says what is wrong with it."""
+        """Return the manifest of a file with these bytes.
+
+        Raises CheckpointError, which says what is wrong with them.
+        """
         value = _checked_json(text)
         if _int(value, "format", 0, 1 << 31) != FORMAT:
             raise CheckpointError(f"is of format {value['format']}, and this version reads format {FORMAT}")
@@ -145,7 +148,7 @@ class Manifest:
         )
 
     def boxes(self) -> dict[str, list[tuple[str, int, SavedBox]]]:
-        """Return by tensor its boxes: each with its file, and the byte of the file at which it begins."""
+        """Return for each tensor its boxes, as (file name, first byte in the file, box)."""
         by_tensor: dict[str, list[tuple[str, int, SavedBox]]] = {name: [] for name in self.tensors}
         for name, file in self.files.items():
             at = 0
@@ -156,7 +159,7 @@ class Manifest:
 
 
 def checked_step(step: int) -> int:
-    """Return a step. Raises CheckpointError where it is no number of steps."""
+    """Return `step`. Raises CheckpointError where it is no integer that may number a checkpoint."""
     try:
         if isinstance(step, bool):
             raise TypeError
@@ -174,7 +177,7 @@ def file_name(rank: int) -> str:
 
 
 def checked_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return notes as they will be read. Raises CheckpointError where JSON has no such thing."""
+    """Return notes as they will be read from JSON. Raises CheckpointError where they are no JSON values."""
     try:
         text = json.dumps(dict(notes))
         read = _loads(text.encode())

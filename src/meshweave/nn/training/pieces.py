@@ -42,7 +42,11 @@ class ShardPieces:
 
     @classmethod
     def of(cls, tensor: DTensor, ranges: Ranges) -> ShardPieces:
-        """Return the boxes of this rank's part of a tensor, which has the given ranges of it."""
+        """Return the boxes of this rank's shard of a DTensor.
+
+        Args:
+            ranges: for each dim of the whole the (start, stop) ranges that the shard has.
+        """
         local = compat.local_tensor(tensor).detach()
         offsets, tensors = [], []
         for own, whole in boxes_of(tuple(tuple(each) for each in ranges)):
@@ -54,17 +58,17 @@ class ShardPieces:
 
     @property
     def saved_as(self) -> WrittenTensor:
-        """Return dtype and shape of the whole."""
+        """Return dtype and shape of the whole tensor."""
         dtype = self.dtype or self.tensors[0].dtype
         return WrittenTensor(str(dtype).removeprefix("torch."), self.shape)
 
     def offer(self, name: str) -> list[Any]:
-        """Return what this rank has of a tensor, as `share_out` takes it."""
+        """Return [name, dtype, shape, boxes]: this rank's entry of a tensor for `share_out`."""
         boxes = [[list(at), list(each.shape)] for at, each in zip(self.offsets, self.tensors, strict=True)]
         return [name, self.saved_as.dtype, list(self.shape), boxes]
 
     def copied(self, box: SavedBox) -> Tensor:
-        """Return a box with memory of its own, on the CPU."""
+        """Return a copy, on the CPU, of one of these boxes."""
         wanted = box.offsets, box.sizes
         boxes = ((at, tuple(each.shape)) for at, each in zip(self.offsets, self.tensors, strict=True))
         tensor = self.tensors[next(number for number, each in enumerate(boxes) if each == wanted)]
@@ -76,7 +80,11 @@ Saved: TypeAlias = Tensor | ShardPieces
 
 
 def pieces_of(name: str, value: Saved) -> ShardPieces:
-    """Return what this rank has of a tensor. Raises CheckpointError where a checkpoint cannot have it."""
+    """Return the boxes that this rank has of a tensor.
+
+    Raises CheckpointError where a checkpoint cannot hold it: no tensor, another dtype, layout or placement,
+    or on meta.
+    """
     if type(name) is not str:
         raise CheckpointError(f"{printable(repr(name))} is no name of a tensor, which is a str")
     if not isinstance(value, Tensor | ShardPieces):
@@ -104,12 +112,14 @@ def pieces_of(name: str, value: Saved) -> ShardPieces:
 
 
 def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor], list[list[SavedBox]]]:
-    """Return all tensors, and the boxes that each rank writes: those that several have go to who has least to do.
+    """Return all tensors, and for each rank the boxes that it writes.
+
+    A box that several ranks have goes to the one that has fewest bytes to write.
 
     Args:
         offers: of each rank, (name, dtype, shape, boxes as (offsets, sizes)) of each tensor.
 
-    Raises CheckpointError where ranks differ in what a tensor is.
+    Raises CheckpointError where ranks differ in what a tensor is, or do not have all of it.
     """
     tensors: dict[str, WrittenTensor] = {}
     owners: dict[SavedBox, list[int]] = {}
@@ -140,7 +150,7 @@ def share_out(offers: Sequence[Sequence[Any]]) -> tuple[dict[str, WrittenTensor]
 
 
 def misfit(name: str, pieces: ShardPieces, saved: Mapping[str, WrittenTensor], casts: bool) -> str:
-    """Return in words why a saved tensor cannot be loaded into one here; "" where it can.
+    """Return why a saved tensor cannot be loaded into `pieces` of a tensor here, as text; "" where it can.
 
     Args:
         saved: the tensors that there are, by name.

@@ -44,7 +44,7 @@ class AgreementRound:
         return f"{self._key}/{rank}"
 
     def give(self, words: Any, name: int | str | None = None) -> None:
-        """Say something, as JSON; by default as this rank."""
+        """Write `words`, JSON values, for the others to read: under `name`, or this rank's number for None."""
         name = self._rank if name is None else name
         if self._is_alone:
             self._own[self._name(name)] = json.dumps(words)
@@ -52,7 +52,7 @@ class AgreementRound:
             signed_store(self._context.deadline_s).set(self._name(name), json.dumps(words))
 
     def tick(self) -> None:
-        """Say that this rank works."""
+        """Tell the others that this rank is at work; does nothing within a fixed time of the last call."""
         now = time.monotonic()
         if now - self._ticked_at < _TICK_S:
             return
@@ -61,7 +61,7 @@ class AgreementRound:
             self.give(self._num_ticks, f"tick{self._rank}")
 
     def given(self, names: Sequence[int | str]) -> list[Any] | None:
-        """Return what was said under names, without a wait; None where something was not."""
+        """Return what was written under each of `names`, without a wait; None where something is not there yet."""
         keys = [self._name(name) for name in names]
         if self._is_alone:
             return [json.loads(self._own[key]) for key in keys] if self._own.keys() >= set(keys) else None
@@ -69,7 +69,7 @@ class AgreementRound:
         return [json.loads(words) for words in store.multi_get(keys)] if store.check(keys) else None
 
     def forget(self) -> None:
-        """Remove what this rank said, once all have heard it."""
+        """Remove what this rank wrote in the round; called once all ranks have read it."""
         if not self._is_alone:
             store = signed_store(self._context.deadline_s)
             for name in (self._rank, f"tick{self._rank}", *(() if self._rank else ("result",))):
@@ -77,9 +77,9 @@ class AgreementRound:
                     store.delete_key(self._name(name))
 
     def wait_for(self, names: Sequence[int | str]) -> list[Any]:
-        """Return what is said under names, once all of it is.
+        """Return what is written under each of `names`, once all of it is there.
 
-        Raises RankLostError and DeadlineError, see `TorchContext.guard`: where a rank neither came nor worked.
+        Raises RankLostError where a rank died, DeadlineError where one neither came nor worked in time.
         """
         seen: dict[int, tuple[int, float]] = {}  # of ranks at work: how far they were when, as seen here
         stalled_s = max(STALLED_S, self._context.deadline_s)
@@ -118,10 +118,10 @@ class AgreementRound:
         return now - seen[rank][1] < within_s
 
     def is_at_work(self, within_s: float, seen: dict[int, tuple[int, float]]) -> bool:
-        """Return whether a rank that has yet to speak was seen to get on in the last seconds, without a wait.
+        """Return whether a rank that has yet to write has made progress in the last `within_s` seconds.
 
         Args:
-            seen: what this has seen before; empty at first.
+            seen: what earlier calls have seen, by rank; empty at first, and updated.
         """
         return any(rank != self._rank and self._works(rank, seen, within_s) for rank in self._unheard())
 
@@ -142,7 +142,7 @@ class Rounds:
             self._session = counts["made"] = counts.get("made", 0) + 1
 
     def begin(self, what: str) -> AgreementRound:
-        """Return the next round, in which this rank is at work from now on.
+        """Return the next round, and tell the others that this rank is at work in it.
 
         Args:
             what: what all ranks are to do, for errors.
@@ -153,15 +153,15 @@ class Rounds:
         return round_
 
     def end(self, round_: AgreementRound) -> None:
-        """Let what was said in a round be forgotten once all ranks are in a later one."""
+        """Let what was written in a round be removed once all ranks are in a later one."""
         self._ended.append(round_)
 
     def agree(self, round_: AgreementRound, topic: str, words: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what each rank says in a round, in ascending order. Collective.
+        """Return the `words` of each rank in a round, by rank in ascending order. Collective.
 
         Args:
             topic: what it is about, which must be the same on all ranks.
-            words: as JSON; `wrong` is what this rank refuses.
+            words: JSON values; a non-empty `wrong` says why this rank refuses.
 
         Raises:
             CheckpointError: a rank refuses, or ranks are about different things; on all ranks the same.

@@ -61,7 +61,10 @@ class TrainingState:
             self._ranges |= _fused_ranges(module)
 
     def save(self, checkpoints: Checkpoints, step: int, notes: Mapping[str, Any] | None = None) -> None:
-        """Save the state after `step` steps; `notes` are kept with it. Raises what `Checkpoints.save` does."""
+        """Save the state after `step` steps; `notes` are kept with it.
+
+        Collective; raises as `Checkpoints.save`.
+        """
         tensors = {**self._model(), **self._optimized(), f"random.{self._rank}": torch.get_rng_state()}
         own = {"places": self._places, "groups": self._groups()}
         checkpoints.save(step, tensors, {"training": own, "notes": dict(notes or {})})
@@ -74,18 +77,19 @@ class TrainingState:
         casts: bool = False,
         extra: bool | Callable[[str], bool] = False,
     ) -> dict[str, Any]:
-        """Load the state after `step` steps in place. Return the notes that were kept with it.
+        """Load the state after `step` steps in place; return the notes that were saved with it. Collective.
 
-        Parameters of which the checkpoint has no state of an optimizer, as before the first step, have none here
-        afterwards.
+        Parameters of which the checkpoint has no state of an optimizer, as before the first step, have none
+        here afterwards.
 
         Args:
             casts: see `Checkpoints.load`.
             extra: as there.
 
         Raises:
-            CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and then
-                nothing here has changed, unless the message says so.
+            CheckpointError: the checkpoint is harmed, or of another model or optimizer; on all ranks, and
+                then nothing here has changed, unless the message says so.
+            RankLostError, DeadlineError: other ranks are missing or late.
         """
         manifest = checkpoints.manifest(step)
         own, notes, wrong = self._checked(manifest.notes)

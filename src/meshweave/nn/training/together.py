@@ -21,7 +21,7 @@ class FolderTogether:
         self._rank, self._num_ranks = rank, num_ranks
 
     def wrong_in(self, act: Callable[[], object]) -> str:
-        """Do something in the folder. Return what was said against it; "" where it is done."""
+        """Call `act`, which works in the folder; return its error as text, "" where it succeeds."""
         try:
             act()
         except CheckpointError as error:
@@ -33,7 +33,10 @@ class FolderTogether:
         return ""
 
     def manifest_of(self, step: int) -> tuple[Manifest, Path]:
-        """Return the manifest of a checkpoint as this rank sees it, and its folder. Raises CheckpointError."""
+        """Return (manifest, folder) of the checkpoint of a step, as this rank sees it.
+
+        Raises CheckpointError where it is missing or incomplete.
+        """
         checkpoint = found_checkpoint(self.folder, step)
         if checkpoint is None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}")
@@ -42,20 +45,23 @@ class FolderTogether:
         return checkpoint.manifest, self.folder / checkpoint.name
 
     def named(self, step: int) -> str:
-        """Return what messages call the checkpoint of a step."""
+        """Return the words for a checkpoint in messages: `the checkpoint of step 7 in FOLDER`."""
         return f"the checkpoint of step {step} in {self.folder}"
 
-    def same(self, step: int, manifest: Manifest | None) -> Path:
-        """Return the folder of a checkpoint. Raises CheckpointError where it has another manifest by now."""
+    def folder_if_unchanged(self, step: int, manifest: Manifest | None) -> Path:
+        """Return a checkpoint's folder after checking it against `manifest`; None skips the check.
+
+        Raises CheckpointError where it is missing or incomplete, or has another manifest by now.
+        """
         checkpoint, path = self.manifest_of(step)
         if manifest is not None and checkpoint.digest != manifest.digest:
             raise CheckpointError("was saved again meanwhile")
         return path
 
     def changed(self, step: int, manifest: Manifest | None = None) -> str:
-        """Return in words which file of a checkpoint has other bytes than were written; "" where none has.
+        """Return text on which file of a checkpoint has other bytes than were written, "" where none has.
 
-        Collective: each rank reads some of them.
+        Collective. Each rank reads some of the files.
 
         Args:
             manifest: which the checkpoint must have; None takes the one that is there.
@@ -63,7 +69,7 @@ class FolderTogether:
         round_ = self._rounds.begin(f"all ranks to check the checkpoint of step {step}")
 
         def check() -> None:
-            path = self.same(step, manifest)
+            path = self.folder_if_unchanged(step, manifest)
             with opened_folder(path) as folder:
                 own = manifest or read_manifest(path)
                 check_bytes(folder, own, self._rank, self._num_ranks, round_.tick)
@@ -74,7 +80,10 @@ class FolderTogether:
         return f"{self.named(step)} {reason}" if reason else ""
 
     def other_whole(self, step: int) -> str:
-        """Return in words which other checkpoint is whole to the last byte, the last saved; collective."""
+        """Return text on the last saved other checkpoint whose bytes are all as written; "" without any.
+
+        Collective.
+        """
         round_ = self._rounds.begin("the first rank to look for another checkpoint")
         words: dict[str, Any] = {}
         if not self._rank:

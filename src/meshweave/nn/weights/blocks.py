@@ -23,7 +23,7 @@ Block = tuple[Runs, ...]
 
 
 def block_of(name: str, tensor: Tensor) -> Block:
-    """Return the part of a tensor that this rank has; all of one that is no DTensor.
+    """Return the part of a tensor that this rank has, as ranges of each dim; all of one that is no DTensor.
 
     Raises LayoutError, naming the tensor, where it is a partial sum, or its placements have no layout.
     """
@@ -51,7 +51,9 @@ def _runs(indices: Any) -> Runs:
 
 
 def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the boxes of a block: where each is in the rank's part, and where in the whole tensor."""
+    """Yield for each box of a block (slices in this rank's shard, slices in the whole tensor), one slice per
+    dim.
+    """
     per_dim = []
     for runs in block:
         ends = list(itertools.accumulate(stop - start for start, stop in runs))
@@ -62,5 +64,5 @@ def boxes_of(block: Block) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...
 
 
 def sizes_of(block: Block) -> tuple[int, ...]:
-    """Return the local shape of a block."""
+    """Return the shape of this rank's shard, of which `block` gives the ranges."""
     return tuple(sum(stop - start for start, stop in runs) for runs in block)

@@ -38,11 +38,11 @@ class Checkpoint:
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor as it is stored."""
+        """Return the shape of a tensor as it is stored. Raises KeyError where there is none of the name."""
         return tuple(self._part(name).get_shape())
 
     def read(self, name: str, block: Block) -> Tensor:
-        """Return a part of a tensor; only its bytes are read."""
+        """Return the part `block` of a tensor, on the CPU; only its bytes are read."""
         if not block:
             whole: Tensor = self._opened(name).get_tensor(name)
             return whole
@@ -94,7 +94,7 @@ class Checkpoint:
 
 
 def safetensors_library() -> Any:
-    """Return the package. Raises UnsupportedError where it is not installed."""
+    """Return the safetensors package. Raises UnsupportedError where it is not installed."""
     try:
         import safetensors
         import safetensors.torch

@@ -91,7 +91,7 @@ class RankSavePretrained:
 
 
 def bytes_of(size: int | str) -> int:
-    """Return a number of bytes, of one or of text such as "5GB" or "300MiB". Raises LayoutError for others."""
+    """Return the bytes of a size: an integer, or text such as "5GB" or "300MiB". Raises LayoutError for others."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
@@ -101,7 +101,7 @@ def bytes_of(size: int | str) -> int:
 
 
 def stored_names(module: nn.Module) -> dict[str, str]:
-    """Return under which names transformers stores the tensors of a model, by their first names in the module."""
+    """Return the names under which transformers stores a model's tensors, by their first names in the module."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -114,7 +114,7 @@ def _saved(
 
 
 def write_by_first(folder: Path, do: Callable[[], object], context: TorchContext) -> None:
-    """Let the first rank write something into a folder; all ranks return when it is there, or raise.
+    """Call `do` on rank 0, which writes into `folder`; return on all ranks once it is done. Collective.
 
     Raises:
         CheckpointError: it cannot; on all ranks.

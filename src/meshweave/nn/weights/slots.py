@@ -31,7 +31,7 @@ Mapped = Mapping[str, str | StoredTensor] | Callable[[str], str | StoredTensor] 
 
 
 def stored_as(mapping: Mapped, name: str) -> StoredTensor:
-    """Return where a tensor of a module is stored."""
+    """Return under which name, and whether transposed, tensor `name` of a module is in a checkpoint."""
     mapped: str | StoredTensor = name
     if mapping is not None:
         mapped = mapping(name) if callable(mapping) else mapping.get(name, name)
@@ -47,7 +47,10 @@ class ModuleTensor:
     owners: tuple[tuple[nn.Module, str], ...]
 
     def fill(self, part: Tensor, device: torch.device | str | None) -> None:
-        """Set this rank's part; a tensor without memory gets some on `device`, tied ones the same."""
+        """Set this rank's shard to `part`.
+
+        A tensor on meta gets memory on `device`, None for the CPU, under all its names.
+        """
         own = compat.local_tensor(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor.detach()
         if own.device.type != "meta":
             own.copy_(part)
@@ -66,7 +69,7 @@ class ModuleTensor:
 
 
 def slots_of(module: nn.Module) -> list[ModuleTensor]:
-    """Return the parameters and persistent buffers of a module, each with all of its names."""
+    """Return the parameters and persistent buffers of a module, each once with all of its names."""
     persistent = set(module.state_dict(keep_vars=True))
     by_tensor: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):

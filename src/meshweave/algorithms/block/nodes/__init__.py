@@ -65,7 +65,7 @@ def _table() -> dict[type[LayerNode], NodeRecord[Any]]:
 
 
 def record_of(node: LayerNode) -> NodeRecord[Any]:
-    """Return the record of a node's type. Raises UnsupportedError where there is none."""
+    """Return the record of a node's type. Raises UnsupportedError where no record is registered for the type."""
     record = _table().get(type(node))
     if record is None:
         raise UnsupportedError(
@@ -76,12 +76,15 @@ def record_of(node: LayerNode) -> NodeRecord[Any]:
 
 
 def is_timed(layer: LayerGraph) -> bool:
-    """Return whether programs of a layer say what it costs and not what it computes. Raises as `record_of`."""
+    """Return whether the programs of a layer state costs only and have no equations.
+
+    Raises UnsupportedError where a node has no record.
+    """
     return any(record_of(node).is_timed for node in layer.nodes)
 
 
 def kernels_of(problem: BlockProblem, roles: Roles) -> Iterator[Kernel]:
-    """Yield the kernels of the forward and the backward part of a layer, on the rank with the largest shards."""
+    """Yield the kernels of one layer, forward and backward, on the rank with the largest shards."""
     sizes, layer = RankSizes(problem), layers_of(problem)[0]
     for at in layer.nodes:
         yield from record_of(at.node).kernels(at, roles, sizes)

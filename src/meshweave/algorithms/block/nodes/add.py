@@ -19,12 +19,12 @@ from meshweave.ir.work import move_work
 
 
 class AddRecord(NodeRecord[EdgeSum]):
-    """A sum of edges. Terms that ranks still have in parts meet before they are reduced as one."""
+    """A sum of edges. Terms that are partial sums on each rank are added first and then reduced together."""
 
     node_type = EdgeSum
 
     def meanings(self, at: NodePlace[EdgeSum], roles: Roles) -> Iterator[Meaning]:
-        """Yield the sum."""
+        """Yield the equation of the sum."""
         yield Sum(at.out, tuple(map(at.layer.edge, at.node.ins)))
 
     def gradient_meanings(self, at: NodePlace[EdgeSum], roles: Roles) -> Iterator[Meaning]:
@@ -32,20 +32,20 @@ class AddRecord(NodeRecord[EdgeSum]):
         yield from ()
 
     def compute(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
-        """Add the sum."""
+        """Compute the sum and store it in `known`."""
         known[at.out] = np.sum([known[at.layer.edge(edge)] for edge in at.node.ins], 0)
 
     def compute_gradient(self, at: NodePlace[EdgeSum], known: Known, functions: Functions) -> None:
-        """Add nothing."""
+        """Do nothing: the gradient of the sum is that of each term."""
 
     def kernels(self, at: NodePlace[EdgeSum], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield a sum for each term but the one that is summed in place."""
+        """Yield an addition for each term but the first, which is already in the buffer of the sum."""
         elements = sizes.tokens(roles.residual) * sizes.features(at.node.features, roles.residual)
         for _ in at.node.ins[1:]:
             yield Kernel(move_work(elements, sizes.problem.dtype, "add"), "forward")
 
     def write(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
-        """Write the sum of terms in parts, its reduction, and the sum with other terms."""
+        """Write the addition of terms that are partial sums, its reduction, and the addition of others."""
         out, layer, ops = writer.out(at), at.layer, writer.writer
         terms = [layer.edge(edge) for edge in at.node.ins if layer.home(edge) != at.out]
         in_parts = [
@@ -62,4 +62,4 @@ class AddRecord(NodeRecord[EdgeSum]):
             ops.add(out, writer.stored[name])
 
     def write_gradient(self, at: NodePlace[EdgeSum], writer: NodeWriter) -> None:
-        """Write nothing."""
+        """Write nothing: the gradient of the sum is that of each term."""

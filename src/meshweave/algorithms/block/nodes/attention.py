@@ -40,7 +40,7 @@ class AttentionRecord(NodeRecord[Attention]):
     node_type = Attention
 
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
-        """Yield what it reads and makes by groups with their gradients, and the sums of softmax."""
+        """Yield operand and result seen by groups of heads, their gradients, and the softmax sums."""
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
         yield Tensor(sums, (*at.layer.tokens, node.heads), real)
@@ -54,7 +54,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Tensor(POSITIONS, (at.problem.sequence,), real)
 
     def meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of attention, of whole groups of heads or of a ring."""
+        """Yield the equations of attention: of each group of heads, or of a ring over the sequence."""
         yield Same(f"{at.operand}_units", at.operand)
         if roles.ring_axis is not None:
             yield from ring_meanings(at)
@@ -65,7 +65,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Same(name, f"{name}_units")
 
     def gradient_meanings(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradient of queries, keys and values, of whole groups or of a ring."""
+        """Yield the equations of the gradient with respect to queries, keys and values, by group or of a ring."""
         if roles.ring_axis is not None:
             yield from ring_gradient_meanings(at)
             return
@@ -76,22 +76,22 @@ class AttentionRecord(NodeRecord[Attention]):
         yield Same(at.contribution(at.node.ins[0]), f"D{at.operand}_units")
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return attention and its gradient, whole and in a ring."""
+        """Return the functions of attention and its gradient by name: whole, and in steps of a ring."""
         if problem.exact:
             return IntegerAttention(node, problem.sequence).table()
         return widened(RealAttention(node, problem.sequence).table())
 
     def compute(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Add the heads, and the sums of softmax."""
+        """Compute the heads and their softmax sums without sharding and store them in `known`."""
         known[at.out], known[at.own(at.node.sums)] = functions[at.fn("attention")](known[at.operand])
 
     def compute_gradient(self, at: NodePlace[Attention], known: Known, functions: Functions) -> None:
-        """Add the gradient by queries, keys and values."""
+        """Store in `known` the gradient with respect to queries, keys and values, one joint tensor."""
         ins = (known[name] for name in (at.arriving, at.operand, at.out, at.own(at.node.sums)))
         known[at.contribution(at.node.ins[0])] = functions[at.fn("attention_grad")](*ins)
 
     def kernels(self, at: NodePlace[Attention], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the kernels of attention and of its gradient, one for each turn of a ring."""
+        """Yield the kernels of attention and of its gradient on the first rank, once per step of a ring."""
         node, core, dtype = at.node, roles.core(at.node.group == "attention"), at.problem.dtype
         queries = sizes.sequence(core)
         heads = sizes.features(Features("heads", node.groups, node.per_group), core)
@@ -101,7 +101,7 @@ class AttentionRecord(NodeRecord[Attention]):
             yield Kernel(work, part, sizes.ring(roles))
 
     def write(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write attention of the groups that a rank has, or a ring over ranks that share sequences."""
+        """Write attention of the heads of a rank, or the ring over ranks that divide the sequence."""
         out, inner = writer.out(at), writer.edge(at)
         rows = writer.sides(Features("heads", at.node.groups, at.node.per_group))
         sums = writer.new(at.own(at.node.sums), rows, inner.dims, at.problem.statistics_dtype)
@@ -114,7 +114,7 @@ class AttentionRecord(NodeRecord[Attention]):
         writer.writer.call(at.fn("attention"), (out, sums), (inner,), "attention", shape)
 
     def write_gradient(self, at: NodePlace[Attention], writer: NodeWriter) -> None:
-        """Write the call of the gradient of attention, or the turns of a ring."""
+        """Write the gradient of attention: one call, or the steps of a ring."""
         edge, arriving = at.node.ins[0], writer.arriving(at)
         out = writer.contribution(at, edge)
         if writer.roles.ring_axis is not None:
@@ -136,17 +136,20 @@ class AttentionRecord(NodeRecord[Attention]):
 
 
 class SinkAttentionRecord(AttentionRecord):
-    """Attention with sinks, priced without them."""
+    """Attention with sinks, priced as attention without them; programs of it are refused."""
 
     node_type = SinkAttention
 
     def functions(self, node: Attention, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Raise UnsupportedError: no function has the sinks."""
+        """Raise UnsupportedError, always: programs of attention with sinks are not written yet."""
         raise UnsupportedError("programs of attention with sinks are not written yet")
 
 
 def priced_keys(at: NodePlace[Attention], sequence: int) -> int:
-    """Return for how many keys each of as many queries, at the same positions, is priced."""
+    """Return the keys per query that attention over `sequence` positions is priced for.
+
+    All of them if the problem counts masked pairs, else the mean number that a query attends to.
+    """
     return sequence if at.problem.counts_masked else at.node.mean_keys(sequence)
 
 

@@ -31,7 +31,7 @@ _NAMES = (
 
 
 class AttentionFunctions(ABC):
-    """The functions of attention over sequences of so many tokens."""
+    """The functions of attention over sequences of `sequence` tokens."""
 
     def __init__(self, node: Attention, sequence: int) -> None:
         self.node, self.sequence = node, sequence
@@ -42,7 +42,10 @@ class AttentionFunctions(ABC):
         return {name: getattr(self, name) for name in _NAMES}
 
     def mask(self, here: Values, there: Values) -> Values:
-        """Return for each query which keys it attends to: those up to it, within its window."""
+        """Return booleans (queries, keys): whether the query at `here` attends to the key at `there`.
+
+        A query attends to keys up to its own position, and within the window of the node if it has one.
+        """
         distance = here[:, None] - there[None, :]
         if self.node.window is None:
             return distance >= 0
@@ -93,14 +96,14 @@ class AttentionFunctions(ABC):
         return joined.swapaxes(1, 2).reshape(like.shape)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        """Return queries, and keys beside values, both turned by their positions."""
+        """Return queries, and keys beside values; queries and keys are rotated by their positions (RoPE)."""
         queries, keys, values = self._split(qkv)
         queries, keys = self._turned(queries, positions), self._turned(keys, positions)
         joined = array_module(qkv).concatenate((keys, values), -1)
         return [self._joined(queries, qkv), self._joined(joined, qkv)]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        """Return the gradient by what `split_heads` takes."""
+        """Return the gradient with respect to `qkv` of `split_heads`, from those of its two results."""
         d, r = self.width, self.per_group
         queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
         like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
@@ -109,7 +112,7 @@ class AttentionFunctions(ABC):
         return self._merged(queries, keys, values, like)
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient of attention by `qkv`, in its shape."""
+        """Return the gradient of attention with respect to `qkv`, in its shape."""
         *operands, scores = self._scores(qkv)
         queries, keys, values = self._gradients(scores, operands, dout, out, log_sums)
         here = like(np.arange(queries.shape[-2]), queries)
@@ -118,7 +121,11 @@ class AttentionFunctions(ABC):
     def attend_grad(
         self, dout: Values, queries: Values, out: Values, log_sums: Values, keys: Values, *positions: Values
     ) -> list[Values]:
-        """Return what one part of the keys gives to the gradient by queries, and that by these keys and values."""
+        """Return the gradients with respect to `queries` and `keys` of attention to these keys alone.
+
+        Those of the queries add up over all parts of the keys. `keys` are keys beside values, as of
+        `split_heads`.
+        """
         operands = self._heads(queries, self.width), *self._keys(keys)
         scores = self._masked(*operands[:2], *positions)
         of_queries, of_keys, of_values = self._gradients(scores, operands, dout, out, log_sums)
@@ -173,7 +180,7 @@ class RealAttention(AttentionFunctions):
         return module.concatenate(parts, -1)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return heads of causal softmax attention, and the log-sum-exp of each row of scores."""
+        """Return the heads of causal softmax attention, (..., heads x width), and log-sum-exp, (..., heads)."""
         module = array_module(qkv)
         _, _, values, scores = self._scores(qkv)
         greatest = module.amax(scores, -1)[..., None]
@@ -195,7 +202,11 @@ class RealAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return numerators, greatest scores and sums of weights with more keys, by online softmax."""
+        """Return numerators, greatest scores and sums of weights after more keys, by online softmax.
+
+        `before` has the same three after the keys so far; `here` and `there` are positions of queries and
+        keys.
+        """
         if not there.shape[0]:
             return list(before)
         so_far, greatest, weights = before
@@ -212,14 +223,14 @@ class RealAttention(AttentionFunctions):
         return [self._joined(part, queries) for part in (out, finite, total)]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return numerators over sums of weights, and the log-sum-exp of each row."""
+        """Return the heads, numerators over sums of weights, and the log-sum-exp of each row of scores."""
         d = self.width
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
 
 
 class IntegerAttention(AttentionFunctions):
-    """Small integers in place of attention."""
+    """Functions of small integers in place of those of attention, so that results compare with `==`."""
 
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         queries, keys, values = self._split(small(qkv))
@@ -228,7 +239,7 @@ class IntegerAttention(AttentionFunctions):
         return queries, keys, values, scores * like(1.0 * self.mask(here, here), scores)
 
     def attention(self, qkv: Values) -> list[Values]:
-        """Return small integers in place of the heads, and of what their gradient needs."""
+        """Return small integers in place of the heads and of the log-sum-exp."""
         _, _, values, scores = self._scores(qkv)
         return [self._joined(small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
 
@@ -259,7 +270,7 @@ class IntegerAttention(AttentionFunctions):
     def attend(
         self, queries: Values, keys: Values, here: Values, there: Values, *before: Values
     ) -> list[Values]:
-        """Return small integers in place of what more keys give."""
+        """Return small integers in place of the three results of online softmax, more keys included."""
         own_keys, values = self._keys(keys)
         scores = self._masked(self._heads(queries, self.width), own_keys, here, there)
         count = as_numbers(self.mask(here, there), queries).sum(-1)[None, :, None]
@@ -268,9 +279,9 @@ class IntegerAttention(AttentionFunctions):
         return [so_far + more[0], greatest + more[1], weights + count]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        """Return small integers in place of what `attention` gives, from what all keys gave."""
+        """Return small integers in place of heads and log-sum-exp, from what `attend` returned after all keys."""
         return [small(so_far), greatest]
 
     def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        """Return small integers in place of the gradient by what `split_heads` takes."""
+        """Return small integers in place of the gradient with respect to `qkv`."""
         return small(super().merge_heads(of_queries, of_keys, positions))

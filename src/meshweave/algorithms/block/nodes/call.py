@@ -24,13 +24,14 @@ from meshweave.ir.program.meanings import Function, Meaning, Same, TensorPart
 class CallRecord(NodeRecord[AnyNode]):
     """A node with one function of its input, and perhaps of parameters.
 
-    Every rank has a parameter whole, such as the gain that all heads share. Of a side of features of the edge, as
-    that of a gain for each feature, a rank has those that it has of the edge, and functions are given those.
+    A rank holds a parameter whole, such as the gain that all heads share. A parameter with features of the
+    edge, such as a gain per feature, is sharded as these features are, and functions get the rank's shard.
 
     Attributes:
-        fn: the name of the function; that of its gradient ends in "_grad", that by parameters in "_weight_grad".
+        fn: the name of the function; that of its gradient ends in "_grad", that by parameters in
+            "_weight_grad".
         work: how it is priced: "elementwise", or "norm" of rows.
-        view: what the names of its edges by units end in.
+        view: the suffix of the names of its edges seen by units.
     """
 
     fn: ClassVar[str]
@@ -39,10 +40,11 @@ class CallRecord(NodeRecord[AnyNode]):
 
     @abstractmethod
     def calls(self, node: AnyNode, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the function of (input, parameters), and its gradients.
+        """Return the function of (input, parameters), and its gradients; of small integers if `is_exact`.
 
-        That by the input is of (gradient of the result, input, parameters), that by parameters of (gradient of the
-        result, input, what others gave so far).
+        The gradient with respect to the input is a function of (gradient of the result, input, parameters).
+        That with respect to parameters is one of (gradient of the result, input, sum so far) and returns the
+        new sum.
         """
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
@@ -83,7 +85,7 @@ class CallRecord(NodeRecord[AnyNode]):
                 yield Tensor(self._units(f"{prefix}{name}"), shape, at.problem.dtype)
 
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the function of every unit."""
+        """Yield the equations of the function, one for each unit such as a head."""
         yield Same(self._units(at.operand), at.operand)
         ins = (TensorPart(self._units(at.operand), at.unit), *self._parameter_parts(at))
         yield Function(self._result(at, at.out), at.fn(self.fn), ins)
@@ -91,7 +93,7 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Same(at.out, self._units(at.out))
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients by the input and by the parameters."""
+        """Yield the equations of the gradients with respect to the input and the parameters."""
         arriving = at.arriving
         if at.node.makes.unit > 1:
             arriving = f"D{at.out}"
@@ -106,12 +108,12 @@ class CallRecord(NodeRecord[AnyNode]):
             yield Function(of, at.fn(f"{self.fn}_weight_grad"), (*ins, of), reduce="sum")
 
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add the result of the function to the tensors of a dense run."""
+        """Compute the node's result without sharding and store it in `known`."""
         parameters = (known[name] for name in self._parameters(at))
         known[at.out] = functions[at.fn(self.fn)](known[at.operand], *parameters)
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add the gradients of the function to the tensors of a dense run."""
+        """Store in `known` the gradients with respect to the input and the parameters."""
         ins, names = (known[at.arriving], known[at.operand]), self._parameters(at)
         gradient = functions[at.fn(f"{self.fn}_grad")](*ins, *(known[name] for name in names))
         known[at.contribution(at.node.ins[0])] = gradient
@@ -119,7 +121,7 @@ class CallRecord(NodeRecord[AnyNode]):
             known[f"D{name}"] = functions[at.fn(f"{self.fn}_weight_grad")](*ins, 0 * known[name])
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the function, which reads its input and writes its result, and its gradient."""
+        """Yield on the first rank the function, which reads its input and writes its result, and its gradient."""
         node, core = at.node, roles.core(at.node.group == "attention")
         if node.makes.dim == "hidden":
             core = roles.residual
@@ -135,12 +137,12 @@ class CallRecord(NodeRecord[AnyNode]):
         return writer.rows_and_features(stored)
 
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call on the units that a rank has."""
+        """Write the call on the units of a rank."""
         out, ins = writer.out(at), (writer.edge(at), *(writer.stored[name] for name in self._parameters(at)))
         writer.writer.call(at.fn(self.fn), (out,), ins, self.work, self._shape(writer, out))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the call of the gradient; nothing waits for the gradient of parameters."""
+        """Write the call of the gradient with respect to the input; delay those of parameters."""
         edge, names = at.node.ins[0], self._parameters(at)
         arriving, out = writer.arriving(at), writer.contribution(at, edge)
         ins, shape = (arriving, writer.edge(at)), self._shape(writer, arriving)

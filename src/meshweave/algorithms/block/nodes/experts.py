@@ -35,14 +35,17 @@ _SCORE_PASSES = 6
 
 
 class RouterRecord(TimedRecord[Router]):
-    """The scores of all experts, and the choice of the highest."""
+    """The scores of all experts, and the choice of the highest for each token."""
 
     node_type = Router
 
     def works(
         self, node: Router, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the product, or its two gradients, and the passes over scores."""
+        """Yield (lane, work): the product with the router's weight, or its two gradients; passes over scores.
+
+        `tokens` are those of one rank.
+        """
         sizes = tokens, node.experts, node.hidden
         yield COMPUTE, matmul_work(*sizes, problem.dtype)
         if part == "backward":
@@ -89,38 +92,42 @@ def _exchanged(
 
 
 class DispatchRecord(TimedRecord[DispatchCopies]):
-    """Copies of tokens where their experts are."""
+    """The exchange that sends copies of tokens to the ranks of their experts."""
 
     node_type = DispatchCopies
 
     def works(
         self, node: DispatchCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield copies and their exchange, or the sum of the gradients of copies."""
+        """Yield (lane, work) of the dispatch of one rank's `tokens`; backward, of the combine of gradients."""
         return _exchanged(node, problem, tokens, "dispatch" if part == "forward" else "combine")
 
 
 class CombineRecord(TimedRecord[CombineCopies]):
-    """The weighted sum of the copies of a token."""
+    """The exchange that returns the experts' results, and their weighted sum for each token."""
 
     node_type = CombineCopies
 
     def works(
         self, node: CombineCopies, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the exchange and the sum, or the exchange of gradients."""
+        """Yield (lane, work) of the combine of one rank's `tokens`; backward, of the dispatch of gradients."""
         return _exchanged(node, problem, tokens, "combine" if part == "forward" else "dispatch")
 
 
 class ExpertsRecord(TimedRecord[Experts]):
-    """Grouped products of all experts of a rank."""
+    """The products of all experts of a rank, grouped or one by one."""
 
     node_type = Experts
 
     def works(
         self, node: Experts, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the grouped products with their activation, one call a part; or those of each expert."""
+        """Yield (lane, work) of the experts of one rank; `tokens` are those of a rank before dispatch.
+
+        Grouped products are one call for the forward part and two for the backward part. Else the products of
+        the experts and the pass over inner features are yielded apart.
+        """
         ranks = problem.experts or ExpertRanks()
         rows = math.ceil(tokens * node.chosen * ranks.tensor * ranks.load)
         shape = (
@@ -157,7 +164,13 @@ def _works_apart(
 
 
 def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = "") -> Compute:
-    """Return the work of experts: rows, hidden and inner features, experts, and columns of an inner feature."""
+    """Return the work of one rank's experts as one call.
+
+    Args:
+        shape: (rows of all experts, hidden features, inner features, experts, columns of the first product
+            per inner feature).
+        part: "" forward, "input_grad" or "weight_grad".
+    """
     rows, hidden, inner, experts, columns = shape
     flops = 2 * rows * hidden * inner * (columns + 1)
     weights = experts * hidden * inner * (columns + 1)
@@ -166,12 +179,12 @@ def experts_work(shape: tuple[int, int, int, int, int], dtype: str, part: str = 
 
 
 class SharedGateRecord(TimedRecord[SharedGate]):
-    """A gate for each token."""
+    """A gate for each token, by which the result of the shared expert is multiplied."""
 
     node_type = SharedGate
 
     def works(
         self, node: SharedGate, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield passes over both operands and the result."""
+        """Yield (lane, work): one elementwise pass over both operands and the result, for one rank's `tokens`."""
         yield streamed(problem, (3 if part == "forward" else 6) * tokens * node.hidden)

@@ -13,7 +13,7 @@ from meshweave.describe.model.head_norm import HeadNorm, JointNorm
 
 
 class HeadNormRecord(CallRecord[HeadNorm]):
-    """A norm within heads."""
+    """A norm of queries and keys within each head."""
 
     node_type = HeadNorm
     fn = "head_norm"
@@ -21,18 +21,18 @@ class HeadNormRecord(CallRecord[HeadNorm]):
     view = "heads_units"
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Return the norm and its gradients."""
+        """Return the norm and its gradients with respect to input and gains; see `CallRecord.calls`."""
         own = _HeadNorms(node, is_exact)
         return own.norm, own.gradient, own.weight_gradient
 
 
 class JointNormRecord(HeadNormRecord):
-    """Norms of all heads together, priced as those of each head."""
+    """A norm of queries and keys over all heads together, priced as a norm in each head; has no programs."""
 
     node_type = JointNorm
 
     def calls(self, node: HeadNorm, is_exact: bool) -> tuple[Callable[..., Any], ...]:
-        """Raise UnsupportedError: statistics of all heads lie on several ranks."""
+        """Raise UnsupportedError, always: programs of norms over all heads together are not written yet."""
         raise UnsupportedError("programs of norms of all heads together are not written yet")
 
 
@@ -80,7 +80,7 @@ class _HeadNorms:
         return self._joined(out, arriving[..., -1:, :], dy)
 
     def weight_gradient(self, dy: Values, x: Values, so_far: Values) -> Values:
-        """Return the gradient of the gains (2, head features), of queries and of keys, added to what there is."""
+        """Return `so_far` plus the gradient of the gains (2, width of a head), of queries and of keys."""
         terms = self._heads(dy)[..., :-1, :] * self._scaled(self._heads(x)[..., :-1, :])[0]
         of_queries = over_rows(terms[..., :-1, :])
         return so_far + array_module(dy).stack((of_queries, over_rows(terms[..., -1, :])))

@@ -43,36 +43,41 @@ class Kernel:
 
 
 class RankSizes:
-    """Elements of the dims of tensors on the first rank."""
+    """Sizes of the shard of a tensor on the first rank, which has the largest one."""
 
     def __init__(self, problem: BlockProblem) -> None:
         self.problem, self._mesh = problem, problem.mesh
         self._batch, self._sequence = Side("batch", problem.batch), Side("sequence", problem.sequence)
 
     def batch(self, dims: AxisDims) -> int:
-        """Return sequences of a tensor whose batch lies so on the mesh."""
+        """Return the sequences of a rank, for a tensor that lies on the mesh as `dims` says."""
         return largest_extent(self._mesh, self._batch, dims)
 
     def sequence(self, dims: AxisDims) -> int:
-        """Return tokens of a sequence."""
+        """Return the positions of each sequence that a rank has."""
         return largest_extent(self._mesh, self._sequence, dims)
 
     def tokens(self, dims: AxisDims) -> int:
-        """Return tokens of all sequences."""
+        """Return the tokens of a rank: its sequences times its positions of each."""
         return self.batch(dims) * self.sequence(dims)
 
     def features(self, features: Features, dims: AxisDims) -> int:
-        """Return elements of features, which are divided in whole units."""
+        """Return the features of a rank, which are divided in whole units."""
         return largest_extent(self._mesh, side_of(features), dims)
 
     def ring(self, roles: Roles) -> int:
-        """Return the ranks of a ring of attention; 1 without one."""
+        """Return the number of ranks in a ring of attention; 1 without one."""
         return 1 if roles.ring_axis is None else self._mesh.shape[roles.ring_axis]
 
     def streamed(
         self, call: str, shape: tuple[int, ...], passes: int, part: PassPart, name: str = ""
     ) -> Kernel:
-        """Return a call that moves some passes over as many elements through memory."""
+        """Return a kernel limited by memory: a call that moves an array of `shape` `passes` times.
+
+        Args:
+            part: the part of the layer that it belongs to.
+            name: its `Compute.part`.
+        """
         dtype = self.problem.dtype
         moved = passes * math.prod(shape) * dtype_bytes(dtype)
         return Kernel(Compute("call", 0, moved, dtype=dtype, call=call, shape=shape, part=name), part)

@@ -20,14 +20,14 @@ from meshweave.ir.work import Work, matmul_work
 
 
 class LocalLinearRecord(TimedRecord[LocalLinear]):
-    """A product of a rank's own tokens."""
+    """A product of a rank's own tokens with a weight that every rank has whole."""
 
     node_type = LocalLinear
 
     def works(
         self, node: LocalLinear, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield the product, or its two gradients."""
+        """Yield (lane, work): the product with `tokens` rows, those of one rank; backward, its two gradients."""
         k, n = node.operand.size, node.result.size
         if part == "forward":
             yield COMPUTE, matmul_work(tokens, n, k, problem.dtype)
@@ -37,7 +37,7 @@ class LocalLinearRecord(TimedRecord[LocalLinear]):
 
 
 class LatentNormRecord(NormRecord):
-    """A norm of a latent."""
+    """A norm over the features of a latent (compressed queries, or keys and values)."""
 
     node_type = LatentNorm
 
@@ -48,9 +48,10 @@ class LatentAttentionRecord(AttentionRecord):
     node_type = LatentAttention
 
     def write(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write attention of the heads that a rank has, and gather the shared part of the keys.
+        """Write attention of the heads of a rank, after an all-gather of the keys' part that all heads share.
 
-        Raises LayoutError.
+        Raises:
+            LayoutError: the roles divide the sequence over a ring, which latent attention does not have.
         """
         if writer.roles.ring_axis is not None:
             raise LayoutError("latent attention has no ring yet; give context=1")
@@ -65,7 +66,7 @@ class LatentAttentionRecord(AttentionRecord):
         writer.end_site()
 
     def write_gradient(self, at: NodePlace[LatentAttention], writer: NodeWriter) -> None:  # type: ignore[override]
-        """Write the call of the gradient, and the sum of that of the shared part over ranks."""
+        """Write the call of the gradient, and the sums of all contributions to the gradients of its inputs."""
         arriving, ins = writer.arriving(at), self._ins(at, writer)
         queries, keys = (writer.contribution(at, edge) for edge in at.node.ins[:2])
         sums = writer.stored[at.own(at.node.sums)]

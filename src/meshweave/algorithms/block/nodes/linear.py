@@ -22,18 +22,18 @@ from meshweave.ir.work import matmul_work
 
 
 class LinearRecord(NodeRecord[Linear]):
-    """A product with a weight, and its bias."""
+    """A product with a weight, and perhaps a bias."""
 
     node_type = Linear
 
     def tensors(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensor of the product to which a bias is then added."""
+        """Yield the tensor of the product before the bias; nothing without a bias."""
         if at.node.bias:
             edge = at.tensor(at.node.out)
             yield Tensor(f"{edge.name}_product", edge.shape, edge.dtype)
 
     def meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the product and, with a bias, of the sum."""
+        """Yield the equation of the product and, with a bias, of the sum."""
         weight = at.own(at.node.weight)
         if not at.node.bias:
             yield Product(at.out, at.operand, weight)
@@ -44,7 +44,7 @@ class LinearRecord(NodeRecord[Linear]):
         yield Function(TensorPart(at.out, at.element), "add_bias", terms)
 
     def gradient_meanings(self, at: NodePlace[Linear], roles: Roles) -> Iterator[Meaning]:
-        """Yield the gradients by operand, weight and bias."""
+        """Yield the equations of the gradients with respect to operand, weight and bias."""
         weight, edge = at.own(at.node.weight), at.node.ins[0]
         yield Product(at.contribution(edge), at.arriving, weight, transpose_b=True)
         yield Product(f"D{weight}", at.operand, at.arriving, transpose_a=True)
@@ -54,18 +54,18 @@ class LinearRecord(NodeRecord[Linear]):
             yield Function(of_bias, "bias_grad", ins, reduce="sum")
 
     def functions(self, node: Linear, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the sum with a bias, and its gradient."""
+        """Return the functions of the sum with a bias and of the bias gradient, by name."""
         if problem.exact:
             return {"add_bias": lambda x, bias: small(x + bias), "bias_grad": _small_bias_grad}
         return widened({"add_bias": lambda x, bias: x + bias, "bias_grad": _bias_grad})
 
     def compute(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Add the product, bias included, to the tensors of a dense run."""
+        """Compute the product without sharding, bias included, and store it in `known`."""
         out = known[at.operand] @ known[at.own(at.node.weight)]
         known[at.out] = functions["add_bias"](out, known[at.own(at.node.bias_name)]) if at.node.bias else out
 
     def compute_gradient(self, at: NodePlace[Linear], known: Known, functions: Functions) -> None:
-        """Add the gradients by operand, weight and bias."""
+        """Store in `known` the gradients with respect to operand, weight and bias."""
         weight, arriving, x = at.own(at.node.weight), known[at.arriving], known[at.operand]
         known[at.contribution(at.node.ins[0])] = arriving @ known[weight].T
         known[f"D{weight}"] = x.reshape(-1, x.shape[-1]).T @ arriving.reshape(-1, arriving.shape[-1])
@@ -74,7 +74,7 @@ class LinearRecord(NodeRecord[Linear]):
             known[f"D{bias}"] = functions["bias_grad"](arriving, 0 * known[bias])
 
     def kernels(self, at: NodePlace[Linear], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the three products."""
+        """Yield the three products on the first rank: forward, gradient of the operand, gradient of the weight."""
         node, dtype = at.node, sizes.problem.dtype
         tokens, weight = sizes.tokens(roles.operand(node.enters)), roles.weight(node.enters)
         k, n = sizes.features(node.operand, weight), sizes.features(node.result, weight)
@@ -83,14 +83,14 @@ class LinearRecord(NodeRecord[Linear]):
         yield Kernel(matmul_work(k, n, tokens, dtype), "backward", sliced=0)
 
     def write(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
-        """Write the product, and the bias on what it gives, once its terms are summed."""
+        """Write the product, and after its reduction over ranks the sum with the bias."""
         out = writer.multiply(at)
         if at.node.bias:
             ins = (out, writer.stored[at.own(at.node.bias_name)])
             writer.writer.call("add_bias", (out,), ins, "elementwise", (writer.writer.elements(out),))
 
     def write_gradient(self, at: NodePlace[Linear], writer: NodeWriter) -> None:
-        """Write the product for the gradient of the operand; those of weight and bias are not waited for."""
+        """Write the product for the gradient of the operand; delay those for weight and bias."""
         writer.multiply_back(at)
         if at.node.bias:
             arriving, bias = writer.arriving(at), at.own(at.node.bias_name)

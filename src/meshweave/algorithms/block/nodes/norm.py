@@ -27,18 +27,18 @@ EPSILON = 1e-5
 
 
 class NormRecord(NodeRecord[Norm]):
-    """A norm over the features of the residual."""
+    """A norm over the features of each token of the residual stream."""
 
     node_type = Norm
 
     def tensors(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Tensor]:
-        """Yield the tensors of sums over features that the norm and its gradient need, one row a token."""
+        """Yield the tensors (tokens, `rows`) of the sums over features that the norm and its gradient need."""
         for prefix in ("", "D"):
             name, shape = f"{prefix}{at.own(at.node.statistics)}", (*at.layer.tokens, at.node.rows)
             yield Tensor(name, shape, at.problem.statistics_dtype)
 
     def meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the norm in one step, or in two."""
+        """Yield the equations of the norm: in one step, or two where ranks divide the features."""
         gain = at.own(at.node.gain)
         if not roles.two_step_norms:
             whole = TensorPart(at.operand, at.row), TensorPart(gain, (None, None))
@@ -50,7 +50,7 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(TensorPart(at.out, at.element), at.fn("normalize"), ins)
 
     def gradient_meanings(self, at: NodePlace[Norm], roles: Roles) -> Iterator[Meaning]:
-        """Yield the equations of the gradients by the input and the parameters of the norm."""
+        """Yield the equations of the gradients with respect to the norm's input and parameters."""
         two_steps, name = roles.two_step_norms, at.own(at.node.statistics)
         dims = at.element if two_steps else at.row
         gain = TensorPart(at.own(at.node.gain), (None, "j" if two_steps else None))
@@ -67,21 +67,21 @@ class NormRecord(NodeRecord[Norm]):
         yield Function(of_gain, at.fn("normalize_weight_grad"), (*ins, statistics, of_gain), reduce="sum")
 
     def functions(self, node: Norm, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the norm in one and two steps, with its gradients."""
+        """Return the functions of the norm and its gradients by name, in one step and in two."""
         return IntegerNorm(node).table() if problem.exact else widened(RealNorm(node).table())
 
     def compute(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Add the normalised rows."""
+        """Compute the normalised rows without sharding and store them in `known`."""
         known[at.out] = functions[at.fn("norm")](known[at.operand], known[at.own(at.node.gain)])
 
     def compute_gradient(self, at: NodePlace[Norm], known: Known, functions: Functions) -> None:
-        """Add the gradients by input and parameters of the norm to the tensors of a dense run."""
+        """Store in `known` the gradients with respect to the norm's input and parameters."""
         gain, ins = known[at.own(at.node.gain)], (known[at.arriving], known[at.operand])
         known[at.contribution(at.node.ins[0])] = functions[at.fn("norm_grad")](*ins, gain)
         known[f"D{at.own(at.node.gain)}"] = functions[at.fn("norm_weight_grad")](*ins, 0 * gain)
 
     def kernels(self, at: NodePlace[Norm], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield the kernels of the norm, of its gradients, and of the sums over features."""
+        """Yield on the first rank the kernels of the norm, its gradients, and separate sums over features."""
         shape = sizes.tokens(roles.residual), sizes.features(at.node.features, roles.residual)
         for (part, name), passes in zip(PARTS, (2, 3), strict=True):
             yield sizes.streamed("norm", shape, passes, part, name)
@@ -90,7 +90,7 @@ class NormRecord(NodeRecord[Norm]):
         yield sizes.streamed("norm", shape, 2, "backward", "weight_grad")
 
     def write(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the norm, in two steps where ranks share the features."""
+        """Write the norm; in two steps, with an all-reduce of sums between, where ranks divide the features."""
         stream, gain, out = writer.edge(at), writer.stored[at.own(at.node.gain)], writer.out(at)
         ins, fn = (stream, gain), "norm"
         if writer.roles.two_step_norms:
@@ -100,7 +100,7 @@ class NormRecord(NodeRecord[Norm]):
         writer.writer.call(at.fn(fn), (out,), ins, "norm", writer.rows_and_features(stream))
 
     def write_gradient(self, at: NodePlace[Norm], writer: NodeWriter) -> None:
-        """Write the calls of the gradients; nothing waits for those of parameters."""
+        """Write the call of the gradient with respect to the input; delay that of the parameters."""
         writer.write_postponed()
         edge, arriving, stream = at.node.ins[0], writer.arriving(at), writer.edge(at)
         gain = writer.stored[at.own(at.node.gain)]
@@ -124,7 +124,7 @@ class NormRecord(NodeRecord[Norm]):
 
 
 class NormFunctions(ABC):
-    """The functions of a norm. Statistics and sums are of whole rows where a function is given them."""
+    """The functions of a norm. `statistics` and `sums` as arguments are complete: of all features of a token."""
 
     def __init__(self, node: Norm) -> None:
         self.hidden, self.rows = node.features.size, node.rows
@@ -142,35 +142,35 @@ class NormFunctions(ABC):
 
     @abstractmethod
     def statistics(self, x: Values) -> Values:
-        """Return sums over the features given, which add up over all features."""
+        """Return sums over the given features, (..., `rows`); sums of parts of a row add up to the row's."""
 
     @abstractmethod
     def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return the normalised features, by statistics of whole rows."""
+        """Return the given features normalised, from statistics of whole rows."""
 
     @abstractmethod
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return the sums over features that the gradient of a norm needs, over the features given."""
+        """Return the sums over the given features that the gradient needs, (..., `rows`); parts add up."""
 
     @abstractmethod
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return the gradient by `x`, by statistics and sums of whole rows."""
+        """Return the gradient with respect to `x`, from statistics and sums of whole rows."""
 
     @abstractmethod
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return the gradient by the parameters, added to what earlier rows gave."""
+        """Return `so_far` plus the gradient with respect to the parameters, from statistics of whole rows."""
 
     def norm(self, x: Values, gain: Values) -> Values:
-        """Return the normalised rows."""
+        """Return whole rows `x` normalised."""
         return self.normalize(x, self.statistics(x), gain)
 
     def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
-        """Return the gradient by whole rows `x`."""
+        """Return the gradient with respect to whole rows `x`."""
         statistics = self.statistics(x)
         return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
 
     def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
-        """Return the gradient by the parameters, of whole rows."""
+        """Return `so_far` plus the gradient with respect to the parameters, from whole rows `x`."""
         return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
 
 
@@ -188,7 +188,7 @@ class RealNorm(NormFunctions):
         return (x - mean) * scale, scale
 
     def statistics(self, x: Values) -> Values:
-        """Return sums of squares over features, with a bias after plain sums (batch, sequence, norm rows)."""
+        """Return sums of squares over features, (..., 1); with a bias (..., 2), plain sums first."""
         squares = (x * x).sum(-1)[..., None]
         if self.rows == 1:
             return squares
@@ -200,7 +200,7 @@ class RealNorm(NormFunctions):
         return scaled if self.rows == 1 else scaled + gain[1]
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums of dy x gain x normalised x, with a bias after those of dy x gain."""
+        """Return sums of dy x gain x normalised x, (..., 1); with a bias (..., 2), sums of dy x gain first."""
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.rows == 1:
@@ -208,21 +208,21 @@ class RealNorm(NormFunctions):
         return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
 
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        """Return the gradient by `x` of a layer norm or root-mean-square norm; shape of `x`."""
+        """Return the gradient with respect to `x` of a layer norm or root-mean-square norm; shape of `x`."""
         centred, scale = self._centred(x, statistics)
         means = sums / self.hidden
         change = dy * gain[0] - centred * means[..., -1:]
         return scale * (change if self.rows == 1 else change - means[..., :1])
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus sums over rows of dy x normalised x, with a bias with those of dy."""
+        """Return `so_far` plus sums over rows of dy x normalised x (the gain), and of dy (the bias, if any)."""
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.rows == 1 else (of_gain, over_rows(dy))
         return so_far + array_module(x).stack(rows)
 
 
 class IntegerNorm(NormFunctions):
-    """Small integers in place of a norm."""
+    """Functions of small integers in place of those of a norm, so that results compare with `==`."""
 
     def statistics(self, x: Values) -> Values:
         """Return small integers in place of the sums of a norm."""
@@ -245,7 +245,7 @@ class IntegerNorm(NormFunctions):
         return small(dy * gain[0] + x * of_row)
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return small integers in place of the gradient by the parameters of a norm, added to `so_far`."""
+        """Return `so_far` plus small integers in place of the gradient with respect to the parameters."""
         of_gain = over_rows(small(dy * small(x + statistics[..., :1])))
         rows = (of_gain, over_rows(small(dy)))[: self.rows]
         return so_far + array_module(x).stack(rows)

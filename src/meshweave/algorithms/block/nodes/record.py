@@ -29,15 +29,18 @@ Known = dict[str, Array]
 
 
 class NodeRecord(ABC, Generic[AnyNode]):
-    """A type of node. Equations forward end in the edge that it makes; backward in what it contributes to the
-    gradients of the edges that it reads, and in the gradients of its parameters."""
+    """What programs know about one type of node: its equations, functions, kernels and ops.
+
+    Forward equations end in the node's output edge. Backward ones end in its contributions to the gradients
+    of the edges that it reads, and in the gradients of its parameters.
+    """
 
     node_type: ClassVar[type[LayerNode]]
     is_timed: ClassVar[bool] = False
     """Whether its program says what it costs and not what it computes: it has no equations."""
 
     def tensors(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Tensor]:
-        """Yield what its equations name besides its edges, its parameters, and their gradients."""
+        """Yield the tensors that the equations name, other than edges, parameters and their gradients."""
         del at, roles
         yield from ()
 
@@ -50,17 +53,17 @@ class NodeRecord(ABC, Generic[AnyNode]):
         """Yield the equations of the backward part."""
 
     def functions(self, node: AnyNode, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions that its program calls: real ones, or those of integers."""
+        """Return the functions that the node's programs call, by name; of integers if the problem is `exact`."""
         del node, problem
         return {}
 
     @abstractmethod
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add what the node makes to the tensors of a dense run."""
+        """Compute the node's output without sharding, from `known` tensors, and store it there by name."""
 
     @abstractmethod
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Add its contributions to gradients of edges, and the gradients of its parameters."""
+        """Store in `known` the contributions to the gradients of the edges read, and the parameters' gradients."""
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
         """Yield the kernels of the node on the first rank, which has the largest shards."""
@@ -73,4 +76,4 @@ class NodeRecord(ABC, Generic[AnyNode]):
 
     @abstractmethod
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the ops of the gradient of the node."""
+        """Write the ops of the backward part of the node."""

@@ -27,7 +27,7 @@ REFUSAL = (
 
 
 class TimedRecord(NodeRecord[AnyNode]):
-    """A node whose work follows from the tokens of a rank alone."""
+    """A node whose work follows from the number of tokens of a rank; its programs have costs, no equations."""
 
     is_timed = True
 
@@ -35,26 +35,26 @@ class TimedRecord(NodeRecord[AnyNode]):
     def works(
         self, node: AnyNode, problem: BlockProblem, tokens: int, part: PassPart
     ) -> Iterator[tuple[str, Work]]:
-        """Yield (lane, work) of a pass in order; `tokens` are those of one rank."""
+        """Yield the (lane, work) pairs of a pass, "forward" or "backward", in order, for `tokens` of one rank."""
 
     def meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError, always: programs of such a node have no equations."""
         _refuse()
 
     def gradient_meanings(self, at: NodePlace[AnyNode], roles: Roles) -> Iterator[Meaning]:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError, always: programs of such a node have no equations."""
         _refuse()
 
     def compute(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError, always: the node has no values here, only costs."""
         _refuse()
 
     def compute_gradient(self, at: NodePlace[AnyNode], known: Known, functions: Functions) -> None:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError, always: the node has no values here, only costs."""
         _refuse()
 
     def kernels(self, at: NodePlace[AnyNode], roles: Roles, sizes: RankSizes) -> Iterator[Kernel]:
-        """Yield what a rank computes, without what it sends."""
+        """Yield the computations of one rank, forward and backward, without its transfers."""
         tokens = sizes.tokens(roles.residual)
         for part in ("forward", "backward"):
             for _, work in self.works(at.node, at.problem, tokens, part):
@@ -62,12 +62,12 @@ class TimedRecord(NodeRecord[AnyNode]):
                     yield Kernel(work, part)
 
     def write(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the works of the forward part."""
+        """Write the works of the forward part as ops without values."""
         ins = tuple(writer.edge(at, number) for number in range(len(at.node.ins)))
         self._write(at, writer, "forward", ins, (writer.out(at),))
 
     def write_gradient(self, at: NodePlace[AnyNode], writer: NodeWriter) -> None:
-        """Write the works of the backward part."""
+        """Write the works of the backward part as ops without values."""
         writer.end_site()
         outs = tuple(writer.contribution(at, edge) for edge in at.node.ins)
         arriving = writer.arriving(at)
@@ -106,13 +106,13 @@ class TimedRecord(NodeRecord[AnyNode]):
 
 
 def with_load(problem: BlockProblem, load: float) -> BlockProblem:
-    """Return a problem whose ranks have so many copies of tokens over the average."""
+    """Return the problem with another `load`: copies of tokens on the most loaded rank over the average."""
     assert problem.experts is not None
     return replace(problem, experts=replace(problem.experts, load=load))
 
 
 def streamed(problem: BlockProblem, elements: int) -> tuple[str, Work]:
-    """Return a pass over so many elements, read and written together."""
+    """Return (lane, work) of a pass over `elements`, counted as read or written once each."""
     moved = elements * dtype_bytes(problem.dtype)
     return COMPUTE, Compute(
         "call", max(elements, 1), moved, dtype=problem.dtype, call="elementwise", shape=(elements,)

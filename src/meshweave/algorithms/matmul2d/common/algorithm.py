@@ -51,9 +51,10 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     own_stationary: ClassVar[tuple[Stationary, ...]] = ()
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the program's lanes and their waits, on the rank with the largest shards.
+        """Return the tasks of the program's lanes and what they wait for, on the rank with the largest shards.
 
-        This default derives them from the program. Algorithms override it, to price a config without a program.
+        This default derives them from the program. Algorithms override it, to price a config without a
+        program.
         """
         return skeleton_of(self.program(problem, config))
 
@@ -64,11 +65,11 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         """Yield the configs that a tuner may try, that with the fewest slices first."""
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh shapes of that many chips that the algorithm can use."""
+        """Return the mesh shapes of `num_chips` chips that the algorithm can use."""
         return two_d_meshes(num_chips)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        """Return the placements of operands "a", "b", "c", one per mesh axis."""
+        """Return the placements of operands "a", "b" and "c", for each one placement per mesh axis."""
         return two_d_placements(problem)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
@@ -79,7 +80,7 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        """Return skeletons the fastest of which is no slower than any candidate, or None where none are known."""
+        """Return skeletons, of which the fastest takes no longer than any candidate; None if none are known."""
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:
@@ -90,18 +91,18 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         }
 
     def reference(self, problem: Matmul2dProblem, inputs: Arrays) -> dict[str, Array]:
-        """Return C, of shape (m, n), computed densely from A and B as the dataflow stores them."""
+        """Return C, (m, n), computed without sharding from A and B as the dataflow stores them."""
         a, b = inputs["A"], inputs["B"]
         left = a.T if problem.dataflow == "rs" else a
         right = b.T if problem.dataflow == "ls" else b
         return {"C": left @ right}
 
     def estimate(self, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> Estimate:
-        """Return the seconds of a candidate in closed form: those of its skeleton."""
+        """Return the seconds of a config in closed form, those of its skeleton on `machine`."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def refusal(self, problem: Matmul2dProblem) -> str | None:
-        """Return why there is no such dataflow or mesh, or None."""
+        """Return why the algorithm lacks the problem's dataflow or mesh; None if it has both."""
         if problem.dataflow not in self.dataflows:
             return f"it has no dataflow {problem.dataflow}, only {', '.join(self.dataflows)}"
         if problem.mesh_shape not in self.mesh_shapes(problem.num_chips):
@@ -109,10 +110,10 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def gradients(self, problem: Matmul2dProblem) -> tuple[Gradient[Matmul2dProblem], ...]:
-        """Return the gradients with respect to A and B, each a product in another dataflow.
+        """Return the problems of the gradients with respect to A and B, each a product in another dataflow.
 
-        A gradient is left out where its product needs other placements than the operands have, or is refused, as
-        in a dataflow that the algorithm lacks. On a 2D mesh both are there for one that has all dataflows.
+        A gradient is left out where its product needs other placements than the operands have, or is refused,
+        as in a dataflow that the algorithm lacks. On a 2D mesh an algorithm with all dataflows has both.
         """
         sizes = {
             "A": problem.stored_shape("a"),

@@ -37,6 +37,6 @@ def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: st
 
 
 def slice_work(problem: Matmul2dProblem, first: int, second: int, width: int) -> Compute:
-    """Return the product of a stationary shard of `first` x `second` elements with a slice of `width`."""
+    """Return the work of a product of a stationary shard, `first` x `second`, with a slice of `width`."""
     dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
     return matmul_work(*dims[problem.dataflow], problem.dtype)

@@ -60,7 +60,7 @@ _TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
 
 
 def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
-    """Return the entry of Table 1 for one pass, or its transposed version."""
+    """Return the row of Table 1 for one pass, or its transposed version."""
     rule = TABLE[stationary][name]
     if not transposed:
         return rule
@@ -79,9 +79,10 @@ def pass_problem(
     ranks: tuple[int, ...] | None = None,
     transposed: bool = False,
 ) -> Matmul2dProblem:
-    """Return the product of one pass of a layer, or its transposed version.
+    """Return the product of one pass of a linear layer, or its transposed version.
 
-    Raises LayoutError as Matmul2dProblem does.
+    Raises:
+        LayoutError: sizes, mesh or dtype fit no `Matmul2dProblem`.
     """
     rule = pass_rule(stationary, name, transposed)
     size = {"t": tokens, "i": in_features, "o": out_features}

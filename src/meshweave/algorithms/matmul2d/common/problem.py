@@ -91,7 +91,7 @@ class Matmul2dProblem:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh, with axes row, col and maybe depth."""
+        """Return the mesh, with axes row, col and, of three sizes, depth."""
         axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
             return Mesh.of(MESH, self.mesh_shape, axes)
@@ -104,7 +104,7 @@ class Matmul2dProblem:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the whole product, two per multiply-add."""
+        """Return the FLOPs of the whole product, over all chips, two per multiply-add."""
         return 2 * self.m * self.n * self.k
 
     def stored_shape(self, operand: str) -> tuple[int, int]:
@@ -117,23 +117,23 @@ class Matmul2dProblem:
 
     @cached_property
     def stationary(self) -> str:
-        """The operand that does not move."""
+        """Return the operand that does not move: "a", "b" or "c"."""
         return {"os": "c", "ls": "a", "rs": "b"}[self.dataflow]
 
     @cached_property
     def sliced_size(self) -> int:
-        """The size of the dim that the two moving matrices share."""
+        """Return the global size of the dim that the two moving matrices share."""
         return {"os": self.k, "ls": self.n, "rs": self.m}[self.dataflow]
 
     @cached_property
     def horizontal(self) -> MovingMatrix:
-        """The matrix that moves between columns."""
+        """Return the matrix that moves along mesh rows, between columns."""
         operand = _HORIZONTAL[self.dataflow]
         return MovingMatrix(operand, "col", 1, operand == "c")
 
     @cached_property
     def vertical(self) -> MovingMatrix:
-        """The matrix that moves between rows."""
+        """Return the matrix that moves along mesh columns, between rows."""
         operand = _VERTICAL[self.dataflow]
         return MovingMatrix(operand, "row", 0, operand == "c")
 
@@ -142,7 +142,7 @@ class Matmul2dProblem:
         return self.mesh_shape[AXES.index(axis)]
 
     def largest_part(self, size: int, axis: str) -> int:
-        """Return the largest part of `size` elements chunked over a mesh axis."""
+        """Return the size of the largest part if `size` elements are divided over a mesh axis."""
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
@@ -171,9 +171,10 @@ class Matmul2dProblem:
         return Program(name, (mesh,), tensors, buffers, (), (), (product,))
 
     def traffic_bytes(self, rank: int, placements: Placements | None = None) -> dict[str, int]:
-        """Return the logical bytes that a rank moves, by "mesh.axis", if each moving matrix crosses its axis once.
+        """Return a rank's bytes of communication, by "mesh.axis", if each moving matrix crosses its axis once.
 
-        They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards.
+        They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven
+        shards.
 
         Args:
             placements: of the operands; rows over `row` and columns over `col` by default.
@@ -199,7 +200,7 @@ def two_d_placements(problem: Matmul2dProblem) -> Placements:
 
 
 def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Return every (rows, columns) of that many chips."""
+    """Return every mesh shape (rows, columns) of `num_chips` chips."""
     return factorisations(num_chips, 2)
 
 
@@ -222,7 +223,7 @@ class Matmul2dConfig:
 
     @property
     def slice_count(self) -> int:
-        """The number of slices."""
+        """Return the number of slices."""
         return len(self.slices)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from meshweave.describe.machine.cluster import Cluster
 def restricted(
     base: Matmul2d, name: str, chosen: Callable[[Matmul2dProblem], Iterator[Matmul2dConfig]]
 ) -> Matmul2d:
-    """Return the algorithm `base` under another name, with the candidates that a function of the problem yields.
+    """Return the algorithm `base` under another name, with the candidates that `chosen` yields for a problem.
 
     Comparisons need this: Wang's algorithm at the slice count that was best for MeshSlice, for example.
     """

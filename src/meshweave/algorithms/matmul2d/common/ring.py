@@ -56,7 +56,7 @@ class RingDirection:
     suffix: str
 
     def steps_in(self, iteration: Steps) -> range:
-        """Return the steps of an iteration that there are in this direction."""
+        """Return the numbers of the ring steps of an iteration that exist in this direction."""
         return range(iteration[0], min(iteration[1], self.steps))
 
 
@@ -67,7 +67,7 @@ class RingProduct:
     Attributes:
         moving: the matrix that goes around its axis in parts.
         exposed: a second matrix that moves, by one collective before (or after) all products, or None.
-        num_iterations: S.
+        num_iterations: number of products that the ring is divided into.
     """
 
     problem: Matmul2dProblem
@@ -78,12 +78,12 @@ class RingProduct:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts, one per chip of the ring."""
+        """Return the number of parts of the moving matrix, one per chip of the ring."""
         return self.problem.axis_size(self.moving.axis)
 
     @property
     def dim_letters(self) -> dict[str, DimLetters]:
-        """Which of m, n, k the stored dims of each operand are."""
+        """Return for each operand which of "m", "n", "k" its two stored dims are."""
         dataflow = self.problem.dataflow
         return {
             "a": ("k", "m") if dataflow == "rs" else ("m", "k"),
@@ -93,34 +93,34 @@ class RingProduct:
 
     @property
     def cut_letter(self) -> str:
-        """Which of m, n, k is cut into parts."""
+        """Return which of "m", "n", "k" is cut into parts."""
         return self.dim_letters[self.moving.operand][self.moving.dim]
 
     @property
     def cut_size(self) -> int:
-        """The global size of the dim that is cut into parts."""
+        """Return the global size of the dim that is cut into parts."""
         return self.problem.stored_shape(self.moving.operand)[self.moving.dim]
 
     @property
     def part_size(self) -> int:
-        """Return the size of the largest part."""
+        """Return the size of the largest part, in elements of the cut dim."""
         return -(-self.cut_size // self.num_parts)
 
     @property
     def directions(self) -> tuple[RingDirection, ...]:
-        """The directions in which parts travel, that with more steps first."""
+        """Return the directions in which parts travel, the one with more steps first."""
         both = RingDirection(1, self.num_parts // 2, ""), RingDirection(-1, (self.num_parts - 1) // 2, BACK)
         return tuple(direction for direction in both if direction.steps)
 
     @cached_property
     def iterations(self) -> tuple[tuple[int, int], ...]:
-        """The ring steps of each iteration that moves something."""
+        """Return the ring steps [start, stop) of each iteration that moves something."""
         sizes = (size for count, size, _ in self.iteration_sizes for _ in range(count))
         return tuple(pairwise(accumulate(sizes, initial=0)))
 
     @property
     def iteration_sizes(self) -> list[tuple[int, int, int]]:
-        """(number of iterations, steps forwards, steps backwards in each), larger ones first; see `iterations`."""
+        """Return (number of iterations, steps forwards in each, steps backwards in each), larger ones first."""
         steps = self.num_parts // 2
         count = min(max(self.num_iterations - 1, 1), steps)
         if not count:
@@ -131,21 +131,21 @@ class RingProduct:
         return [size for size in sizes if size[0]]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
-        """Return [start, stop) of a part within the cut dim."""
+        """Return [start, stop) of a part within the cut dim; `part` may be an expression."""
         begin, end = part * self.part_size, (part + 1) * self.part_size
         if self.cut_size % self.num_parts:
             return minimum(begin, self.cut_size), minimum(end, self.cut_size)
         return begin, end
 
     def extent(self, part: Index) -> Index:
-        """Return the size of a part."""
+        """Return the size of a part in elements of the cut dim; `part` may be an expression."""
         if self.cut_size % self.num_parts == 0:
             return self.part_size
         begin, end = self.bounds(part)
         return end - begin
 
     def local_extents(self) -> dict[str, int]:
-        """Return the largest local sizes of m, n, k in a product; that of the cut dim is global."""
+        """Return the largest "m", "n" and "k" in the products of one chip; that of the cut dim is global."""
         sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
         for operand, letters in self.dim_letters.items():
             whole = {
@@ -382,6 +382,6 @@ class _RingProgramBuilder:
 def launch_group(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
     """Return the mark of step `index` of `count` ring steps that are launched together: the first pays for it.
 
-    In a ring of one direction every step is a launch of its own.
+    None in a ring of one direction, where every step is a launch of its own.
     """
     return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.directions) == 2 else None

@@ -30,7 +30,7 @@ HOME = RingDirection(0, 0, "")
 
 
 def build_skeleton(ring: RingProduct) -> Skeleton:
-    """Return the skeleton of `ring.build`, every part as large as the largest; exact where all are equal."""
+    """Return the tasks of `ring.build`, every part as large as the largest; exact where all parts are equal."""
     return Skeleton.of_runs(_runs(ring))
 
 
@@ -55,7 +55,7 @@ def _runs(ring: RingProduct) -> list[EqualIterations]:
 
 
 def lower_bound(ring: RingProduct) -> Skeleton:
-    """Return a skeleton no slower than that of any number of iterations: one product, all steps and additions."""
+    """Return a skeleton that takes no longer than any number of iterations: one product, all steps, all sums."""
     tasks = _RingTasks(ring)
     listed = [tasks.matmul(ring.num_parts)]
     for direction in ring.directions:
@@ -171,10 +171,10 @@ def _part_bytes(ring: RingProduct, moving: MovingMatrix) -> int:
 
 
 def traffic(ring: RingProduct, rank: int) -> dict[str, int]:
-    """Return the bytes that a rank moves, by "mesh.axis".
+    """Return the bytes that a rank receives, by "mesh.axis".
 
-    In a gather every part but its own arrives. In a scatter a sum for every part arrives but for those that it
-    sends first, and for its own part one from each direction.
+    In a gather all parts arrive but the rank's own. In a scatter a partial sum arrives for every part, except
+    the part that the rank sends first in a direction; for its own part one arrives from each direction.
     """
     problem = ring.problem
     mesh, out = problem.mesh, {}

@@ -31,7 +31,7 @@ class Slices:
 
     @cached_property
     def period(self) -> int:
-        """Elements of a period."""
+        """Return the number of elements in a period."""
         return sum(self.widths) * self.block
 
     def bounds(self, number: int) -> tuple[int, int]:
@@ -45,7 +45,10 @@ class Slices:
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Return the size and the local selector of a slice on the shard at `coordinate` of a mesh axis."""
+        """Return (size, local selector) of the slice [start, start + width) of the period on one shard.
+
+        The shard is the one at `coordinate` of a mesh axis of `axis_size` chips.
+        """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
             return each // self.period * width, Blocked(start, width, self.period)
@@ -56,20 +59,20 @@ class Slices:
         return size, Blocked(start - begin % self.period, width, self.period)
 
     def largest_part(self, axis_size: int, number: int) -> int:
-        """Return the size of slice `number` on the shard of a mesh axis that holds most of it."""
+        """Return the most elements of slice `number` that any shard of a mesh axis of `axis_size` chips holds."""
         start, stop = self.bounds(number)
         return self.largest_part_of(axis_size, start, stop - start)
 
     def largest_part_of(self, axis_size: int, start: int, width: int) -> int:
-        """Return the same for the slice [start, start + width) of the period."""
+        """Return the most elements of the slice [start, start + width) of the period that any shard holds."""
         return max(self.largest_parts_of(axis_size, start, width))
 
     def largest_parts_of(self, axis_size: int, start: int, width: int) -> tuple[int, int]:
-        """Return the most that a whole shard holds of a slice, and what the shard holds that the end of the dim
-        cuts short (0 where there is none), without looking at every shard.
+        """Return the most elements of a slice on any whole shard, and those on the shard that is cut short.
 
-        As the start of a shard moves along the period, what the shard holds of a slice rises to a plateau and
-        falls again. So the largest part is that of a shard that starts next to where the plateau does.
+        The last shard may be cut short by the end of the dim; the second is 0 if it is not. As the start of a
+        shard moves along the period, the elements that it holds of a slice rise to a plateau and fall again.
+        So only shards that start next to the plateau's start are looked at.
         """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
@@ -84,12 +87,12 @@ class Slices:
         return whole, self.num_below(self.size, start, width) - self.num_below(full * each, start, width)
 
     def num_below(self, position: int, start: int, width: int) -> int:
-        """Return `num_below_index` of plain integers."""
+        """Return `num_below_index` for plain integers."""
         periods, rest = divmod(position, self.period)
         return periods * width + min(max(rest - start, 0), width)
 
     def total(self, number: int) -> int:
-        """Return the elements of slice `number` in the whole dim."""
+        """Return the elements of slice `number` in the whole dim, over all shards."""
         start, stop = self.bounds(number)
         return self.num_below(self.size, start, stop - start)
 
@@ -101,7 +104,11 @@ def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
 
 
 def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
-    """Return the slices of a problem. Raises LayoutError where the sliced dim has fewer elements than slices."""
+    """Return the slices of a problem.
+
+    Raises:
+        LayoutError: the sliced dim has fewer elements than slices, or a width or the block is not positive.
+    """
     if not config.slices or min(config.slices) < 1 or config.block < 1:
         raise LayoutError(f"slices {config.slices} and block {config.block} must be positive")
     size = problem.sliced_size

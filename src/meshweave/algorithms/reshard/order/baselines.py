@@ -6,19 +6,19 @@ from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, schedul
 
 
 def naive(jobs: JobSet) -> JobSchedule:
-    """Run the jobs one after another as given, each by its first route."""
+    """Return the schedule that runs the jobs one after another as given, each by its first route."""
     return schedule_in_order(
         jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, algorithm="naive"
     )
 
 
 def in_order(jobs: JobSet) -> JobSchedule:
-    """Let each resource serve its jobs as given as soon as it can, each job by its first route."""
+    """Return the schedule in which each resource serves its jobs as given, as soon as it can, by first routes."""
     return schedule_in_order(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), algorithm="in_order")
 
 
 def balance(jobs: JobSet) -> JobSchedule:
-    """Balance the load of resources (eq. 4) greedily, longest jobs first, and schedule them in that order.
+    """Return the schedule that balances the load of resources (eq. 4) greedily, longest jobs first.
 
     Each job takes the route whose most loaded resource stays least loaded; ties go to the least total load.
     """

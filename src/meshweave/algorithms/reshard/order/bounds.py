@@ -26,7 +26,7 @@ MAX_IN_CLIQUE = 400
 
 @dataclass(frozen=True)
 class ResourceLoad:
-    """Jobs whose alternatives of a class all lie within `resources` (bits), and their total duration."""
+    """Jobs whose routes load a class of resources within `resources` (bits) alone, and their total duration."""
 
     resources: int
     size: int
@@ -35,7 +35,7 @@ class ResourceLoad:
 
     @property
     def lower_bound(self) -> int:
-        """Return the least time that the busiest of the resources is occupied."""
+        """Return the least time for which the busiest of the resources is occupied, in the unit of durations."""
         return -(-self.total // self.size)
 
 
@@ -67,24 +67,24 @@ def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
 
 
 def bound(jobs: JobSet) -> int:
-    """Return a time before which no schedule ends, not even one that cuts or slows down jobs.
+    """Return a lower bound of the makespan of any schedule, even one that cuts or slows down jobs.
 
-    The module docstring says why. It is at least the duration of the longest job.
+    It is in the unit of durations, and at least the duration of the longest job. The module docstring says
+    why.
     """
     longest = max((job.duration for job in jobs.jobs), default=0)
     return max([longest, *(load.lower_bound for load in resource_loads(jobs))])
 
 
 def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -> int:
-    """Return a time before which no schedule of whole jobs, one at a time on each resource, ends.
+    """Return a lower bound of the makespan of schedules of whole jobs, one at a time on each resource.
 
     Beside `bound` it uses that
 
-    - jobs of which any two exclude each other, in whatever routes, run one after another (a clique found greedily,
-      among the longest 400 jobs);
-    - of k m + 1 jobs on m resources some k + 1 share one, and take at least as long as the k + 1 shortest;
-    - in a schedule without needless gaps every start is a sum of durations, so it ends at a multiple of their
-      greatest common divisor.
+    - jobs of which any two exclude each other, in whatever routes, run one after another (a clique found
+    greedily, among the longest 400 jobs); - of k m + 1 jobs on m resources some k + 1 share one, and take at
+    least as long as the k + 1 shortest; - in a schedule without needless gaps every start is a sum of
+    durations, so it ends at a multiple of their greatest common divisor.
     """
     durations = [job.duration for job in jobs.jobs]
     least = max([0, *durations])

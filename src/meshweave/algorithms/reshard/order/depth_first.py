@@ -34,11 +34,11 @@ State: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tra
 def dfs(
     jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: JobSchedule | None = None
 ) -> JobSchedule:
-    """Return the best schedule found, `proven` if nothing better is left.
+    """Return the best schedule found by depth-first search, `proven` if nothing better is left.
 
-    It visits about `max_nodes` states, and with `budget_s` stops after so many seconds; with such a limit ranks
-    can differ in their results. It starts from `known`, by default the better one of `balance` and a first
-    greedy pass.
+    It visits about `max_nodes` states, and with `budget_s` stops after so many seconds; with such a limit
+    ranks can differ in their results. It starts from `known`, by default the better one of `balance` and a
+    first greedy pass.
     """
     stop = None if budget_s is None else time.monotonic() + budget_s
     loads = resource_loads(jobs)
@@ -84,7 +84,7 @@ class _DepthFirstSearch:
             self.stack = [(0, (free, todo, tuple(load.total for load in dense), None))]
 
     def step(self) -> int:
-        """Open the state on top of the stack; return how many states that visited."""
+        """Open the state on top of the stack; return the number of states visited by that."""
         bound, (free, todo, left, trail) = self.stack.pop()
         if bound >= self.least:
             return 0
@@ -155,7 +155,7 @@ class _DepthFirstSearch:
         return bound, (tuple(then), others, tuple(rest), step)
 
     def schedule(self) -> JobSchedule | None:
-        """Return the best schedule found, or None if none is better than the one that it began with."""
+        """Return the best schedule found; None if none is better than the known one."""
         if self.best is None:
             return None
         starts, routes = [0] * len(self.durations), [0] * len(self.durations)

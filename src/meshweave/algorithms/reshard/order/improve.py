@@ -19,7 +19,7 @@ from meshweave.algorithms.reshard.order.jobs import (
 
 
 def improve(jobs: JobSet, schedule: JobSchedule, rounds: int, seed: int = 0, goal: int = 0) -> JobSchedule:
-    """Return a schedule whose last job ends no later than that of `schedule`.
+    """Return a schedule whose makespan is at most that of `schedule`, by local search.
 
     Args:
         rounds: the most rounds of taking a few jobs out and putting them back.

@@ -66,9 +66,10 @@ class JobSchedule:
 def schedule_in_order(
     jobs: JobSet, routes: Sequence[int], order: Sequence[int], serial: bool = False, algorithm: str = ""
 ) -> JobSchedule:
-    """Start each job once those before it in `order` that share a resource with it are over.
+    """Return the schedule in which each job starts once earlier ones that share a resource with it are over.
 
-    With `serial` it waits for all before it. A job that occupies nothing starts at 0.
+    With `serial` it waits for all before it. A job that occupies nothing starts at 0. `routes` has the number
+    of each job's route, `order` the job numbers.
     """
     free = [0] * len(jobs.class_of)
     starts, makespan = [0] * len(jobs.jobs), 0
@@ -91,5 +92,5 @@ def route_masks(jobs: JobSet) -> list[list[int]]:
 
 
 def by_start(starts: Sequence[int]) -> list[int]:
-    """Return job numbers by start. Scheduled in this order no job of a valid schedule starts later than before."""
+    """Return job numbers sorted by start. In this order no job of a valid schedule starts later than before."""
     return sorted(range(len(starts)), key=lambda j: (starts[j], j))

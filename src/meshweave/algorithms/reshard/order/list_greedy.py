@@ -23,9 +23,9 @@ PASS_WORK = 3_000
 
 
 def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> JobSchedule:
-    """Return the best schedule of some passes, of which the first is not random.
+    """Return the best schedule of some passes of list scheduling, of which the first is not random.
 
-    It ends early where a pass meets `goal`, by default a bound that no schedule beats.
+    It ends early where a pass meets `goal`, a makespan in the unit of durations; by default a lower bound.
     """
     goal = exclusive_bound(jobs) if goal is None else goal
     if rounds is None:
@@ -73,7 +73,7 @@ class ListScheduler:
             self.shares.append(list(share.items()))
 
     def run(self, rng: random.Random | None) -> JobSchedule:
-        """Make one pass over time. Without `rng` the kinds at each moment are ordered by need alone."""
+        """Return the schedule of one pass over time. Without `rng` jobs at each moment are ordered by need."""
         starts, chosen = [0] * len(self.durations), [0] * len(self.durations)
         waiting = [len(queue) for queue in self.queues]
         pressure, busy, now = self.pressure[:], 0, 0

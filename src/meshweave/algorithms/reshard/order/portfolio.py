@@ -23,7 +23,7 @@ IMPROVE_WORK = 120_000
 def best(jobs: JobSet, seed: int = 0) -> JobSchedule:
     """Return the best schedule of all searches but `exact`; its `algorithm` names the search.
 
-    It is `proven` if it meets a bound, or if the depth-first search (up to 20 jobs) was complete.
+    It is `proven` if it meets a lower bound, or if the depth-first search (up to 20 jobs) was complete.
     """
     goal = exclusive_bound(jobs)
     schedule = greedy(jobs, seed=seed, goal=goal)
