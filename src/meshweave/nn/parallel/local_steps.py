@@ -29,7 +29,7 @@ _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
 _Step: TypeAlias = Callable[[Optimizer], None]
 _known: WeakKeyDictionary[Optimizer, _Step | None] = WeakKeyDictionary()
-_parts: WeakKeyDictionary[Optimizer, _LocalParts] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[Optimizer, _SteppedParts] = WeakKeyDictionary()
 _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -78,11 +78,11 @@ def _is_like(grad: Tensor, parameter: DTensor) -> bool:
 def _step_on_parts(optimizer: Optimizer) -> None:
     """Make a step on local parts, and put states that it has made into the optimizer, as DTensors."""
     if optimizer not in _parts:
-        _parts[optimizer] = _LocalParts()
+        _parts[optimizer] = _SteppedParts()
     _parts[optimizer].step(optimizer)
 
 
-class _LocalParts:
+class _SteppedParts:
     """This rank's parts of an optimizer's parameters and states, kept from one step to the next.
 
     Attributes:
