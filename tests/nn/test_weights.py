@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 from safetensors.torch import save_file  # noqa: E402
 
-from meshweave.base.errors import BindError, DescriptionError, LayoutError, RankLostError  # noqa: E402
+from meshweave.base.errors import BindError, DescriptionError, LayoutError, MeshweaveError, RankLostError  # noqa: E402
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
 from meshweave.nn.weights import StoredTensor, load_weights, save_weights  # noqa: E402
 
@@ -67,6 +69,35 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         DescriptionError, match=r"names the file '../model.safetensors', and its files lie beside it"
     ):
         load_weights(module, tmp_path)
+
+
+def test_damaged_files_are_refused_in_words(tmp_path: Path) -> None:
+    """Files that are torn, empty, altered or of another model: whatever does not load says what is wrong."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    save_weights(module, tmp_path, file_bytes=200)
+    whole = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    draw, refused = random.Random(20261128), 0
+    for _ in range(300):
+        path = draw.choice(list(whole))
+        data = bytearray(whole[path])
+        match draw.randrange(4):
+            case 0:
+                del data[draw.randrange(len(data)) :]
+            case 1:
+                data[draw.randrange(min(len(data), 300))] = draw.randrange(256)
+            case 2:
+                data = bytearray(whole[draw.choice(list(whole))])
+            case 3:
+                data = bytearray(bytes(data).replace(b"weight", b"wright", 1))
+        path.write_bytes(data)
+        try:
+            load_weights(copy.deepcopy(module), tmp_path)
+        except MeshweaveError as error:
+            assert str(tmp_path) in str(error) or "stored" in str(error), error
+            refused += 1
+        path.write_bytes(whole[path])
+    assert refused > 150
+    load_weights(module, tmp_path)
 
 
 def test_files_of_an_earlier_checkpoint_are_not_read_again(tmp_path: Path) -> None:

@@ -105,6 +105,21 @@ def step_optimizers(context: RankContext, payload: Mapping[str, Any]) -> dict[st
     }
 
 
+def _change(optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Change what an optimizer has, as users do between steps: states from a file, settings, states by hand."""
+    first = optimizer.param_groups[0]["params"][0]
+    if number == 2:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if number == 3:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        state = optimizer.state[first]
+        state |= {key: value * 2 for key, value in state.items() if isinstance(value, DTensor)}
+    if number == 4:
+        for value in optimizer.state[first].values():
+            if isinstance(value, DTensor):
+                value.zero_()
+
+
 def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, float]:
     torch.manual_seed(0)
     model = reference_models.make("plain llama").float()
@@ -120,8 +135,9 @@ def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int
         step(optimizer)
 
     local_steps._step_on_parts = counting
-    for _ in range(3):
+    for number in range(5):
         for each, optimizer in zip(made, (plain, local), strict=True):
+            _change(optimizer, number)
             optimizer.zero_grad()
             each.step(tokens, targets)
             norm = torch.nn.utils.clip_grad_norm_(each.module.parameters(), 0.5)

@@ -271,3 +271,24 @@ def _others(mesh: DeviceMesh) -> dict[str, str]:
         transformers.BertForMaskedLM(bert),
     )  # fmt: skip
     return {type(model).__name__: _said(lambda m=model: parallelize(m, "megatron", mesh)) for model in made}  # type: ignore[misc]
+
+
+def _without_loss(mesh: DeviceMesh) -> list[str]:
+    """What a rank says whose own layer fails in the third call, and what the others say of it."""
+    tokens, targets = _batch()
+    made = parallelize(_make(), "data_parallel", mesh, check=False)
+    for _ in range(2):
+        made.step(tokens, targets)
+    if dist.get_rank() == 1:
+        made.norm.register_forward_pre_hook(_fail)
+    try:
+        made.step(tokens, targets)
+    except ArithmeticError as error:
+        return [str(error)]
+    except MeshweaveError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
+def _fail(*given: Any) -> None:
+    raise ArithmeticError("this layer fails")

@@ -11,8 +11,11 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
-BESIDE = 2
-"""The sum of the loss over ranks, and the comparison of what ranks give a call: DDP and FSDP2 have neither."""
+BESIDE = {"data_parallel": 1, "zero2": 2, "zero3": 2}
+"""The sum of the loss over ranks, and the comparison of what ranks give a call: DDP and FSDP2 have neither.
+
+Where nothing travels before the loss, the two are one message.
+"""
 CASES = [
     {"model": model, "strategy": strategy, "options": options}
     for model, options in (
@@ -33,7 +36,7 @@ def test_messages_of_a_step_are_no_more_than_those_of_torch(num_ranks: int) -> N
         for answer in answers:
             ours, theirs = sum(answer["ours"].values()), sum(answer["theirs"].values())
             assert theirs > 0, answer
-            assert ours <= theirs + BESIDE, (case, answer)
+            assert ours <= theirs + BESIDE[case["strategy"]], (case, answer)
             assert answer["apart"] < 1e-5, (case, answer)
             assert answer["ours kinds"] == ["DTensor"], answer
         assert len({tuple(answer["copies"]) for answer in answers}) == 1, case
@@ -54,7 +57,7 @@ def test_optimizers_step_on_local_parts_as_on_dtensors() -> None:
     for answer in launch(
         "message_rank_functions:step_optimizers", 2, {"optimizers": OPTIMIZERS}, timeout_s=300, env=HERE
     ):
-        assert set(map(tuple, answer.values())) == {(3, 0.0)} and len(answer) == len(OPTIMIZERS), answer
+        assert set(map(tuple, answer.values())) == {(5, 0.0)} and len(answer) == len(OPTIMIZERS), answer
 
 
 def test_an_optimizer_that_mixes_elements_is_none_to_step_locally() -> None:

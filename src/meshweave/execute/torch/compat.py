@@ -156,6 +156,15 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         _private("torch", "_foreach_copy_")(list(targets), list(sources))
 
 
+def views_of(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of (elements,) that lie one after the other in it, with the shapes of other tensors.
+
+    Relies on `torch._utils._unflatten_dense_tensors` (torch 2.9 and 2.13). Raises UnsupportedError where it is
+    gone.
+    """
+    return list(_private("torch._utils", "_unflatten_dense_tensors")(flat, alike))
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return the DTensorSpec of a DTensor, which is hashable and equal for tensors that lie alike.
 
@@ -200,16 +209,17 @@ def make_spec(
 def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or communicated.
 
-    Relies on `DTensor(local, spec, requires_grad=)` (torch 2.9 and 2.13); the public `DTensor.from_local`
-    knows no shard order.
+    Relies on `DTensor.__new__(DTensor, local, spec, requires_grad=)` (torch 2.9 and 2.13); the public
+    `DTensor.from_local` knows no shard order. `DTensor.__init__` does nothing, and takes as long again.
 
     Raises:
         UnsupportedError: DTensor takes other arguments.
     """
+    kind = _private("torch.distributed.tensor", "DTensor")
     try:
-        return _private("torch.distributed.tensor", "DTensor")(local, spec, requires_grad=False)
+        return kind.__new__(kind, local, spec, requires_grad=False)
     except TypeError as error:
-        raise _missing(f"DTensor(local, spec, requires_grad=) ({error})") from None
+        raise _missing(f"DTensor.__new__(DTensor, local, spec, requires_grad=) ({error})") from None
 
 
 def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:

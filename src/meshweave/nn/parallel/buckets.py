@@ -257,6 +257,8 @@ class BoundReduction:
         *self._rows, self._last = bound.inputs["x"].split(bucket.sizes, 1)
         (self._result,) = bound.outputs["y"]
         self._memory = LentMemory(self._result) if lends else None
+        self._shapes: list[torch.Size] = []
+        self._alike: list[Tensor] = []
 
     @property
     def is_free(self) -> bool:
@@ -287,9 +289,18 @@ class BoundReduction:
                 flat.copy_(self._result)
             _check(self._result[-1:], expected)
 
+        return self._views(flat, shapes), bound.begin(take)
+
+    def _views(self, flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Return the parts of memory for the results that belong to what this rank keeps, in its shapes."""
+        if self._shapes != shapes:
+            self._shapes = list(shapes)
+            is_full = [math.prod(shape) for shape in shapes] == self.bucket.sizes[:-1]
+            self._alike = [torch.empty(shape, device="meta") for shape in shapes] if is_full else []
+        if self._alike:
+            return compat.views_of(flat, self._alike)
         *own, _ = flat.split(self.bucket.sizes)
-        memory = [part[: math.prod(shape)].view(shape) for part, shape in zip(own, shapes, strict=True)]
-        return memory, bound.begin(take)
+        return [part[: math.prod(shape)].view(shape) for part, shape in zip(own, shapes, strict=True)]
 
     def _put(self, grads: Sequence[Tensor | None]) -> None:
         """Write gradients into the memory of the terms."""
@@ -318,6 +329,9 @@ class NumberedSum:
 
     Args:
         terms: along which axes ranks have terms.
+
+    Attributes:
+        joint: sums in a message that has something else to say, too; returns None where there is none.
     """
 
     def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
@@ -328,6 +342,7 @@ class NumberedSum:
         self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.nowhere)
         site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.nowhere, has_tokens=False)
         self._traced = Mover(site)
+        self.joint: Callable[[Tensor], Tensor | None] | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the sums of (numbers,); all ranks call it."""
@@ -338,6 +353,8 @@ class NumberedSum:
 
     def run(self, values: Tensor) -> Tensor:
         """Return the sums, without a gradient."""
+        if self.joint is not None and (sums := self.joint(values)) is not None:
+            return sums
         bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
         number = _number(bound, values.dtype, self._num_terms)
         bound.inputs["x"][:-1].copy_(values)

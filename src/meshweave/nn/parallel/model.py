@@ -83,6 +83,7 @@ class ParallelModel(AroundModule):
         of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
         draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
         self.agreement = StepAgreement(module, settings, limits, draws)
+        self.vocabulary.total.joint = self.agreement.sum_beside
         self.blocks[-1].is_followed = False
         first: list[KeepsParameters] = (
             [self.embedding] if self.positions is None else [self.positions, self.embedding]

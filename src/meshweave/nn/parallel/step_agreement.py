@@ -2,13 +2,15 @@
 
 A number of 64 bits stands for all that ranks must have alike in a call: tokens, targets, modes, the generator of
 dropout, how many steps were taken. Its greatest and least are one all-reduce of 16 bytes, which runs beside the
-call until its first program that communicates, or its end. The first call and each
-`debug_every`-th compare more: settings of torch, modes of modules, copies of weights.
+call until its first program that communicates, or its end. Where nothing travels before the loss, as in data
+parallelism, it is sent with the terms of the loss. The first call and each `debug_every`-th compare more: settings
+of torch, modes of modules, copies of weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshweave.base.errors import LayoutError, MeshweaveError
+from meshweave.base.errors import BindError, LayoutError, MeshweaveError
+from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallOrder, call_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
@@ -62,6 +65,7 @@ class StepAgreement:
         self.recompute, self.debug_every = settings.recompute, settings.debug_every
         self.progress = Progress()
         self._children = list(module.modules())
+        self._joint: JointMessage | None = None
 
     def context(self, device: torch.device) -> TorchContext:
         """Return the context that ranks talk in."""
@@ -126,11 +130,8 @@ class StepAgreement:
             **self._words(),
         }
         is_whole = self._is_whole
-        with torch.no_grad():
-            answer = self._numbers(order, words, [*tensors.values()])
 
-        def finish() -> None:
-            is_same = answer()
+        def conclude(is_same: bool) -> None:
             if is_same and not is_whole:
                 return
             with torch.no_grad():
@@ -139,7 +140,22 @@ class StepAgreement:
                 self.compare(every | (self._all_words() if is_whole else {}))
                 assert is_same, "numbers of ranks differ, and nothing that they stand for"
 
-        order.open = finish
+        with torch.no_grad():
+            number = self._number(words, [*tensors.values()])
+            if self.strategy.only_splits_batch and isinstance(number, int):
+                self._joint = JointMessage(self, order, number, conclude)
+                order.open = self._joint.finish
+            else:
+                answer = self._sent(order, number)
+                order.open = lambda: conclude(answer())
+
+    def sum_beside(self, values: Tensor) -> Tensor | None:
+        """Return the sum of (1,) over ranks, in one message with what the running call compares.
+
+        None where that was sent before, or nothing is compared now: it is to be summed by itself.
+        """
+        joint = self._joint
+        return None if joint is None or not joint.is_open else joint.sum(values)
 
     @property
     def _is_whole(self) -> bool:
@@ -147,10 +163,8 @@ class StepAgreement:
         calls = self.progress.calls
         return calls == 1 or (self.debug_every > 0 and calls % self.debug_every == 0)
 
-    def _numbers(
-        self, order: CallOrder, words: Words, tensors: Sequence[Tensor | None]
-    ) -> Callable[[], bool]:
-        """Send a number that stands for words and tensors; return what waits and says whether all are equal."""
+    def _number(self, words: Words, tensors: Sequence[Tensor | None]) -> Any:
+        """Return a number that stands for words and tensors: a tensor where some are not on a CPU."""
         number: Any = int(digest(words)[:15], 16)
         for at, given in enumerate(tensors):
             if given is not None and not given.is_meta:
@@ -158,22 +172,35 @@ class StepAgreement:
                 number = number + (int(own) if own.device.type == "cpu" else own) * (1 + at * _STRIDE)
                 if isinstance(number, int):
                     number = (number + 2**63) % 2**64 - 2**63
+        return number
+
+    def _sent(self, order: CallOrder, number: Any) -> Callable[[], bool]:
+        """Send a number; return what waits and says whether those of all ranks are equal."""
         number = torch.as_tensor(number, device=self.strategy.device_mesh.device_type)
         both = torch.stack((number, ~number))
-        ranks = self.strategy.mesh.ranks
-        context, sequence = self.context(both.device), order.sequence(ranks)
-        group = context.group_of(ranks)
-        others = [rank for rank in ranks if rank != self.strategy.rank]
-        with sequence.agreement(_WHAT), _explained(order):
-            work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        wait = self.reduced(order, both, dist.ReduceOp.MAX)
 
         def answer() -> bool:
-            with sequence.resume(), context.guard(_WHAT, others) as wait, _explained(order):
-                work.wait(wait.timeout)
+            wait()
             greatest, least = both.tolist()
             return bool(greatest == ~least)
 
         return answer
+
+    def reduced(self, order: CallOrder, values: Tensor, op: Any) -> Callable[[], None]:
+        """Begin to reduce values over ranks, in place, as a call of its own; return what waits for it."""
+        ranks = self.strategy.mesh.ranks
+        context, sequence = self.context(values.device), order.sequence(ranks)
+        group = context.group_of(ranks)
+        others = [rank for rank in ranks if rank != self.strategy.rank]
+        with sequence.agreement(_WHAT), _explained(order):
+            work = dist.all_reduce(values, op=op, group=group, async_op=True)
+
+        def wait() -> None:
+            with sequence.resume(), context.guard(_WHAT, others) as guard, _explained(order):
+                work.wait(guard.timeout)
+
+        return wait
 
     def _all_words(self) -> dict[str, Mapping[str, str]]:
         named = list(self.module.named_parameters())
@@ -215,6 +242,63 @@ class StepAgreement:
         """Raise LayoutError, on all ranks, where they differ; all call it."""
         device = torch.device(self.strategy.device_mesh.device_type)
         agree(self.context(device), self.strategy.mesh.ranks, words, what)
+
+
+class JointMessage:
+    """What a call compares, sent with the terms of its loss, as nothing else travels before.
+
+    It is sent by itself where another call comes first, or the call ends without a loss.
+
+    Args:
+        number: of 64 bits, that stands for what is compared.
+        conclude: gets whether the numbers of all ranks are equal.
+    """
+
+    _SLOTS = 3
+    """Of each rank: the number, whether there is a term, and the bits of it."""
+
+    def __init__(
+        self, agreement: StepAgreement, order: CallOrder, number: int, conclude: Callable[[bool], None]
+    ) -> None:
+        self._agreement, self._order, self._number, self._conclude = agreement, order, number, conclude
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether it has not been sent, and is what the next call begins with."""
+        return self._order.open == self.finish
+
+    def finish(self) -> None:
+        """Send it without a term, and compare."""
+        self._send(None)
+
+    def _send(self, term: float | None) -> list[list[int]]:
+        """Send it, compare, and return what each rank has sent."""
+        ranks, own = self._agreement.strategy.mesh.ranks, self._agreement.strategy.rank
+        mine = (
+            [self._number, 0, 0]
+            if term is None
+            else [self._number, 1, *struct.unpack("q", struct.pack("d", term))]
+        )
+        rows = torch.tensor([mine if rank == own else [0] * self._SLOTS for rank in ranks])
+        self._agreement.reduced(self._order, rows, dist.ReduceOp.SUM)()
+        said: list[list[int]] = rows.tolist()
+        self._conclude(len({number for number, _, _ in said}) == 1)
+        return said
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Send it with the term (1,) of this rank, and return the sum (1,), with the same bits on all ranks.
+
+        Raises:
+            BindError: ranks have ended the call without a loss, as others have one.
+        """
+        self._order.open = None
+        said = self._send(float(values))
+        ranks = self._agreement.strategy.mesh.ranks
+        lacks = [rank for rank, (_, has_term, _) in zip(ranks, said, strict=True) if not has_term]
+        if lacks:
+            raise BindError(f"{ranks_text(lacks)} ended this call of a parallelised model without its loss")
+        terms = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(bits for _, _, bits in said)))
+        return values.new_tensor([sum(terms)])
 
 
 @contextlib.contextmanager

@@ -104,6 +104,17 @@ class LayerStrategy:
         """Return whether the mesh has a single rank, which then has all of each layer."""
         return math.prod(self.mesh.shape) == 1
 
+    @cached_property
+    def only_splits_batch(self) -> bool:
+        """Return whether ranks have whole weights and rows of their own: nothing travels before the loss."""
+        roles = self.roles
+        ranks_of_rows = tuple("batch" if size > 1 else "" for size in self.mesh.shape)
+        edges = (roles.residual, *map(roles.core, (True, False)), *map(roles.operand, (True, False)))
+        shards = any(role.shards_weights for role in roles.axes) or any(
+            map(any, map(roles.weight, (True, False)))
+        )
+        return not self.is_alone and not shards and all(dims == ranks_of_rows for dims in edges)
+
     def span(self, side: Side, dims: AxisDims, coordinates: tuple[int, ...] | None = None) -> tuple[int, int]:
         """Return (start, stop), in elements, of the shard of a side that a rank has where it is divided as
         `dims` says.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.buckets import KeptParameter, ParameterBucket
 from meshweave.nn.parallel.moves import Mover
+from meshweave.nn.parallel.parameter_nodes import GatherAgain, GatheredBucket, OwnParts, Sums, UsedTogether
 from meshweave.nn.parallel.parameters import local_parts
 from meshweave.nn.parallel.strategy import LayerStrategy
 
@@ -40,123 +40,13 @@ Entry = tuple[KeepsParameters, str]
 
 
 _Divided = tuple[list[int], ParameterBucket | None]
+_Later = tuple[int, list[int], ParameterBucket]
+"""The moment at which a bucket is opened, and the places of its parameters."""
 
 
 def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
     """Return all parameters that modules keep."""
     return [(module, name) for module in modules for name in module.kept]
-
-
-@dataclass(eq=False)
-class GatheredBucket:
-    """A bucket that was gathered, whose memory can be given back and be filled again.
-
-    Attributes:
-        own: what this rank keeps.
-    """
-
-    bucket: ParameterBucket
-    own: tuple[Tensor, ...]
-
-    def fill_again(self, flat: Tensor) -> None:
-        """Gather it again where its memory was given back."""
-        storage = flat.untyped_storage()
-        if not storage.size():
-            storage.resize_(flat.numel() * flat.element_size())
-            # Not by its name, for what autograd keeps of it is the same as before.
-            self.bucket.fill(self.bucket.views(flat.data), self.own)
-
-
-Sums = list[Callable[[], None]]
-"""What ends sums of gradients that have begun."""
-
-
-class _OwnParts(torch.autograd.Function):  # type: ignore[misc]
-    """What a rank keeps of parameters; once their gradients are summed, these lie as the parameters do."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Sums, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Return this rank's part of each parameter, and keep what gradients need."""
-        ctx.set_materialize_grads(False)
-        ctx.sums, ctx.specs = sums, [compat.spec_of(parameter) for parameter in parameters]
-        parts = [compat.local_tensor(parameter) for parameter in parameters]
-        own = [part.view_as(part) for part in parts]
-        frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(own)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
-        while ctx.sums:
-            ctx.sums.pop(0)()
-        pairs = zip(grads, ctx.specs, strict=True)
-        return None, *(None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs)
-
-
-class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
-    """Parameters of a bucket as they are used, of what `_OwnParts` has made: their gradients are summed together.
-
-    The sums end in the backward part of `_OwnParts`, which comes last. Until then the gradients between the two
-    are memory without values, that nobody else has: `_OwnParts` gives each parameter to one bucket alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        bucket: ParameterBucket,
-        gathered: list[tuple[GatheredBucket, Tensor]],
-        sums: Sums,
-        *own: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return the result, and keep what gradients need."""
-        ctx.set_materialize_grads(False)
-        ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
-        frozen = [not each.requires_grad for each in own]
-        if bucket.kept[0].gathered:
-            flat = own[0].new_empty(bucket.num_used)
-            bucket.fill(views := bucket.views(flat), own)
-            gathered.append((GatheredBucket(bucket, tuple(each.detach() for each in own)), flat))
-        else:
-            views = [each.view_as(each) for each in own]
-        ctx.mark_non_differentiable(
-            *(view for view, is_frozen in zip(views, frozen, strict=True) if is_frozen)
-        )
-        return tuple(views)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
-        needs = [at for at, is_needed in enumerate(ctx.needs_input_grad[3:]) if is_needed]
-        made: list[Tensor | None] = [None] * len(grads)
-        if any(grads[at] is not None for at in needs):
-            bucket = ctx.bucket.only(tuple(needs))
-            summed, end = bucket.begin_sum([grads[at] for at in needs], [ctx.shapes[at] for at in needs])
-            ctx.sums.append(end)
-            for at, grad in zip(needs, summed, strict=True):
-                made[at] = grad
-        return None, None, None, *made
-
-
-class _GatherAgain(torch.autograd.Function):  # type: ignore[misc]
-    """The results of what uses gathered parameters as they are; their backward part has these again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], *results: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the results, and keep what gradients need."""
-        ctx.set_materialize_grads(False)
-        ctx.buckets = [bucket for bucket, _ in gathered]
-        ctx.save_for_backward(*(flat for _, flat in gathered))
-        return tuple([x.view_as(x) for x in results])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments; None for what has none."""
-        for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
-            bucket.fill_again(flat)
-        return None, *grads
 
 
 class ParameterUse:
@@ -184,9 +74,10 @@ class ParameterUse:
 
     def __call__(self) -> list[Tensor]:
         """Return the parameters as they are used, of this rank, differentiably; all ranks call it."""
-        if all(name in module.opened for module, name in self.entries):
+        try:
             return [module.opened[name] for module, name in self.entries]
-        return self._used([])
+        except KeyError:  # somebody has opened others, or none
+            return self._used([])
 
     @contextmanager
     def open(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> Iterator[None]:
@@ -209,6 +100,11 @@ class ParameterUse:
         if places not in self._rests:
             self._rests[places] = ParameterUse([[self.entries[at] for at in places]], self._most_bytes)
         return self._rests[places]
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether somebody has opened all parameters."""
+        return all(name in module.opened for module, name in self.entries)
 
     @property
     def is_here(self) -> bool:
@@ -236,8 +132,10 @@ class ParameterUse:
                 made = local_parts(given)
             else:
                 sums: Sums = []
-                own = compat.apply_directly(_OwnParts, sums, *given)
-                made = compat.apply_directly(_UsedTogether, bucket, gathered, sums, *own)
+                is_last = bucket if bucket.is_in_place else None
+                made = compat.apply_directly(OwnParts, sums, is_last, *given)
+                if is_last is None:
+                    made = compat.apply_directly(UsedTogether, bucket, gathered, sums, *made)
             for at, tensor in zip(places, made, strict=True):
                 used[at] = tensor
         return used
@@ -286,7 +184,8 @@ class ThroughoutUse(ParameterUse):
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
         super().__init__(units, most_bytes)
         self._moments = [len(units) - 2 - number for number, unit in enumerate(units) for _ in unit]
-        self._later: list[tuple[int, list[int], ParameterBucket]] = []
+        self._ordered: tuple[list[_Divided], list[list[int]], list[_Later]] | None = None
+        self._later: list[_Later] = []
         self._own: dict[int, Tensor] = {}
         self._sums: Sums = []
         self._has_gradients = True
@@ -295,18 +194,19 @@ class ThroughoutUse(ParameterUse):
     def open_by_layer(self) -> Iterator[None]:
         """Open the parameters for a call that runs inside: those before the layers now, others in `reach`."""
         parameters = self._parameters()
-        later: list[tuple[int, list[int], ParameterBucket]] = []
-        for places, bucket in self._buckets_of(parameters) if parameters else ():
-            if bucket is None:
-                self._put(places, local_parts([parameters[at] for at in places]))
-            else:
-                later.append((min(self._moments[at] for at in places), places, bucket))
-        self._later = sorted(later, key=lambda each: each[0], reverse=True)
+        alone, later = self._order_of(self._buckets_of(parameters) if parameters else [])
+        for places in alone:
+            self._put(places, local_parts([parameters[at] for at in places]))
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
-        moved = [at for _, places, _ in later for at in places]
-        if moved:
-            kept = compat.apply_directly(_OwnParts, self._sums, *(parameters[at] for at in moved))
+        if later:
+            moment, at_once, bucket = later[-1]  # those that are used first, and whose sum is the last
+            last = bucket if moment < 0 and bucket.is_in_place else None
+            moved = [at for _, places, _ in later for at in places]
+            kept = compat.apply_directly(OwnParts, self._sums, last, *[parameters[at] for at in moved])
+            self._later = later if last is None else later[:-1]
             self._own = dict(zip(moved, kept, strict=True))
+            if last is not None:
+                self._put(at_once, [self._own.pop(at) for at in at_once])
         try:
             self.reach(-1)
             yield
@@ -321,10 +221,23 @@ class ThroughoutUse(ParameterUse):
         Nothing is done outside of `open_by_layer`.
         """
         while self._later and self._later[-1][0] <= layer:
-            _, places, bucket = self._later.pop()
+            *self._later, (_, places, bucket) = self._later
             with torch.set_grad_enabled(self._has_gradients):  # also where a layer is to be computed again
                 own = [self._own.pop(at) for at in places]
-                self._put(places, compat.apply_directly(_UsedTogether, bucket, [], self._sums, *own))
+                self._put(places, compat.apply_directly(UsedTogether, bucket, [], self._sums, *own))
+
+    def _order_of(self, divided: list[_Divided]) -> tuple[list[list[int]], list[_Later]]:
+        """Return the places of parameters that do not move, and the buckets of others, those used first last."""
+        if self._ordered is None or self._ordered[0] is not divided:
+            alone = [places for places, bucket in divided if bucket is None]
+            later = [
+                (min(self._moments[at] for at in places), places, bucket)
+                for places, bucket in divided
+                if bucket is not None
+            ]
+            later.sort(key=lambda each: each[0], reverse=True)
+            self._ordered = divided, alone, later
+        return self._ordered[1:]
 
     def _put(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         for at, tensor in zip(places, tensors, strict=True):
@@ -380,6 +293,8 @@ def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_no
         frees_now: whether that is worth it: not where the backward pass comes next. Inside of a backward pass,
             which computes something again, nothing is freed.
     """
+    if use.is_open:
+        return run()
     gathered: list[tuple[GatheredBucket, Tensor]] = []
     with use.open(gathered):
         out = run()
@@ -387,7 +302,7 @@ def run_with(use: ParameterUse, run: Callable[[], Any], *, frees: bool, frees_no
     places = [at for at, each in enumerate(several) if isinstance(each, Tensor) and each.requires_grad]
     if not (frees and gathered and places):
         return out
-    again = _GatherAgain.apply(gathered, *(several[at] for at in places))
+    again = GatherAgain.apply(gathered, *(several[at] for at in places))
     for at, each in zip(places, again, strict=True):
         several[at] = each
     if frees_now and not compat.is_in_backward():

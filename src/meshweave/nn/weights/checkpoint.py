@@ -63,7 +63,7 @@ class Checkpoint:
     def _opened(self, name: str) -> Any:
         path = self._file_of[name]
         if path not in self._open:
-            self._open[path] = safetensors_library().safe_open(str(path), framework="pt")
+            self._open[path] = _opened_file(path)
         return self._open[path]
 
     def _files(self) -> dict[str, Path]:
@@ -77,7 +77,7 @@ class Checkpoint:
                 f"{INDEX_FILE}"
             )
         if path.suffix != ".json":
-            with safetensors_library().safe_open(str(path), framework="pt") as opened:
+            with _opened_file(path) as opened:
                 return dict.fromkeys(opened.keys(), path)
         try:
             weight_map = json.loads(path.read_text())["weight_map"]
@@ -90,7 +90,24 @@ class Checkpoint:
         gone = sorted({file.name for file in files.values() if not file.is_file()})
         if gone:
             raise DescriptionError(f"{path}: names {', '.join(gone)}, which {path.parent} does not have")
+        for file in sorted(set(files.values())):
+            with _opened_file(file) as opened:
+                lacking = sorted({name for name, own in files.items() if own == file} - {*opened.keys()})
+            if lacking:
+                more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+                raise DescriptionError(
+                    f"{path}: {file.name} has no {lacking[0]}{more}, which the index says it has"
+                )
         return files
+
+
+def _opened_file(path: Path) -> Any:
+    """Return a safetensors file, opened. Raises DescriptionError where it is none, or not a whole one."""
+    library = safetensors_library()
+    try:
+        return library.safe_open(str(path), framework="pt")
+    except (library.SafetensorError, OSError) as error:
+        raise DescriptionError(f"{path}: no whole file of safetensors ({error}); copy it again") from None
 
 
 def safetensors_library() -> Any:

@@ -1,0 +1,157 @@
+"""Nodes of autograd between the parameters that a rank keeps and what modules compute with.
+
+`OwnParts` takes this rank's part of each parameter. `UsedTogether` makes of those of a bucket what is used, and
+begins the sum of their gradients. `GatherAgain` lets a backward pass gather what was freed after the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshweave.execute.torch import compat
+from meshweave.nn.parallel.buckets import ParameterBucket
+
+
+@dataclass(eq=False)
+class GatheredBucket:
+    """A bucket that was gathered, whose memory can be given back and be filled again.
+
+    Attributes:
+        own: what this rank keeps.
+    """
+
+    bucket: ParameterBucket
+    own: tuple[Tensor, ...]
+
+    def fill_again(self, flat: Tensor) -> None:
+        """Gather it again where its memory was given back."""
+        storage = flat.untyped_storage()
+        if not storage.size():
+            storage.resize_(flat.numel() * flat.element_size())
+            # Not by its name, for what autograd keeps of it is the same as before.
+            self.bucket.fill(self.bucket.views(flat.data), self.own)
+
+
+Sums = list[Callable[[], None]]
+"""What ends sums of gradients that have begun."""
+
+
+class OwnParts(torch.autograd.Function):  # type: ignore[misc]
+    """What a rank keeps of parameters; once their gradients are summed, these lie as the parameters do.
+
+    The last of the parameters may be those of a bucket that is used as it is kept: the sum of their gradients, the
+    last one of a backward pass, begins here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: Sums, last: ParameterBucket | None, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return this rank's part of each parameter, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
+        ctx.sums, ctx.last, ctx.specs = sums, last, [compat.spec_of(parameter) for parameter in parameters]
+        parts = [compat.local_tensor(parameter) for parameter in parameters]
+        own = [part.view_as(part) for part in parts]
+        ctx.shapes = [] if last is None else [part.shape for part in parts[-len(last.kept) :]]
+        frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        if ctx.last is not None:
+            first = len(grads) - len(ctx.shapes)
+            needs = ctx.needs_input_grad[2 + first :]
+            grads = (*grads[:first], *_begun(ctx.last, ctx.shapes, ctx.sums, grads[first:], needs))
+        while ctx.sums:
+            ctx.sums.pop(0)()
+        pairs = zip(grads, ctx.specs, strict=True)
+        return None, None, *[None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs]
+
+
+def _begun(
+    bucket: ParameterBucket,
+    shapes: Sequence[torch.Size],
+    sums: Sums,
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return memory for the sums of gradients, which have begun; None for what has no gradient.
+
+    Args:
+        shapes: of what this rank keeps.
+        sums: gets what ends them.
+        needs: of which parameters there are gradients.
+    """
+    made: list[Tensor | None] = [None] * len(grads)
+    places = [at for at, is_needed in enumerate(needs) if is_needed]
+    if any(grads[at] is not None for at in places):
+        own = bucket.only(tuple(places))
+        summed, end = own.begin_sum([grads[at] for at in places], [shapes[at] for at in places])
+        sums.append(end)
+        for at, grad in zip(places, summed, strict=True):
+            made[at] = grad
+    return made
+
+
+class UsedTogether(torch.autograd.Function):  # type: ignore[misc]
+    """Parameters of a bucket as they are used, of what `OwnParts` has made: their gradients are summed together.
+
+    The sums end in the backward part of `OwnParts`, which comes last. Until then the gradients between the two
+    are memory without values, that nobody else has: `OwnParts` gives each parameter to one bucket alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bucket: ParameterBucket,
+        gathered: list[tuple[GatheredBucket, Tensor]],
+        sums: Sums,
+        *own: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the result, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
+        ctx.bucket, ctx.sums, ctx.shapes = bucket, sums, [each.shape for each in own]
+        frozen = [not each.requires_grad for each in own]
+        if bucket.kept[0].gathered:
+            flat = own[0].new_empty(bucket.num_used)
+            bucket.fill(views := bucket.views(flat), own)
+            gathered.append((GatheredBucket(bucket, tuple(each.detach() for each in own)), flat))
+        else:
+            views = [each.view_as(each) for each in own]
+        ctx.mark_non_differentiable(
+            *(view for view, is_frozen in zip(views, frozen, strict=True) if is_frozen)
+        )
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        return None, None, None, *_begun(ctx.bucket, ctx.shapes, ctx.sums, grads, ctx.needs_input_grad[3:])
+
+
+class GatherAgain(torch.autograd.Function):  # type: ignore[misc]
+    """The results of what uses gathered parameters as they are; their backward part has these again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gathered: list[tuple[GatheredBucket, Tensor]], *results: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the results, and keep what gradients need."""
+        ctx.set_materialize_grads(False)
+        ctx.buckets = [bucket for bucket, _ in gathered]
+        ctx.save_for_backward(*(flat for _, flat in gathered))
+        return tuple([x.view_as(x) for x in results])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments; None for what has none."""
+        for bucket, flat in zip(ctx.buckets, ctx.saved_tensors, strict=True):
+            bucket.fill_again(flat)
+        return None, *grads
