@@ -39,6 +39,13 @@ def test_a_ring_of_two_has_two_ways() -> None:
     assert ring.path(1, 1, True) == ()
 
 
+def test_an_axis_of_no_mesh_has_no_price() -> None:
+    torus = on(TorusNetwork((FAST, SLOW), (2, 4), 8), 2, 4)
+    assert torus.axis("tp.x").link_bytes_per_s == 10e9 and torus.axis("").link_bytes_per_s == 1e9
+    with pytest.raises(LayoutError, match=r"no mesh has an axis 'tp.X': there are tp\.x, tp\.y"):
+        torus.axis("tp.X")
+
+
 def test_only_the_opposite_member_can_be_reached_both_ways() -> None:
     ring = on(RingNetwork(FAST, 4), 4)
     assert ring.path(1, 3) == (("link", 1, 0, 1), ("link", 2, 0, 1))

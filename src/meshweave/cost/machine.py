@@ -115,11 +115,13 @@ class Machine(PlacedMeshes):
         communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
 
         Raises:
-            LayoutError: a mesh does not fit the cluster's network.
+            LayoutError: a mesh does not fit the cluster's network, or none has an axis of the name.
             UnsupportedError: the machine has no meshes.
         """
         if name in self._axes:
             return self._axes[name][shared]
+        if name and self._axes:
+            raise LayoutError(f"no mesh has an axis '{name}': there are {', '.join(self._axes)}")
         if not self._axes:
             raise UnsupportedError("a machine without meshes cannot place a group")
         return min((pair[0] for pair in self._axes.values()), key=lambda axis: axis.link_bytes_per_s)

@@ -165,8 +165,9 @@ class DTensorMove:
         return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
-        """Return a view of a local shard in the dtype in which the program moves it, with a dim where it has
-        none.
+        """Reinterpret a local shard's bits in the program's dtype of equal size, and a 0-dim tensor as (1,).
+
+        Detached; shares memory with `local` unless that is lazily conjugated.
         """
         local = local.detach().resolve_conj().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)

@@ -49,7 +49,11 @@ class RankedConfig:
 
     @cached_property
     def traffic_bytes(self) -> dict[str, int]:
-        """Return the bytes that the first rank communicates, by mesh axis."""
+        """Return the logical bytes that the first rank moves, by "mesh.axis"; "" is point to point.
+
+        Each op counts once: a gather what arrives, a scatter what leaves, an all-reduce both of its halves (see
+        `ir.work.bytes_moved`).
+        """
         return self.algorithm.traffic(self.problem, self.config, self.program.ranks[0])
 
     @cached_property

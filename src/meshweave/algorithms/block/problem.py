@@ -60,7 +60,10 @@ class ExpertRanks:
         return -(-weight.experts // self.expert) * own
 
     def side(self, weight: NodeWeight) -> Side | None:
-        """Return a parameter of experts as one flat side, sharded over `mesh`; None without mesh or experts."""
+        """Return the flat dim of an expert parameter: one unit of `elements(weight)` for each rank of `mesh`.
+
+        None without a mesh, or for a parameter that is not of experts.
+        """
         if self.mesh is None or weight.experts == 1:
             return None
         return Side("expert", self.mesh.num_ranks, self.elements(weight))

@@ -19,7 +19,10 @@ class SliceStep:
     width: int
 
     def panels(self, problem: Matmul2dProblem, moving: MovingMatrix) -> tuple[tuple[int, int], ...]:
-        """Return (offset, width) of each panel of the step: the parts of it that lie in one shard of a matrix."""
+        """Return (offset, width) of the parts of this step that each lie in one shard of `moving`.
+
+        Both are in elements of the sliced dim; offsets count from `start`. The parts cover the step in order.
+        """
         shard_size = problem.largest_part(problem.sliced_size, moving.axis)
         next_shard = (self.start // shard_size + 1) * shard_size
         inner = range(next_shard, self.start + self.width, shard_size)

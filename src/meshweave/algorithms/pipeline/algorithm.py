@@ -101,10 +101,9 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         return self
 
     def place_stages(self, num_ranks: int, per_rank: int) -> tuple[int, ...] | None:
-        """Return for each stage its rank; None where the schedule takes no placement of `per_rank` stages.
+        """Return the rank of each stage, or None if the schedule accepts no placement of `per_rank` stages a rank.
 
-        Tried are stages dealt out in turn, then, of two a rank, stages down the ranks and back up. The first
-        is taken that the schedule does not refuse for a large number of micro-batches.
+        Tries the looped placement first, then for two stages a rank the V-shaped one, with many micro-batches.
         """
         placements = [looped(num_ranks, per_rank), *([folded(num_ranks)] if per_rank == 2 else [])]
         many = 4 * num_ranks * per_rank

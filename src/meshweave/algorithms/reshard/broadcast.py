@@ -62,7 +62,15 @@ class ChainBroadcast:
         return max(min(round(math.sqrt(fill_s / latency_s)), most), 1)
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds of one copy through a NIC, and of filling the chains between and inside hosts."""
+        """Return the longer of the times of all bytes through a NIC and inside a host, and the time to fill.
+
+        The time inside a host counts only where a receiving host has several ranks. Both include the latency
+        of each message and the packing. `fill_s` is that of the chain between hosts plus that of the longest
+        chain inside one.
+
+        Args:
+            chunks: number of messages into which the bytes are cut.
+        """
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         hosts, longest_host = len(multicast.hosts), max(map(len, multicast.hosts))
         count = num_messages(multicast.pieces, chunks)

@@ -134,7 +134,13 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
         return outside_s(step_of(problem, config))
 
     def peak_bytes(self, problem: StepProblem, config: Parallelism, rank: int = 0) -> int:
-        """Return the most bytes that a chip of the rank's stages holds at once."""
+        """Return the peak bytes of weights, gradients and buffers on one chip of this rank's pipeline rank.
+
+        Leaves out optimizer states, fragmentation, context and communicators, which `step_memory.memory_of` adds.
+
+        Raises:
+            UnsupportedError: no program is written for a step of this kind.
+        """
         return program_memory(step_of(problem, config).stages)[
             rank // config.stride("pipeline") % config.pipeline
         ]

@@ -12,12 +12,13 @@ from meshweave.describe.layout import Layout, Partial
 def partial_sums(
     slicing: Slicing, operand: Operand, rank: int
 ) -> list[tuple[tuple[int, int], tuple[OwnedBlock, ...]]]:
-    """Return the blocks that a rank sums of a partial operand that is summed first; () of any other operand.
+    """Return the blocks of a partial operand that this rank sums before the products, with their terms.
 
-    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms in the
-    order in which they are added: the rank's own first, where the sum is on no other rank. Copies of a sum
-    are added up in one order, which begins at different terms for different blocks, so that not all ranks ask
-    one at a time.
+    Each is ((row, column), terms): the block's first element in this rank's local part of the summed operand,
+    and the addends in the order of addition, each a block in the memory of the rank that holds it. If no
+    other rank has this sum, the terms begin at the nearest rank, itself first. If other ranks hold copies of
+    the sum, all add in one order, which begins at a different term for each block to spread the reads. Empty
+    for an operand that is not summed first.
     """
     layout = slicing.summed_layout(operand)
     if layout is None:

@@ -171,7 +171,10 @@ _num_named = CountsPerWorld()
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """Return the name of the next process group of `ranks`, in this order: the same on each of them."""
+    """Return a new name for a process group of `ranks`, numbered by how often it was called for them.
+
+    Equal on all ranks if each calls it equally often with `ranks` in the same order.
+    """
     num_named, key = _num_named.counts(), tuple(ranks)
     num_named[key] = num_named.get(key, 0) + 1
     return f"meshweave_{hashlib.sha1(repr(key).encode()).hexdigest()}_{num_named[key]}"

@@ -84,7 +84,10 @@ class Matmul(Op):
     release: Release | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """Return reads of the operands and a write of the result, read too where it accumulates."""
+        """Return reads of the operands and a write of the result; also its read where it accumulates.
+
+        Where its `release` updates, the result is an update instead of a write.
+        """
         own: tuple[tuple[Mode, View], ...] = ((READ, self.a), (READ, self.b))
         if self.release is not None and self.release.update:
             return (*own, (UPDATE, self.out))

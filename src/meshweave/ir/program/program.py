@@ -90,7 +90,12 @@ class Program(Shown, WrittenProgram):
 
     @cached_property
     def one_row_a_cell(self) -> Program:
-        """Return the plain program in which every cell is one row: what `validate` proves of all counts."""
+        """Return the program without count tables, as if each of their cells held exactly one row.
+
+        A cell stands for a number of rows known only at run time, such as the tokens from one rank to one
+        expert (see `ir.program.counts`). `validate` proves this program in place of those with any counts. A
+        program without counts is returned itself.
+        """
         return one_row_a_cell(self)
 
     @cached_property

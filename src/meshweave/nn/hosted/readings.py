@@ -42,9 +42,9 @@ def buffers_of(
 
 
 def shifts_labels(model: nn.Module, tokens: Tensor) -> bool:
-    """Return whether the model's own loss compares the logits of each token with the label of the next one.
+    """Return whether the model's own loss is not the cross entropy of each position with its own label.
 
-    True too for a model that takes no labels.
+    Runs one forward pass without gradients. True too for a model that takes no labels.
     """
     if "labels" not in inspect.signature(type(model).forward).parameters:
         return True

@@ -207,7 +207,11 @@ class ParallelModel(AroundModule):
         return logits
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a batch, whose gradients are added to those of the parameters."""
+        """Run forward and backward, adding to the parameters' gradients, and return the detached loss.
+
+        Takes and returns what `loss` does: tokens (batch, sequence), targets that are already shifted, the
+        mean loss, equal on all ranks. Does not run the optimizer.
+        """
         loss = self.loss(tokens, targets)
         loss.backward()
         return loss.detach()

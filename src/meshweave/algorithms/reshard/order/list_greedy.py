@@ -22,23 +22,23 @@ PASS_WORK = 3_000
 """Routes that all passes together consider by default; with many jobs there is one pass, to save time."""
 
 
-def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> JobSchedule:
+def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, bound: int | None = None) -> JobSchedule:
     """Return the best schedule of at most `rounds` passes of list scheduling, of which the first is not random.
 
-    It ends early where a pass meets `goal`, a makespan in the unit of durations; by default a lower bound.
-    `seed` is that of the random choices.
+    It ends early where a pass meets `bound`, which no makespan is below, in the unit of durations: the schedule is
+    then `proven`. By default that is `exclusive_bound`. `seed` is that of the random choices.
     """
-    goal = exclusive_bound(jobs) if goal is None else goal
+    bound = exclusive_bound(jobs) if bound is None else bound
     if rounds is None:
         rounds = max(1, min(MAX_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
     rng = random.Random(seed)
     lists = ListScheduler(jobs)
     best = lists.run(None)
     for _ in range(rounds - 1):
-        if best.makespan <= goal:
+        if best.makespan <= bound:
             break
         best = min(best, lists.run(rng), key=lambda schedule: schedule.makespan)
-    return replace(best, proven=best.makespan <= goal, algorithm="greedy")
+    return replace(best, proven=best.makespan <= bound, algorithm="greedy")
 
 
 class ListScheduler:

@@ -27,7 +27,7 @@ def best(jobs: JobSet, seed: int = 0) -> JobSchedule:
     `seed` is that of the random choices.
     """
     goal = exclusive_bound(jobs)
-    schedule = greedy(jobs, seed=seed, goal=goal)
+    schedule = greedy(jobs, seed=seed, bound=goal)
     for other in (balance(jobs), naive(jobs)):
         if other.makespan < schedule.makespan:
             schedule = other
