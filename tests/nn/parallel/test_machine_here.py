@@ -97,3 +97,8 @@ def test_a_choice_plans_with_what_it_measures() -> None:
         assert all(seconds > 0 for seconds in (*predicted, *measured))
         assert answer["others"] == [["data_parallel", None], ["zero3", None]]
         assert any("fp32" in line for line in answer["log"])
+
+
+@pytest.mark.gloo
+def test_a_model_that_one_rank_refuses_is_planned_by_none() -> None:
+    assert launch("trial_rank_functions:plan_unlike", 2, {}, timeout_s=50, env=HERE) == [[0, 0], [0, 0]]

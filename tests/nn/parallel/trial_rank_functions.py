@@ -16,6 +16,7 @@ from meshweave.algorithms.step import Parallelism
 from meshweave.base.errors import LayoutError
 from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel.parallelize import parallelize
+from meshweave.nn.parallel.planned_here import plans_here
 from meshweave.nn.parallel.trials import Trials
 
 
@@ -38,6 +39,20 @@ def choose_unaided(context: RankContext, payload: Mapping[str, Any]) -> dict[str
         tables.append(made.trials.trials)
     rows = [[t.words, t.kind, t.predicted_s, t.measured_s] for t in tables[0]]
     return {"rows": rows, "others": [[t.words, t.predicted_s] for t in tables[1]], "log": lines}
+
+
+def plan_unlike(context: RankContext, payload: Mapping[str, Any]) -> list[int]:
+    """Return how many plans there are where rank 1 alone has a model or tokens that are not taken."""
+    torch.set_num_threads(1)
+    counts = []
+    for what in ("model", "tokens"):
+        model = reference_models.make("llama").float()
+        tokens, targets = torch.randint(0, reference_models.words(model), (2, 4, 8))
+        if context.rank == 1 and what == "model":
+            next(model.parameters()).requires_grad_(False)
+        given = tokens.flatten() if context.rank == 1 and what == "tokens" else tokens
+        counts.append(len(plans_here(model, given, targets, parallelize, 1e9)))
+    return counts
 
 
 def choose(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:

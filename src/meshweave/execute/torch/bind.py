@@ -6,19 +6,26 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, ProgramError, UnsupportedError, require_known
+from meshweave.base.errors import BindError, require_known
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.ranks.agreement import agree_once
 from meshweave.execute.torch.analysis import RankAnalysis
+from meshweave.execute.torch.bind_options import (
+    Mode,
+    Products,
+    UpdateOrder,
+    check_serial,
+    check_update_order,
+    checked_mode,
+    checked_products,
+)
 from meshweave.execute.torch.buffers import RankBuffers, allocate, check_tensors, check_value
 from meshweave.execute.torch.call_order import BoundCall, bound_call, share_refusal
 from meshweave.execute.torch.comm import bind_communication
@@ -29,15 +36,10 @@ from meshweave.execute.torch.issue import Execute, LaneExecution, one_order, thr
 from meshweave.execute.torch.one_sided import OneSidedAccess
 from meshweave.execute.torch.views import Action, Staging
 from meshweave.execute.torch.wire import Wire
-from meshweave.ir.analysis.dataflow import analyse, untimed_order
-from meshweave.ir.program import BoundOp, Lane, Program
+from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
 from meshweave.lower.linearise import linearise
 from meshweave.trace import Span, Trace
-
-Mode = Literal["threads", "linear"]
-UpdateOrder = Literal["fixed", "arrival"]
-Products = Literal["library", "tracked"]
 
 
 class BoundProgram:
@@ -305,10 +307,13 @@ def _bound(
 ) -> BoundProgram:
     """Return the bound program of `bind`."""
     memory, order, trace = how.memory, how.order, how.trace
-    mode = _checked_mode(program, rank, context, how.mode, order)
-    if how.update_order not in get_args(UpdateOrder):
-        raise BindError(f"update_order is {how.update_order!r}; it must be 'fixed' or 'arrival'")
-    tracks = _checked_products(how.products, memory)
+    mode = checked_mode(program, rank, context, how.mode, order)
+    check_update_order(how.update_order)
+    if how.twin is not None and (how.twin.program != program or how.twin.context is not context):
+        raise BindError(
+            f"the twin of program {program.name} is to be the same program, bound in the same context"
+        )
+    tracks = checked_products(how.products, memory)
     in_arrival_order = tracks or how.update_order == "arrival"
     analysis = RankAnalysis(
         program, rank, memory is not None, context.shares_groups, in_arrival_order, tracks
@@ -317,7 +322,7 @@ def _bound(
     if how.graph:
         check_graph(context, is_one_sided=analysis.is_one_sided, is_timed=trace)
     check_tensors(analysis, tensors, context.device)
-    _check_serial(program)
+    check_serial(program)
     remote = None
     if memory is not None and analysis.exposed:
         remote = _access(tracks)(memory, context, analysis, tensors)
@@ -345,6 +350,8 @@ def _bound(
         execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
+    if how.twin is not None and not (isinstance(execute, LaneExecution) and execute.is_one_collective):
+        raise BindError(f"program {program.name} has a twin, and is not one collective of torch's on a CPU")
     if how.graph:
         execute = CapturedRun(execute, context.device)
     execute = remote.between_fences(execute) if remote else execute
@@ -367,52 +374,9 @@ def _bind_ops(
     return [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
 
 
-def _checked_products(products: Products, memory: RemoteMemory | None) -> bool:
-    """Return whether released products count their tiles. Raises what `bind` does where that cannot be."""
-    if products not in get_args(Products):
-        raise BindError(f"products is {products!r}; it must be 'library' or 'tracked'")
-    if products == "tracked" and memory is None:
-        raise BindError("tracked products are those of a program with `memory`: give one")
-    if products == "tracked" and importlib.util.find_spec("triton") is None:
-        raise UnsupportedError(
-            "tracked products are kernels of Triton, which is not installed: pip install triton"
-        )
-    return products == "tracked"
-
-
 def _access(tracks: bool) -> type[OneSidedAccess]:
     if not tracks:
         return OneSidedAccess
     from meshweave.execute.cuda.access import TrackedAccess
 
     return TrackedAccess
-
-
-def _checked_mode(
-    program: Program, rank: int, context: TorchContext, mode: Mode | None, order: Sequence[int] | None
-) -> Mode:
-    """Return the mode to bind for. Raises what `bind` does where rank, context, mode and order do not fit."""
-    context.lane_threads.check()
-    if rank not in program.ranks:
-        raise BindError(f"program {program.name} has no rank {rank}")
-    if context.rank not in (None, rank):
-        raise BindError(f"cannot bind rank {rank} in the process of rank {context.rank}")
-    mode = mode or ("linear" if context.device.type == "cuda" else "threads")
-    if mode == "threads" and context.device.type != "cpu":
-        raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
-    if order is not None and mode != "linear":
-        raise BindError("an order is for mode 'linear'")
-    return mode
-
-
-def _check_serial(program: Program) -> None:
-    """Refuse a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
-    serial = tuple(Lane(lane.name) for lane in program.lanes)
-    if serial == program.lanes:
-        return
-    try:
-        untimed_order(analyse(replace(program, lanes=serial)))
-    except ProgramError as error:
-        raise BindError(
-            f"lanes run one op at a time here, in program order; that ends in a {error}"
-        ) from None

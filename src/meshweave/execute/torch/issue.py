@@ -81,9 +81,14 @@ class LaneExecution:
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
 
     @property
+    def is_one_collective(self) -> bool:
+        """Return whether the program communicates by one of torch's collectives alone."""
+        return self._halves is not None
+
+    @property
     def has_halves(self) -> bool:
         """Return whether `begin` can be called: the program is one collective, and runs are not timed."""
-        return self._halves is not None and self._context.recorder is None and self._context.waits is None
+        return self.is_one_collective and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:
         """Run the steps before the collective and post it; return a function that waits for it and runs the

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshweave.algorithms.block.data_parallel import DataParallel
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
-from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
+from meshweave.base.errors import DeadlineError, LayoutError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
@@ -51,31 +51,22 @@ def plans_here(
     Raises:
         BindError, RankLostError, DeadlineError: as `measure_step`.
     """
-    if tokens.ndim != 2:
-        return []  # the trials say what is wrong
     among = AllRanks.of(context)
+    model = _agreed(among, lambda: _described(module, tokens))
+    if model is None:
+        return []
     num_ranks, (batch, sequence) = len(among.ranks), tokens.shape
     most = max(batch // num_ranks, 1)
     rows = sorted({max(most // 2, 1), most})
-    try:
-        model = _described(module)
-        alone, optimizer = _alone(module, among, make)
-
-        def compute(count: int) -> None:
-            optimizer.zero_grad()
-            alone.step(tokens[:count], targets[:count])
-
-        compute(rows[0])
-        refused = ""
-    except (RankLostError, DeadlineError):
-        raise
-    except MeshweaveError as error:
-        refused = str(error)
-    if not among.least(float(not refused)):
-        _LOG.info(
-            "no plans beside data parallelism and ZeRO-3 are tried: %s", refused or "another rank refuses"
-        )
+    started = _agreed(among, lambda: _started(module, among, make, tokens[: rows[0]], targets[: rows[0]]))
+    if started is None:
         return []
+    alone, optimizer = started
+
+    def compute(count: int) -> None:
+        optimizer.zero_grad()
+        alone.step(tokens[:count], targets[:count])
+
     num_parameters = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
     measured = measure_step(compute, optimizer.step, rows, num_parameters, context)
     try:
@@ -87,11 +78,35 @@ def plans_here(
     return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
 
 
-def _described(module: nn.Module) -> Transformer:
+_Made = TypeVar("_Made")
+
+
+def _agreed(among: AllRanks, make: Callable[[], _Made]) -> _Made | None:
+    """Return what `make` returns; None on all ranks where it is refused on one, as the log says. Collective.
+
+    Raises RankLostError or DeadlineError where ranks are missing or late.
+    """
+    made, refused = None, ""
+    try:
+        made = make()
+    except (RankLostError, DeadlineError):
+        raise
+    except MeshweaveError as error:
+        refused = str(error)
+    if among.least(float(not refused)):
+        return made
+    _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", refused or "another rank refuses")
+    return None
+
+
+def _described(module: nn.Module, tokens: Tensor) -> Transformer:
     """Return a model's sizes.
 
-    Raises DescriptionError or UnsupportedError where it has none that are known, or rates of it are not measured.
+    Raises DescriptionError, LayoutError or UnsupportedError where it has none that are known, rates of it are not
+    measured, or tokens are not (batch, sequence).
     """
+    if tokens.ndim != 2:
+        raise LayoutError(f"tokens are of shape {tuple(tokens.shape)}; give (batch, sequence)")
     kinds = {(each.dtype, each.device.type, each.requires_grad) for each in module.parameters()}
     if kinds != {(torch.float32, "cpu", True)}:
         raise UnsupportedError(
@@ -100,12 +115,15 @@ def _described(module: nn.Module) -> Transformer:
     return load_model(module)
 
 
-def _alone(module: nn.Module, among: AllRanks, make: Callable[..., Any]) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a copy of a model on this rank by itself, and an optimizer of it that changes nothing."""
+def _started(
+    module: nn.Module, among: AllRanks, make: Callable[..., Any], tokens: Tensor, targets: Tensor
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a copy of a model on this rank by itself, after a step, and an optimizer that changes nothing."""
     shape = (len(among.ranks), 1)
     mesh = init_device_mesh(among.context.device.type, shape, mesh_dim_names=("ranks", "alone"))
     alone = make(copy.deepcopy(module), DataParallel.name, mesh["alone"], check=False)
     trained = [each for each in alone.module.parameters() if each.requires_grad]
+    alone.step(tokens, targets)
     return alone, torch.optim.AdamW(trained, lr=0.0)
 
 
@@ -114,13 +132,13 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
     each = max(problem.batch // num_ranks, 1)
     replicas = Parallelism(data=num_ranks, micro_batch=each)
     waits = replace(problem, stack=STACK)  # for weights: nothing runs beside their gathers
-    plain = [(problem, replicas), (waits, replace(replicas, zero=3))]
+    plain = [("data parallelism", problem, replicas), ("ZeRO-3", waits, replace(replicas, zero=3))]
     listed: list[tuple[dict[str, Any], float]] = []
-    for priced, chosen in plain:
+    for name, priced, chosen in plain:
         try:
             listed.append((dict(vars(chosen)), step_of(priced, chosen).time_s))
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
-            _LOG.info("data parallelism is not predicted: %s", error)
+            _LOG.info("%s is not predicted: %s", name, error)
     try:
         ranked = fastest_here(problem, pp=1)
     except MeshweaveError as error:
