@@ -13,7 +13,7 @@ from meshweave.base.errors import did_you_mean
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.include import Include, Submesh
-from meshweave.ir.program.literals import fault_at, read_int, read_string
+from meshweave.ir.program.literals import fault_at, read_int, read_string, read_subscript
 from meshweave.ir.program.program import Program
 from meshweave.ir.program.views import FULL, Range, View
 from meshweave.ir.program.written import Lane
@@ -101,12 +101,7 @@ def _submesh(node: ast.expr, meshes: dict[str, Mesh]) -> Submesh:
     match node:
         case ast.Call(func=ast.Name(id="transpose"), args=[inner, *axes], keywords=[]) if axes:
             node, order = inner, tuple(map(read_int, axes))
-    chosen: list[ast.expr] | None = None
-    match node:
-        case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
-            node, chosen = inner, elts
-        case ast.Subscript(value=inner, slice=at):
-            node, chosen = inner, [at]
+    node, chosen = read_subscript(node)
     name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
     if name not in meshes:
         raise fault_at(node, f"'{name}' is no mesh{did_you_mean(name, meshes)}")

@@ -93,6 +93,16 @@ def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
     return name
 
 
+def read_subscript(node: ast.expr) -> tuple[ast.expr, list[ast.expr] | None]:
+    """Return what `node` takes a part of, and what it chooses per dim; itself and None without a subscript."""
+    match node:
+        case ast.Subscript(value=inner, slice=ast.Tuple(elts=chosen)):
+            return inner, chosen
+        case ast.Subscript(value=inner, slice=only):
+            return inner, [only]
+    return node, None
+
+
 def read_sizes(node: ast.expr) -> Any:
     """Return the sizes of parts that a node says: a tuple of integers, or one expression; else raise
     ProgramError.

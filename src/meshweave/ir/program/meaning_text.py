@@ -5,7 +5,15 @@ from __future__ import annotations
 import ast
 from functools import partial
 
-from meshweave.ir.program.literals import fault_at, read_flag, read_int, read_items, read_name, read_string
+from meshweave.ir.program.literals import (
+    fault_at,
+    read_flag,
+    read_int,
+    read_items,
+    read_name,
+    read_string,
+    read_subscript,
+)
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.written import Tensor
 
@@ -52,12 +60,7 @@ def _function(out: ast.expr, call: ast.Call, tensors: dict[str, Tensor]) -> Func
 
 
 def _tensor_part(tensors: dict[str, Tensor], node: ast.expr) -> TensorPart:
-    chosen: list[ast.expr] | None = None
-    match node:
-        case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
-            node, chosen = inner, elts
-        case ast.Subscript(value=inner, slice=selector):
-            node, chosen = inner, [selector]
+    node, chosen = read_subscript(node)
     name = read_name(node, tensors, "tensor")
     num_dims = len(tensors[name].shape)
     if chosen is None:

@@ -35,6 +35,7 @@ from meshweave.ir.program.literals import (
     read_sizes,
     read_slots,
     read_string,
+    read_subscript,
 )
 from meshweave.ir.program.meaning_text import read_meaning
 from meshweave.ir.program.meanings import Meaning
@@ -312,19 +313,14 @@ class _Reader:
         match node:
             case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):
                 rank, node = from_ast(owner), inner
-        chosen: list[ast.expr] = []
-        match node:
-            case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
-                node, chosen = inner, elts
-            case ast.Subscript(value=inner, slice=selector):
-                node, chosen = inner, [selector]
+        node, chosen = read_subscript(node)
         slot: Index = 0
         match node:
             case ast.Call(func=ast.Name() as head, args=[number]):
                 node, slot = head, from_ast(number)
         name = read_name(node, self.buffers, "buffer")
         dims = self.buffers[name].num_dims(self.tensors)
-        selectors = tuple(map(read_selector, chosen)) or (FULL,) * dims
+        selectors = tuple(map(read_selector, chosen or ())) or (FULL,) * dims
         if len(selectors) != dims:
             raise fault_at(node, f"buffer {name} has {dims} dims, view has {len(selectors)}")
         return View(name, selectors, slot, rank)
