@@ -53,7 +53,9 @@ def test_forty_steps_of_changing_sizes() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(20_000)
-@pytest.mark.parametrize("strategy", ["megatron_sp", "zero3", "data_parallel", "atp", "pipeline", "hosted megatron"])
+@pytest.mark.parametrize(
+    "strategy", ["megatron_sp", "zero3", "data_parallel", "atp", "pipeline", "hosted megatron"]
+)
 def test_many_steps_of_changing_sizes(strategy: str) -> None:
     count = int(os.environ.get("MESHWEAVE_STEPS", "5000"))
     for listed in _held(strategy, count, max(count // 50, 1)):

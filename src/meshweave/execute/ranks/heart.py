@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, News, State
+from meshweave.execute.ranks.patience import join_talker
 from meshweave.execute.ranks.peers import PeerProcesses, own_process
 from meshweave.execute.ranks.signing import sign, verify
 
@@ -82,7 +83,7 @@ class Heart:
         self._detail = ""
         # Of our state and news: the current, and the last in the store.
         self._version = self._stored_version = 0
-        self._last_round = time.monotonic()
+        self._last_round = self._answered_at = time.monotonic()
         self._closing = False
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="meshweave-liveness", daemon=True
@@ -157,10 +158,10 @@ class Heart:
         return is_new
 
     def stop(self, limit_s: float) -> None:
-        """Beat once more and end the thread; wait `limit_s` seconds for that at most."""
+        """Beat once more and end the thread; wait `limit_s` seconds for that, longer where the store is slow."""
         self._closing = True
         self._wake.set()
-        self._thread.join(limit_s)
+        join_talker(self._thread, limit_s, lambda: self._answered_at)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class Heart:
                 version, watches, news = self._version, tuple(self._watches), self.news
                 beat = Beat(count, self._state, self._detail, news.digest)
             store.set(_beat_key(self._rank), sign(_beat_key(self._rank), beat.encode()))
+            self._answered_at = time.monotonic()
             # Also the round trip that proves that the beat has arrived.
             news = _merge_news(store, news)
             watched = sorted({rank for watch in watches for rank in watch.beats})
@@ -203,6 +205,7 @@ class Heart:
                 self.news = self.news.merge(news)
                 self.num_rounds += 1
                 self._stored_version, self.paused_s, self._last_round = version, 0.0, now
+                self._answered_at = now
                 for watch in watches:
                     watch.feed(now - last, beats, unreadable, ended)
                 self.round.notify_all()

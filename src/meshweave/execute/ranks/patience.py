@@ -17,6 +17,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LOOK_S = 0.05
+_SLOW_S = 5.0  # that a store which answers is waited for
+_HANGING_S = 3.0  # without an answer: then it is taken to hang, and not to be slow
 _MAX_IDLE = 4
 
 
@@ -84,3 +86,17 @@ def call_within(
     if errors:
         raise errors[0]
     return results[0]
+
+
+def join_talker(thread: threading.Thread, least_s: float, answered_at: Callable[[], float]) -> None:
+    """Wait until a thread that talks to a store ends: `least_s` seconds, and some more where the store answers.
+
+    A thread that comes back from C++ as the interpreter ends aborts the process. One whose store hangs does not
+    come back.
+
+    Args:
+        answered_at: when the store has answered last, by the monotonic clock.
+    """
+    thread.join(least_s)
+    if thread.is_alive() and time.monotonic() - answered_at() < _HANGING_S:
+        thread.join(_SLOW_S)

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.ranks.patience import join_talker
 from meshweave.execute.torch.call_records import ContextCalls, SharedCalls
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.world import SignedStore, close_connections, signed_store
@@ -56,6 +57,7 @@ class CallWatch:
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None  # the last one
         self._is_running = self._is_closed = False
+        self._answered_at = time.monotonic()
 
     @classmethod
     def of_world(cls, world: Any) -> CallWatch:
@@ -102,7 +104,7 @@ class CallWatch:
         self._is_closed = True
         self._wake.set()
         if self._thread is not None:  # also where it has just nothing left to do: it has a store to let go of
-            self._thread.join(1.0)
+            join_talker(self._thread, 1.0, lambda: self._answered_at)
 
     def _run(self, store: SignedStore) -> None:
         try:
@@ -117,6 +119,7 @@ class CallWatch:
                         watched.look(store, is_urgent=True)
                     for watched in list(self._watched):
                         watched.look(store)
+                        self._answered_at = time.monotonic()
                 finally:
                     for _, done in requests:
                         done.set()

@@ -1,0 +1,62 @@
+"""Threads that talk to a store end before the interpreter does: one that comes back from C++ later aborts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+WATCH = """
+import time
+import torch.distributed as dist
+from meshweave.execute.torch import call_watch
+from meshweave.execute.torch.call_order import call_order
+from meshweave.execute.torch.context import TorchContext
+
+def look(self, store, **options):
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        inner.set("busy", "1")
+
+inner = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+dist.init_process_group("gloo", store=inner, rank=0, world_size=1)
+call_watch.WatchedCalls.look = look
+context = TorchContext()
+call_order(context).sequence((0,))
+time.sleep(0.5)
+print("done")
+"""
+HEART = """
+import time
+import torch.distributed as dist
+from meshweave.execute.ranks.liveness import Liveness
+
+class SlowStore:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def clone(self):
+        return SlowStore(self.inner.clone())
+
+    def set(self, key, value):
+        until = time.monotonic() + 0.8
+        while time.monotonic() < until:
+            self.inner.set(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+liveness = Liveness(SlowStore(store), 0, (0,), interval_s=0.05, stale_s=0.2)
+time.sleep(0.6)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("script", [WATCH, HEART], ids=["calls", "heartbeat"])
+def test_a_slow_store_does_not_abort_a_process_that_ends(script: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
