@@ -57,7 +57,11 @@ def thread_per_lane(
 
 
 class LaneExecution:
-    """Runs the lanes of a rank, each in a thread of its own."""
+    """Runs the lanes of a rank, each in a thread of its own.
+
+    Attributes:
+        is_one_collective_at_most: whether the rank communicates by one of torch's collectives, or not at all.
+    """
 
     def __init__(self, context: TorchContext, lanes: Sequence[LaneRun], trace: bool) -> None:
         self._context, self._lanes, self._is_traced = context, lanes, trace
@@ -65,6 +69,7 @@ class LaneExecution:
         waits = [at for at, step in enumerate(steps) if isinstance(step, GuardedCollective)]
         others = [step for step in steps if isinstance(step, MessageExchange | GroupEntry)]
         self._halves: tuple[Sequence[Action], GuardedCollective, Sequence[Action]] | None = None
+        self.is_one_collective_at_most = len(lanes) <= 1 and len(waits) <= 1 and not others
         if len(waits) == 1 and not others and not trace:
             (at,) = waits
             collective = steps[at]
@@ -81,14 +86,9 @@ class LaneExecution:
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
 
     @property
-    def is_one_collective(self) -> bool:
-        """Return whether the program communicates by one of torch's collectives alone."""
-        return self._halves is not None
-
-    @property
     def has_halves(self) -> bool:
         """Return whether `begin` can be called: the program is one collective, and runs are not timed."""
-        return self.is_one_collective and self._context.recorder is None and self._context.waits is None
+        return self._halves is not None and self._context.recorder is None and self._context.waits is None
 
     def begin(self) -> Callable[[], None]:
         """Run the steps before the collective and post it; return a function that waits for it and runs the
