@@ -96,12 +96,13 @@ def test_a_rank_that_dies_is_named_with_the_op_that_waits_for_it():
 # --- in this process -------------------------------------------------------------------------------------
 
 
-def test_a_twin_is_the_same_collective_on_other_memory():
+def test_a_twin_is_the_same_program_on_other_memory():
     """Whoever runs one of two twins counts on the other: programs that are none are refused as they are bound."""
     context, calls = TorchContext(), {"think": lambda x: x}
     bound = bind(parse(LOCAL), 0, {}, context=context, calls=calls)
-    with pytest.raises(BindError, match="is more than one collective of torch's"):
-        bind(parse(LOCAL), 0, {}, context=context, calls=calls, twin=bound)
+    bind(parse(LOCAL), 0, {}, context=context, calls=calls, twin=bound)
+    with pytest.raises(BindError, match="for mode 'threads', without messages"):
+        bind(parse(LOCAL), 0, {}, context=context, calls=calls, twin=bound, mode="linear")
     for program, where in ((parse(LOCAL.replace("4, 6", "4, 8")), context), (parse(LOCAL), TorchContext())):
         with pytest.raises(BindError, match="the same program, bound in the same context"):
             bind(program, 0, {}, context=where, calls=calls, twin=bound)

@@ -266,7 +266,7 @@ def bind(
         agreed: the program that ranks agree on in place of this one, which follows from it and from values
             that they share, as counts are (`execute.torch.counted`).
         twin: the same program, bound on other memory in the same context; None for a program of its own. The two
-            are one call: in each run a rank takes either. Only for a program of one of torch's collectives, or none.
+            are one call: in each run a rank takes either. Only for a program without messages of its own.
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program, here or on another rank; ranks bind
@@ -350,10 +350,8 @@ def _bound(
         execute = one_order(context, analysis, actions, issued, trace)
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
-    if how.twin is not None and not (
-        isinstance(execute, LaneExecution) and execute.is_one_collective_at_most
-    ):
-        raise BindError(f"program {program.name} has a twin, and is more than one collective of torch's")
+    if how.twin is not None and (not isinstance(execute, LaneExecution) or execute.sends_messages):
+        raise BindError(f"program {program.name} has a twin: that is for mode 'threads', without messages")
     if how.graph:
         execute = CapturedRun(execute, context.device)
     execute = remote.between_fences(execute) if remote else execute

@@ -60,17 +60,16 @@ class LaneExecution:
     """Runs the lanes of a rank, each in a thread of its own.
 
     Attributes:
-        is_one_collective_at_most: whether the rank communicates by one of torch's collectives, or not at all.
+        sends_messages: whether the rank sends or receives messages, beside collectives of torch's.
     """
 
     def __init__(self, context: TorchContext, lanes: Sequence[LaneRun], trace: bool) -> None:
         self._context, self._lanes, self._is_traced = context, lanes, trace
-        steps = [each for action in lanes[0].actions for each in steps_of(action)] if len(lanes) == 1 else []
+        steps = [each for lane in lanes for action in lane.actions for each in steps_of(action)]
         waits = [at for at, step in enumerate(steps) if isinstance(step, GuardedCollective)]
-        others = [step for step in steps if isinstance(step, MessageExchange | GroupEntry)]
+        self.sends_messages = any(isinstance(step, MessageExchange | GroupEntry) for step in steps)
         self._halves: tuple[Sequence[Action], GuardedCollective, Sequence[Action]] | None = None
-        self.is_one_collective_at_most = len(lanes) <= 1 and len(waits) <= 1 and not others
-        if len(waits) == 1 and not others and not trace:
+        if len(lanes) == len(waits) == 1 and not self.sends_messages and not trace:
             (at,) = waits
             collective = steps[at]
             assert isinstance(collective, GuardedCollective)
