@@ -36,7 +36,7 @@ def product(rows: int) -> Compute:
 def test_of_a_collective_what_the_product_beside_it_does_not_cover_stays(ranks: int, rows: int) -> None:
     """By hand: (n - 1) / n of a product run beside the n - 1 transfers of its ring."""
     problem = problem_of()
-    gathered = Transfer("all_gather", "row", ranks, 2 * ROWS * HIDDEN // ranks)
+    gathered = Transfer("all_gather", "tp.row", ranks, 2 * ROWS * HIDDEN // ranks)
     scattered = replace(gathered, kind="reduce_scatter")
     steps = [
         FlatTask("network", gathered, ()),
