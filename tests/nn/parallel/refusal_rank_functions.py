@@ -290,5 +290,17 @@ def _without_loss(mesh: DeviceMesh) -> list[str]:
     return []
 
 
+def _inside(mesh: DeviceMesh) -> list[str]:
+    """What is said of tokens that differ where another model is called inside of the call."""
+    tokens, targets = _batch()
+    outer, inner = (parallelize(_make(), "data_parallel", mesh, check=False) for _ in range(2))
+    for made in (outer, inner):
+        made.step(tokens, targets)
+    outer.norm.register_forward_pre_hook(lambda *_: (inner.loss(tokens, targets), None)[1])
+    said = [_said(lambda: outer.step(tokens, targets))]
+    given = _with(tokens, (int(tokens[1, 2]) + 1) % WORDS) if dist.get_rank() == 1 else tokens
+    return [*said, _said(lambda: outer.step(given, targets))]
+
+
 def _fail(*given: Any) -> None:
     raise ArithmeticError("this layer fails")

@@ -84,3 +84,11 @@ def test_a_loss_without_the_term_of_a_rank_is_none() -> None:
     first, second, third = (answer["without_loss"] for answer in _answers("without_loss", num_ranks=3))
     assert second == ["this layer fails"]
     assert first == third == ["BindError: rank 1 ended this call of a parallelised model without its loss"]
+
+
+@pytest.mark.gloo
+def test_what_a_call_compares_is_not_lost_by_a_call_inside_of_it() -> None:
+    for answer in _answers("inside"):
+        alike, unlike = answer["inside"]
+        assert alike == ""
+        assert "has other tokens than" in unlike, unlike

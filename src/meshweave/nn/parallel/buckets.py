@@ -331,7 +331,8 @@ class NumberedSum:
         terms: along which axes ranks have terms.
 
     Attributes:
-        joint: sums in a message that has something else to say, too; returns None where there is none.
+        joint: sums (numbers,) over ranks in a message that carries something else as well, and returns None where
+            there is no such message now; None for sums by themselves.
     """
 
     def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:

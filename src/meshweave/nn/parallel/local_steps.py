@@ -119,13 +119,12 @@ class _SteppedParts:
             group.update((key, value) for key, value in stepped.items() if key != "params")
         for parameter, local in pairs:
             self._give(optimizer, parameter, local)
-        if len(self._state) > len(pairs):  # parts that are gone, and what is of no parameter
-            known = {id(local) for _, local in pairs}
-            for key in [each for each in self._state if id(each) not in known]:
-                values = self._state.pop(key)
-                if self._seen.pop(key, None) is None and key not in optimizer.state:
-                    optimizer.state[key] = values
-                self._made.pop(key, None)
+        known = {id(local) for _, local in pairs}
+        for key in [each for each in self._state if id(each) not in known]:  # gone, or of no parameter
+            values = self._state.pop(key)
+            if self._seen.pop(key, None) is None and key not in optimizer.state:
+                optimizer.state[key] = values
+            self._made.pop(key, None)
 
     def _take(self, optimizer: Optimizer, parameter: Tensor, local: Tensor) -> None:
         """Take the states of a parameter from the optimizer, where they are others than after the last step."""

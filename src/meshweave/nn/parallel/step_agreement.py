@@ -112,6 +112,7 @@ class StepAgreement:
         finally:
             if order is not None:
                 order.finish_open()
+            self._joint = None
 
     def _order(self) -> CallOrder:
         """Return the order of calls of the context in which programs run, on the current device."""
@@ -143,6 +144,7 @@ class StepAgreement:
         with torch.no_grad():
             number = self._number(words, [*tensors.values()])
             if self.strategy.only_splits_batch and isinstance(number, int):
+                order.finish_open()  # that of a call which this one runs inside of
                 self._joint = JointMessage(self, order, number, conclude)
                 order.open = self._joint.finish
             else:
