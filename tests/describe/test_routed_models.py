@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
 from meshweave.describe.model.architecture import Architecture
 from meshweave.describe.model.hugging_face import transformer_from_config
 from meshweave.describe.model.memory import step_flops
 from meshweave.describe.model.model_file import model_table, transformer_from
+from meshweave.describe.model.routed_architecture import routing_of
 from meshweave.describe.model.routed_config import FAMILIES
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
+from sampling import examples
 
 _LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -161,3 +166,33 @@ def test_what_has_no_price_is_said() -> None:
     assert any("sinks" in text for text in said)
     assert any("quantised" in text for text in said)
     assert any("strange" in text for text in said)
+
+
+_RUBBISH: tuple[Any, ...] = (
+    [], [1], [-1, 0], ["x"], "", "x", {}, {"a": 1}, -1, 0, 1, 1.5, 2**70, 1e400, float("nan"), True, False, None,
+)  # fmt: skip
+_KEYS = {
+    "routed_scaling_factor", "scoring_func", "topk_method", "norm_topk_prob", "seq_aux", "aux_loss_alpha",
+    "router_aux_loss_coef", "router_jitter_noise", "mlp_only_layers", "mlp_layer_types", "moe_layers",
+    "moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index", "decoder_sparse_step", "layer_types",
+    "interleave_moe_layer_step", "num_shared_experts", "shared_expert_intermediate_size", "sliding_window",
+    "attention_bias", "qkv_bias", "use_qk_norm", "rope_parameters", "rope_scaling", "hidden_act",
+    "n_shared_experts",
+}  # fmt: skip
+
+
+@examples(200)
+@given(st.data())
+def test_rubbish_under_any_key_of_a_config_is_refused_or_read(data: st.DataObject) -> None:
+    """A list for a number of shared experts ended in a TypeError."""
+    own = dict(data.draw(st.sampled_from([MIXTRAL, DEEPSEEK, QWEN, GPT_OSS])))
+    for key in data.draw(st.lists(st.sampled_from(sorted(_KEYS | own.keys())), min_size=1, max_size=2)):
+        own[key] = data.draw(st.sampled_from(_RUBBISH))
+    own["num_hidden_layers"] = (
+        min(own["num_hidden_layers"], 4)
+        if own["num_hidden_layers"] in range(100)
+        else own["num_hidden_layers"]
+    )
+    for read in (lambda: transformer_from_config(own, "rubbish"), lambda: routing_of(own)):
+        with contextlib.suppress(MeshweaveError):
+            read()

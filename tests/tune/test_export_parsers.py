@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign_code import PACKAGES, free_port, install, python_for
 from test_exports import plan_of
 
 from meshweave.tune.exports import export
@@ -153,40 +152,11 @@ known = set(plan.values()) <= set(tensor_parallel.ALL_PARALLEL_STYLES)
 tensor_parallel.verify_tp_plan(list(model.state_dict()), plan)
 print(json.dumps({"known": known, "unused": [text for text in said if "rules were not applied" in text]}))
 """
-PACKAGES = {
-    "megatron-lm": "megatron-core==0.19.2 triton packaging",
-    "maxtext": "--ignore-requires-python maxtext==0.2.5 omegaconf antlr4-python3-runtime==4.9.3 flax msgpack "
-    "etils importlib_resources zipp nest_asyncio orbax-checkpoint orbax-export tensorstore aiofiles humanize "
-    "simplejson pathwaysutils fastapi starlette opentelemetry-api opentelemetry-sdk "
-    "opentelemetry-semantic-conventions uvicorn",
-    "torchtitan": "torchtitan==0.3.0 tyro typeguard docstring_parser torchdata datasets dill xxhash multiprocess "
-    "pyarrow pandas einops spmd_types torch_checkpointing triton",
-    "deepspeed": "deepspeed==0.19.8 hjson py-cpuinfo msgpack ninja einops",
-    "axolotl": "axolotl==0.19.0 addict",
-    "megatron-bridge": "megatron-bridge==0.3.1 megatron-core==0.16.1 omegaconf hydra-core "
-    "antlr4-python3-runtime==4.9.3",
-}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {target: tmp_path_factory.mktemp(target) for target in (*PACKAGES, "accelerate", "hf")}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
-def python_for(target: str) -> str:
-    """An interpreter that the target's code is written for."""
-    if target != "megatron-lm" or sys.version_info >= (3, 12):
-        return sys.executable
-    if "EXPORT_PYTHON" not in os.environ:
-        pytest.skip("Megatron-LM needs Python 3.12; EXPORT_PYTHON may name one that has torch")
-    return os.environ["EXPORT_PYTHON"]
 
 
 def chips_of(degrees: dict[str, Any]) -> int:
@@ -198,15 +168,7 @@ def chips_of(degrees: dict[str, Any]) -> int:
 def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> Any:
     """What the target's own code makes of an export, in a process of its own; what it refuses fails the test."""
     python = python_for(target)
-    if target in PACKAGES and not any(folder.iterdir()):
-        command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        environment = os.environ | {"DS_BUILD_OPS": "0"}
-        installed = subprocess.run(
-            [*command, "--no-build-isolation", *PACKAGES[target].split()], capture_output=True, text=True,
-            check=False, env=environment,
-        )  # fmt: skip
-        if installed.returncode:
-            pytest.skip(f"pip could not install {target}: {installed.stderr.strip().splitlines()[-1]}")
+    install(target, python, folder)
     made = export(plan_of(degrees), target)
     of = {"data": degrees["data"], "chips": chips_of(degrees), "port": free_port()}
     given = json.dumps({"settings": made.settings, "text": made.text, "environment": made.environment} | of)

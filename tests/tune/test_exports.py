@@ -244,7 +244,7 @@ def test_a_plan_for_another_stack_says_so_first_and_what_it_comes_to_there(tmp_p
     assert not there.fits() and plan.step.best.memory_bytes <= plan.step.memory_limit_bytes
     assert f"{format_s(there.time_s)} and {format_bytes(there.memory.total)}" in priced
     assert "does not fit" in priced and "--stack torchtitan" in priced
-    assert "which no stack here is" in export(plan, "hf").priced
+    assert "There are no predictions for hf" in export(plan, "hf").priced
     other = mw.plan("llama-3-8b", where, batch=256, sequence=8192, zero=1)
     assert "does not run ZeRO level 1" in export(other, "torchtitan").priced
     plan.save(file)
@@ -407,7 +407,8 @@ def test_degrees_of_experts_are_exported_or_refused() -> None:
             assert "degrees of experts" in str(error) or target in ("hf", "axolotl")
         else:
             assert 4 in (made.settings.get("parallelism") or made.settings).values()
-            assert any("layers = " in sentence for sentence in made.left_out)
+            is_told = made.settings.get("--num-experts") == 8
+            assert is_told or any("layers = " in sentence for sentence in made.left_out)
 
 
 def test_the_saved_exports_are_those_of_today() -> None:

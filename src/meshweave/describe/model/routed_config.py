@@ -26,6 +26,7 @@ from meshweave.describe.model.routed import (
     RoutedExperts,
     composed_layer,
 )
+from meshweave.describe.model.routed_architecture import routed_architecture
 from meshweave.describe.model.transformer import Transformer
 
 _COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -138,6 +139,7 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
         True,
         file,
         bool(data.get("tie_word_embeddings", family.tied)),
+        routed_architecture(data, runs),
         not_priced=tuple(config.not_priced()),
         layers=runs,
         config=json.dumps(data, sort_keys=True),
@@ -185,21 +187,25 @@ class _RoutedReader:
             return number < len(kinds) and kinds[number] in ("sparse", "moe")
         if isinstance(data.get("moe_layers"), list):
             return number in data["moe_layers"]
-        if number in (data.get("mlp_only_layers") or ()):
+        dense = data.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            text = f"{format_value(dense)} is not valid; give a list of the numbers of layers"
+            self.problems.append(Problem("mlp_only_layers", text))
+        elif number in dense:
             return False
         if "moe_layer_interval" in data:
-            first, last = data.get("moe_layer_start_index", 0), data.get("moe_layer_end_index", -1)
-            last = self.size("num_hidden_layers") - 1 if last == -1 else last
-            return (number + 1) % int(data["moe_layer_interval"]) == 0 and first <= number <= last
-        step = data.get("decoder_sparse_step", data.get("interleave_moe_layer_step")) or 1
-        return number >= (data.get("first_k_dense_replace") or 0) and (number + 1) % int(step) == 0
+            first, end = self.size("moe_layer_start_index", default=0), data.get("moe_layer_end_index", -1)
+            last = self.size("num_hidden_layers") - 1 if end == -1 else self.size("moe_layer_end_index")
+            return (number + 1) % self.size("moe_layer_interval") == 0 and first <= number <= last
+        step = self.size("decoder_sparse_step", "interleave_moe_layer_step", default=0) or 1
+        return number >= self.size("first_k_dense_replace", default=0) and (number + 1) % step == 0
 
     def _experts(self) -> RoutedExperts:
         data, family = self.data, self.family
         inner, experts = self.size(family.inner), self.size(*_COUNT)
         shared = self.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-        number = data.get("n_shared_experts") or data.get("num_shared_experts")
-        number = number or data.get("moe_num_shared_experts") or model_type_of(data) == "llama4_text"
+        names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        number = self.size(*names, default=int(model_type_of(data) == "llama4_text"))
         chosen = self.size(*_CHOSEN)
         if chosen > experts:
             self.problems.append(Problem(_CHOSEN[0], f"{chosen} of {experts} experts; give at most all"))
@@ -207,7 +213,7 @@ class _RoutedReader:
             experts,
             chosen,
             inner,
-            shared=shared or int(number or 0) * inner,
+            shared=shared or number * inner,
             shared_gate=model_type_of(data) == "qwen2_moe",
             groups=self.size("n_group", default=1),
             top_groups=self.size("topk_group", default=1),

@@ -10,8 +10,10 @@ import json
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.tune.exports.model_words import MEGATRON_ORDER, model_left_out, order_sentence, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
+from meshweave.tune.plan_description import planned_cluster
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
@@ -33,6 +35,7 @@ def to_accelerate(row: PlannedRow) -> Export:
         else "NO",
         "mixed_precision": _DTYPES.get(plan.dtype, "no"),
         "num_processes": degrees.num_chips,
+        **_hosts(row, left_out),
         "use_cpu": False,
         "debug": False,
     }
@@ -53,6 +56,24 @@ def to_accelerate(row: PlannedRow) -> Export:
     left_out += model_left_out(row.model, (), "accelerate, which is given a model,")
     left_out += step_left_out(row, (), "accelerate")
     return Export("accelerate", settings, json.dumps(settings, indent=2), tuple(left_out))
+
+
+def _hosts(row: PlannedRow, left_out: list[str]) -> dict[str, Any]:
+    """Return the number of hosts, where they are described, and say what each host has to add."""
+    network = planned_cluster(row.plan).network
+    if not isinstance(network, HostsNetwork):
+        left_out.append(
+            f"The hosts of {row.plan.cluster} are not described: where there are several, add num_machines, and "
+            "machine_rank and main_process_ip on each."
+        )
+        return {}
+    hosts = -(-row.degrees.num_chips // network.chips_per_host)
+    if hosts > 1:
+        left_out.append(
+            "The number of a host and the address of the first are known when it starts: give --machine_rank, "
+            "--main_process_ip and --main_process_port to accelerate launch on each host, as --launch writes them."
+        )
+    return {"num_machines": hosts}
 
 
 def to_axolotl(row: PlannedRow) -> Export:

@@ -36,6 +36,15 @@ def to_hugging_face(row: PlannedRow) -> Export:
             "stored transposed and fused; mw.parallelize runs them"
         )
     tensor = row.tensor
+    if row.model.is_routed and tensor > 1:
+        raise UnsupportedError(
+            f"the tp_plan written here has no styles for the experts of {row.model.name}; tensor parallelism of "
+            "one, or export to megatron-lm"
+        )
+    if row.model.layers and not row.model.config:
+        raise UnsupportedError(
+            f"transformers has no config of {row.model.name}, whose layers are described node by node"
+        )
     if row.model.num_kv_heads % tensor:
         raise UnsupportedError(
             f"transformers cuts {row.model.num_kv_heads} key/value heads among {tensor} ranks, and they do not "
@@ -49,7 +58,7 @@ def to_hugging_face(row: PlannedRow) -> Export:
         *_degrees_left_out(row),
         f"Sequences of {row.plan.sequence} tokens, the batch of {row.plan.batch} and {row.plan.dtype} are the "
         "Trainer's to set.",
-        *model_left_out(row.model, told, "transformers"),
+        *model_left_out(row.model, told, "transformers" if config else "transformers, whose name finds it,"),
         *step_left_out(row, (), "transformers"),
     ]
     made = f"config = AutoConfig.for_model(**{config!r})\n" if config else ""

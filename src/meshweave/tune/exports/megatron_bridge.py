@@ -13,7 +13,8 @@ _SECTIONS = {
     "model": (
         "--seq-length", "--tensor-model-parallel-size", "--pipeline-model-parallel-size",
         "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
-        "--sequence-parallel",
+        "--sequence-parallel", "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend",
+        "--moe-grouped-gemm",
         "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--attention-dropout",
         "--hidden-dropout",
     ),

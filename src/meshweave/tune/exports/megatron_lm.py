@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from meshweave.algorithms.table import SCHEDULES
 from meshweave.base.errors import UnsupportedError, listed
+from meshweave.describe.model.latent import LatentAttention
+from meshweave.tune.exports.megatron_experts import add_dispatch, add_routed_model
 from meshweave.tune.exports.model_words import MEGATRON_ORDER, model_left_out, order_sentence, step_left_out
 from meshweave.tune.exports.row import Export, PlannedRow
 
@@ -24,7 +27,7 @@ def to_megatron_lm(row: PlannedRow) -> Export:
     step_told = add_degrees(row, settings, flags, left_out, "Megatron-LM")
     left_out += model_left_out(row.model, model_told, "Megatron-LM")
     left_out += step_left_out(row, ("dropout", *step_told), "Megatron-LM")
-    words = [*(f"{name} {value}" for name, value in settings.items()), *flags]
+    words = [*(f"{name} {shlex.quote(str(value))}" for name, value in settings.items()), *flags]
     table = settings | dict.fromkeys(flags, True)
     return Export(_TARGET, table, " \\\n".join(words), tuple(left_out), environment_of(row))
 
@@ -56,11 +59,7 @@ def add_degrees(
         "--pipeline-model-parallel-size": degrees.pipeline,
         "--context-parallel-size": degrees.context,
     }
-    if row.model.is_routed:
-        settings |= {
-            "--expert-model-parallel-size": degrees.expert,
-            "--expert-tensor-parallel-size": degrees.expert_tensor,
-        }
+    told = add_dispatch(row, settings, flags, target)
     if degrees.data > 1:
         left_out.append(
             f"Data parallelism of {degrees.data} is what the number of ranks makes of it: start "
@@ -83,24 +82,25 @@ def add_degrees(
     flags += _DTYPES.get(plan.dtype, ())
     if plan.dtype not in _DTYPES:
         left_out.append(f"Products are in {plan.dtype}, for which these arguments have no word.")
-    return _add_step(row, settings, flags)
+    return told | _add_step(row, settings, flags)
 
 
 def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]) -> set[str]:
     """Add the arguments that define the model; return the fields that they tell."""
     model, own = row.model, row.model.architecture
+    is_latent = any(isinstance(node, LatentAttention) for _, graph in model.runs for node in graph.nodes)
     settings |= {
         "--num-layers": model.num_layers,
         "--hidden-size": model.hidden,
         "--ffn-hidden-size": model.ffn_hidden,
         "--num-attention-heads": model.num_heads,
-        "--kv-channels": model.head_dim,
+        **({} if is_latent else {"--kv-channels": model.head_dim}),
         "--max-position-embeddings": max(row.plan.sequence, own.max_positions or 0),
     }
     told = {"num_layers", "hidden", "ffn_hidden", "num_heads", "num_kv_heads", "head_dim", "tied_embeddings"}
     if row.plan.sequence <= (own.max_positions or row.plan.sequence):
         told.add("max_positions")
-    if model.num_kv_heads != model.num_heads:
+    if model.num_kv_heads != model.num_heads and not is_latent:
         flags.append("--group-query-attention")
         settings["--num-query-groups"] = model.num_kv_heads
     if not model.tied_embeddings:
@@ -124,6 +124,12 @@ def _add_model(row: PlannedRow, settings: dict[str, Any], flags: list[str], left
     if own.qk_norm is not None:
         flags += ["--qk-layernorm"] if own.qk_norm else []
         told.add("qk_norm")
+    if model.layers and not model.is_routed:
+        raise UnsupportedError(
+            f"Megatron-LM has no argument for layers node by node, as {model.name} is described"
+        )
+    if model.is_routed:
+        told |= add_routed_model(row, settings, flags, left_out)
     return told | _activation(row, flags) | _biases(row, flags) | _positions(row, settings, flags)
 
 
@@ -209,8 +215,11 @@ def _add_step(row: PlannedRow, settings: dict[str, Any], flags: list[str]) -> se
         settings["--optimizer"] = "sgd"
     else:
         settings["--optimizer"] = "adam"
-    if row.degrees.data > 1 and "stack" not in row.settings:
-        flags += ["--overlap-grad-reduce", *(["--overlap-param-gather"] if row.degrees.zero else [])]
+    stack = row.stack
+    if row.degrees.data > 1 and stack.overlap:
+        flags.append("--overlap-grad-reduce")
+        if row.degrees.zero and not stack.waits_for_gathers:
+            flags.append("--overlap-param-gather")
     return {"optimizer"}
 
 

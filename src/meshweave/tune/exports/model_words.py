@@ -14,7 +14,7 @@ PLAIN_TYPES = ("", "llama", "mistral", "qwen2", "qwen3", "gpt2")
 """Families whose layers are what fields say, and nothing else: norms before attention and FFN, one after all."""
 MEGATRON_ORDER = ("tensor", "context", "data", "pipeline")
 """Axes of ranks, innermost first, as Megatron Core has them by default, torchtitan and accelerate always."""
-_NAMES_AND_PRICES = ("name", "source", "not_priced", "architecture")
+_NAMES_AND_PRICES = ("name", "source", "not_priced", "architecture", "config")
 _OF_ROTARY = ("rotary_base", "rotary_share")
 
 

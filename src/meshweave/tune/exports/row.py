@@ -7,10 +7,12 @@ from typing import Any
 
 from meshweave.algorithms.block.roles import IDLE, INNER, SEQUENCE_INNER
 from meshweave.algorithms.pipeline import PipelineAlgorithm
+from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
 from meshweave.tune.plan import Plan
+from meshweave.tune.plan_description import planned_stack
 from meshweave.tune.plan_records import DegreesRecord
 
 
@@ -47,6 +49,11 @@ class PlannedRow:
     def settings(self) -> dict[str, Any]:
         """Return the priced step's settings that differ from the defaults, by name."""
         return self.plan.description.settings if self.plan.description else {}
+
+    @property
+    def stack(self) -> SoftwareStack:
+        """Return the software stack that the row is priced for. Raises DescriptionError if it is not known."""
+        return planned_stack(self.plan)
 
     @property
     def tensor(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
-from meshweave.algorithms.step.stacks import IDEAL
+from meshweave.algorithms.step.stacks import IDEAL, SAME_STACK, stack_names
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, require_known
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.exports.deepspeed import to_deepspeed
@@ -21,29 +20,23 @@ from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import planned_model
 from meshweave.tune.step_cases import planned_step
 
-
-class ExportTarget(NamedTuple):
-    """Other software that a plan is exported to.
-
-    Attributes:
-        convert: makes the export of a row, or raises UnsupportedError.
-        stack: the software stack that it is, whose times and memory a plan for it has; "" for none.
-    """
-
-    convert: Callable[[PlannedRow], Export]
-    stack: str = ""
-
-
-TARGETS: dict[str, ExportTarget] = {
-    "megatron-lm": ExportTarget(to_megatron_lm, "megatron-core"),
-    "megatron-bridge": ExportTarget(to_megatron_bridge, "megatron-core"),
-    "torchtitan": ExportTarget(to_torchtitan, "torchtitan"),
-    "maxtext": ExportTarget(to_maxtext, "maxtext"),
-    "deepspeed": ExportTarget(to_deepspeed),
-    "accelerate": ExportTarget(to_accelerate),
-    "axolotl": ExportTarget(to_axolotl),
-    "hf": ExportTarget(to_hugging_face),
+TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
+    "megatron-lm": to_megatron_lm,
+    "megatron-bridge": to_megatron_bridge,
+    "torchtitan": to_torchtitan,
+    "maxtext": to_maxtext,
+    "deepspeed": to_deepspeed,
+    "accelerate": to_accelerate,
+    "axolotl": to_axolotl,
+    "hf": to_hugging_face,
 }
+"""What makes the export of a row for other software, or raises UnsupportedError."""
+
+
+def stack_of(target: str) -> str:
+    """Return the software stack that a target is, whose times and memory a plan for it has; "" for none."""
+    name = SAME_STACK.get(target, target)
+    return name if name in stack_names() else ""
 
 
 def export(plan: Plan, target: str, row: int = 1) -> Export:
@@ -63,7 +56,7 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
-    model, convert = planned_model(plan), TARGETS[target].convert
+    model, convert = planned_model(plan), TARGETS[target]
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
         return replace(convert(rows[row - 1]), priced=_priced(plan, target, row))
@@ -83,12 +76,15 @@ def _is_expressible(convert: Callable[[PlannedRow], Export], row: PlannedRow) ->
 
 def _priced(plan: Plan, target: str, row: int) -> str:
     """Return for whom a row was priced, and what it comes to on the target; "" where it was priced for that."""
-    own, theirs = plan.step.stack, TARGETS[target].stack
+    own, theirs = plan.step.stack, stack_of(target)
     if own == theirs:
         return ""
     said = f"Row {row} is priced for {_words(own)}, and not for {target}"
     if not theirs:
-        return f"{said}, which no stack here is."
+        return (
+            f"The times and memory of row {row} are those of {_words(own)}. There are no predictions for "
+            f"{target}: what it takes there may differ."
+        )
     again = f"plan for it with --stack {theirs}"
     try:
         step = planned_step(plan, place=row, stack=theirs)
