@@ -239,10 +239,10 @@ class ExpertExchange:
         return out
 
     def padded_rows(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        """Return the rows (rows, features) of this rank's experts as a buffer (1, most, features), padded
-        with zeros.
+        """Return the rows (rows, features) of this rank's experts in a new buffer (1, most, features) of zeros.
 
-        `most` is the greatest number of rows that any rank has for its experts.
+        Nothing travels, and no gradient passes. `most`, of `handle`, is the greatest number of rows that any rank
+        has for its experts.
         """
         most = int(handle.counts.reshape(len(self.mesh.ranks), -1).sum(axis=1).max())
         out = rows.new_zeros((1, most, rows.shape[1]))

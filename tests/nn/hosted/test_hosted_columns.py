@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.algorithms.block.roles import Side
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.nn.hosted.anatomy import anatomy_of
-from meshweave.nn.hosted.columns import feature_parts, head_columns
-from meshweave.nn.hosted.linears import attention_options
+from meshweave.nn.hosted.columns import HeadColumns, feature_parts, head_columns
+from meshweave.nn.hosted.linears import attention_options, units_of
 from meshweave.nn.hosted.residual import _part_class
+from meshweave.nn.parallel.strategy import LayerStrategy
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 3, 5
 
@@ -103,3 +112,23 @@ def test_a_table_with_modules_beside_it_is_refused() -> None:
         UnsupportedError, match=r"_NormedEmbedding has modules beside its weight \(embed_norm\)"
     ):
         anatomy_of(model, torch.device("cpu"))
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (2, 3)]))
+def test_every_rank_has_heads_or_all_refuse(groups: int, per_group: int, shape: tuple[int, ...]) -> None:
+    """Six heads on four ranks were dealt out as two, two, two and none, and the fourth rank divided by zero."""
+    mesh = Mesh("ranks", shape, tuple("ab"[: len(shape)]), tuple(range(math.prod(shape))))
+    dims = ("inner",) * len(shape)
+    strategy: Any = SimpleNamespace(mesh=mesh, roles=SimpleNamespace(core=lambda _: dims))
+    strategy.span = lambda *given: LayerStrategy.span(strategy, *given)
+    columns = HeadColumns(groups * per_group, groups, WIDTH, {}, {})
+    try:
+        units = units_of(columns, strategy, "attention")
+    except LayoutError as error:
+        ranks = math.prod(shape)
+        assert -(-groups // ranks) * (ranks - 1) >= groups or len(shape) > 1
+        assert f"attention has {columns.heads} heads in {groups} groups, which {ranks} ranks" in str(error)
+        return
+    spans = [strategy.span(Side("inner", units), dims, mesh.coords(rank)) for rank in mesh.ranks]
+    assert all(first < end for first, end in spans) and columns.heads % units == 0
+    assert sum(end - first for first, end in spans) == units

@@ -83,7 +83,11 @@ def test_a_loss_without_the_term_of_a_rank_is_none() -> None:
     """A rank that fails before its loss still says what it was called with: that is no term of the loss."""
     first, second, third = (answer["without_loss"] for answer in _answers("without_loss", num_ranks=3))
     assert second == ["this layer fails"]
-    assert first == third == ["BindError: rank 1 ended this call of a parallelised model without its loss"]
+    assert (
+        first
+        == third
+        == ["BindError: rank 1 ended this call of a parallelised model without its loss: see its error"]
+    )
 
 
 @pytest.mark.gloo

@@ -58,6 +58,10 @@ class SymmetricMemory(RemoteMemory):
     def open(cls, context: TorchContext, pool_bytes: int) -> Self:
         """Open a pool of CUDA symmetric memory. Collective over all ranks of the context.
 
+        Args:
+            pool_bytes: what each rank sets aside at its first program, and not here; the pool grows where it is
+                too little.
+
         Raises:
             UnsupportedError: the context's tensors are not on CUDA, there is no device or no process group,
                 torch has no symmetric memory, or the ranks are on several hosts.

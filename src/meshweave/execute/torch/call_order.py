@@ -80,7 +80,7 @@ class CallSequence(SharedCalls):
         """End the call that was begun last; `error` is what it raises."""
         self.order.current = None
         if error is not None:
-            _mark_as_shared(error)
+            mark_as_shared(error)
 
     @contextlib.contextmanager
     def agreement(self, what: str) -> Iterator[int]:
@@ -119,7 +119,7 @@ class CallSequence(SharedCalls):
         if order.verdict or dist.group.WORLD is not order.world:
             return
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        order.open = None  # ranks that wait for its answer have all that they need of this one
+        order.open = None  # neither sent nor waited for any more: the others hear of the refusal
         number = self.begin(CallKind(REFUSED, title, why))
         self.end(error)
         store = signed_store(_TELL_S)
@@ -281,8 +281,8 @@ def require_process_group() -> None:
     """Raise BindError where there is no default process group, which DTensors need."""
     if not dist.is_initialized():
         raise BindError(
-            "there is no default process group: destroy_process_group() was called, or init_process_group() never "
-            "was; tensors that are spread over ranks need one"
+            "there is no default process group: call torch.distributed.init_process_group() first, in a "
+            "script that torchrun starts; destroy_process_group() ends one"
         )
 
 
@@ -312,7 +312,7 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
 _SHARED = "is_known_to_other_ranks"
 
 
-def _mark_as_shared(error: BaseException) -> None:
+def mark_as_shared(error: BaseException) -> None:
     """Say of an error that the other ranks know of it, or wait no longer."""
     with contextlib.suppress(AttributeError):
         setattr(error, _SHARED, True)

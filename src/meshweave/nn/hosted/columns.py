@@ -106,7 +106,10 @@ def feature_parts(
             assert point is not None
             fitting = _forms(features, point.shape[-1], feature, columns)
             if not fitting:
-                raise UnsupportedError(f"{where}: feature {feature} reads columns {columns[:6]} of {name}")
+                raise UnsupportedError(
+                    f"{where}: feature {feature} reads columns {columns[:6]} of {name}, as no feed-forward part "
+                    "does; linear attention and state spaces are not computed"
+                )
             of_points[name] = of_points.get(name, fitting) & fitting
         if count > 3:
             break

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side
+from meshweave.algorithms.step.executed import splits_rows
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.experts import ExpertExchange
 from meshweave.nn.hosted.expert_parts import ExpertsPart, own_call, places_of
@@ -142,13 +143,13 @@ class _LeadsBack(torch.autograd.Function):  # type: ignore[misc]
 
 def _check(strategy: LayerStrategy, name: str, kind: str, part: ExpertsPart) -> None:
     """Raise UnsupportedError where a strategy splits what the code of experts has whole."""
-    axes = list(zip(strategy.roles.residual, strategy.roles.expert_dims, strategy.mesh.shape, strict=True))
-    if any(dim == "hidden" and size > 1 for dim, _, size in axes) or strategy.roles.is_flat:
+    if splits_rows(strategy.roles, strategy.mesh.shape):
         raise UnsupportedError(
             f"{name}: a router reads whole rows of the residual, which {strategy.name} splits; take "
             "data_parallel, zero3, megatron or megatron_sp"
         )
-    if any(dim == "inner" and size > 1 for _, dim, size in axes) and not part.forms:
+    axes = zip(strategy.roles.expert_dims, strategy.mesh.shape, strict=True)
+    if any(dim == "inner" and size > 1 for dim, size in axes) and not part.forms:
         raise UnsupportedError(
             f"{name}: inner features of {kind} do not lie in its parameters in a form that is known, and "
             "expert_tensor ranks would split them; give a Parallelism with expert_tensor=1"

@@ -30,10 +30,15 @@ _ALONE = {
 
 
 class RankGenerate:
-    """The `generate` of a parallelised model of transformers; all ranks of its mesh call it.
+    """Generate tokens with a parallelised model of transformers, in place of the model's own `generate`.
+
+    All ranks of the mesh call it with equal arguments, and get equal tokens. Pipelines, ranks with parts of the
+    rows, `max_time`, `assistant_model` and `inputs_embeds` are refused.
 
     Args:
         module: the model.
+        arguments: of its forward pass, as its strategy takes them.
+        agreement: compares arguments, the generator's state and tokens between ranks.
     """
 
     def __init__(self, module: nn.Module, arguments: HostedArguments, agreement: StepAgreement) -> None:

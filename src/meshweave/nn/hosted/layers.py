@@ -174,5 +174,7 @@ class NotHere(nn.Module):  # type: ignore[misc]
         object.__setattr__(self, "_tokens", tokens)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return what stands for the residual until the first layer that runs."""
+        """Return zeros in the shape of this rank's residual, whatever is given: the first layer that runs here is
+        given the real one.
+        """
         return self._tokens.stand_in()

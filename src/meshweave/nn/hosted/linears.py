@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.algorithms.block.roles import Side
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.hosted.columns import HeadColumns
 from meshweave.nn.hosted.residual import Tokens, as_plain
@@ -109,16 +110,21 @@ class HostedGroup:
 def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
     """Return into how many units ranks deal out heads: groups, or runs of heads where ranks are more.
 
-    Raises LayoutError where there are too few heads.
+    Raises LayoutError where there are too few heads, or a rank would have none: the model's own code does not run
+    without heads.
     """
-    axes = zip(strategy.roles.core(True), strategy.mesh.shape, strict=True)
-    ranks = math.prod(size for dim, size in axes if dim == "inner")
+    dims, mesh = strategy.roles.core(True), strategy.mesh
+    ranks = math.prod(size for dim, size in zip(dims, mesh.shape, strict=True) if dim == "inner")
     copies = math.lcm(columns.groups, ranks)
     if columns.groups % ranks and columns.heads % copies == 0:
         return copies
-    if columns.groups < ranks:
+    side = Side("inner", columns.groups)
+    spans = [strategy.span(side, dims, mesh.coords(rank)) for rank in mesh.ranks]
+    if any(first == end for first, end in spans):
+        most = max(end - first for first, end in spans)
         raise LayoutError(
-            f"{where} has {columns.heads} heads in {columns.groups} groups, which {ranks} ranks cannot share"
+            f"{where} has {columns.heads} heads in {columns.groups} groups, which {ranks} ranks cannot share: "
+            f"with {most} groups on a rank, some ranks have none"
         )
     return columns.groups
 

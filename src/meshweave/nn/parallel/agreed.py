@@ -15,6 +15,7 @@ from typing import Any
 from meshweave.base.errors import LayoutError, printable
 from meshweave.execute.ranks.agreement import exchange
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.call_order import mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 
 Words = Mapping[str, Mapping[str, str]]
@@ -39,6 +40,7 @@ REMEDIES = {
     "modes": "call train(), eval(), no_grad() and autocast alike on every rank",
     "generator": "dropout and sampling need torch's generator in the same state: seed it alike, and draw as often "
     "from it",
+    "model": "call models in the same order on every rank",
     "progress": "every rank takes as many forward and optimizer steps, and clears gradients alike",
     "optimizer": "make the same optimizer, with the same settings, on every rank",
     "gradients": "every rank runs the same backward passes, and clips and scales gradients alike",
@@ -80,7 +82,9 @@ def agree(context: TorchContext, ranks: Sequence[int], words: Words, what: str) 
         holders = [rank for rank in said if subject in said[rank]]
         if len({said[rank][subject] for rank in holders}) > 1:
             details = exchange(context, ranks, json.dumps(words.get(subject)), what, topic=f"other {subject}")
-            raise LayoutError(difference(subject, {rank: json.loads(details[rank]) for rank in holders}))
+            error = LayoutError(difference(subject, {rank: json.loads(details[rank]) for rank in holders}))
+            mark_as_shared(error)
+            raise error
 
 
 def difference(subject: str, said: Mapping[int, Mapping[str, str]]) -> str:

@@ -295,7 +295,9 @@ class BoundReduction:
         """Return the parts of memory for the results that belong to what this rank keeps, in its shapes."""
         if self._shapes != shapes:
             self._shapes = list(shapes)
-            is_full = [math.prod(shape) for shape in shapes] == self.bucket.sizes[:-1]
+            is_full = [math.prod(shape) for shape in shapes] == self.bucket.sizes[:-1] and all(
+                self.bucket.sizes
+            )
             self._alike = [torch.empty(shape, device="meta") for shape in shapes] if is_full else []
         if self._alike:
             return compat.views_of(flat, self._alike)

@@ -97,7 +97,11 @@ class ParallelPositions(nn.Module):  # type: ignore[misc]
 
 
 def local_tokens(tokens: Tensor, strategy: LayerStrategy, dims: AxisDims) -> Tensor:
-    """Return what this rank has of tokens (batch, sequence) that lie as `dims`."""
+    """Return a view of this rank's part of the whole tokens (batch, sequence), which every rank is given.
+
+    Args:
+        dims: for each mesh axis what it splits: "batch", "sequence" or "".
+    """
     for at, side in enumerate(strategy.tokens(*tokens.shape)):
         start, stop = strategy.span(side, dims)
         tokens = tokens.narrow(at, start, stop - start)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
@@ -29,7 +28,6 @@ _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
 _Step: TypeAlias = Callable[[Optimizer], None]
 _known: WeakKeyDictionary[Optimizer, _Step | None] = WeakKeyDictionary()
-_parts: WeakKeyDictionary[Optimizer, _SteppedParts] = WeakKeyDictionary()
 _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -76,88 +74,46 @@ def _is_like(grad: Tensor, parameter: DTensor) -> bool:
 
 
 def _step_on_parts(optimizer: Optimizer) -> None:
-    """Make a step on local parts, and put states that it has made into the optimizer, as DTensors."""
-    if optimizer not in _parts:
-        _parts[optimizer] = _SteppedParts()
-    _parts[optimizer].step(optimizer)
+    """Make a step on local parts, and put states that it has made into the optimizer, as DTensors.
 
-
-class _SteppedParts:
-    """This rank's parts of an optimizer's parameters and states, kept from one step to the next.
-
-    Attributes:
-        _state: by part its states; those that the optimizer has, or the local parts of them.
-        _seen: by part the states of the optimizer after the last step, of which it was made.
-        _made: by part its states then.
+    Nothing is kept from one step to the next: parameters and states are the optimizer's alone, to be moved or
+    freed.
     """
-
-    def __init__(self) -> None:
-        self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._seen: dict[Tensor, tuple[Any, ...]] = {}
-        self._made: dict[Tensor, tuple[Any, ...]] = {}
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Make a step."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        groups = []
-        for group in optimizer.param_groups:
-            own = [(parameter, _local(parameter)) for parameter in group["params"]]
-            pairs += own
-            groups.append({**group, "params": [local for _, local in own]})
+    pairs: list[tuple[Tensor, Tensor]] = []
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    groups = []
+    for group in optimizer.param_groups:
+        own = [(parameter, _local(parameter)) for parameter in group["params"]]
+        pairs += own
+        groups.append({**group, "params": [local for _, local in own]})
+    own_ids = {id(parameter) for parameter, _ in pairs}
+    state.update((key, value) for key, value in optimizer.state.items() if id(key) not in own_ids)
+    for parameter, local in pairs:
+        kept = optimizer.state.get(parameter)
+        if kept is not None:
+            state[local] = kept if local is parameter else {key: _local(value) for key, value in kept.items()}
+        if local is not parameter:
+            local.grad = None if parameter.grad is None else _local(parameter.grad)
+    try:
+        _run(optimizer, groups, state)
+    finally:
         for parameter, local in pairs:
             if local is not parameter:
-                grad = parameter.grad
-                local.grad = None if grad is None else _local(grad)
-            self._take(optimizer, parameter, local)
-        try:
-            _run(optimizer, groups, self._state)
-        finally:
-            for parameter, local in pairs:
-                if local is not parameter:
-                    local.grad = None
-        for group, stepped in zip(optimizer.param_groups, groups, strict=True):
-            group.update((key, value) for key, value in stepped.items() if key != "params")
-        for parameter, local in pairs:
-            self._give(optimizer, parameter, local)
-        known = {id(local) for _, local in pairs}
-        for key in [each for each in self._state if id(each) not in known]:  # gone, or of no parameter
-            values = self._state.pop(key)
-            if self._seen.pop(key, None) is None and key not in optimizer.state:
-                optimizer.state[key] = values
-            self._made.pop(key, None)
-
-    def _take(self, optimizer: Optimizer, parameter: Tensor, local: Tensor) -> None:
-        """Take the states of a parameter from the optimizer, where they are others than after the last step."""
-        kept = optimizer.state.get(parameter)
-        if kept is None:
-            self._state.pop(local, None)
-            self._seen.pop(local, None)
-        elif local is parameter:
-            self._state[local] = kept
-        elif local not in self._seen or not _are_same(tuple(kept.values()), self._seen[local]):
-            self._state[local] = {key: _local(value) for key, value in kept.items()}
-            self._seen.pop(local, None)
-
-    def _give(self, optimizer: Optimizer, parameter: Tensor, local: Tensor) -> None:
-        """Put the states of a part into the optimizer, where they are others than before the step."""
-        state = self._state.get(local)
-        if state is None:
-            return
+                local.grad = None
+    for group, stepped in zip(optimizer.param_groups, groups, strict=True):
+        group.update((key, value) for key, value in stepped.items() if key != "params")
+    for parameter, local in pairs:
+        made = state.pop(local, None)
+        if made is None:
+            continue
         if local is parameter:
-            optimizer.state[parameter] = state
-            return
-        made = tuple(state.values())
-        if local in self._seen and _are_same(made, self._made[local]):  # changed in place, if at all
-            return
+            optimizer.state[parameter] = made
+            continue
         kept = optimizer.state[parameter]
-        for key, value in state.items():
+        for key, value in made.items():
             if key not in kept or _local(kept[key]) is not value:
                 kept[key] = _like(value, parameter, local)
-        self._seen[local], self._made[local] = tuple(kept.values()), made
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    optimizer.state.update(state)  # what is of no parameter
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.block import BlockConfig
 from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.execute.torch.call_order import require_process_group, share_refusal
+from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
@@ -89,6 +89,11 @@ def parallelize(
         ProofError: the model is not what it was taken for; it is as it was.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            f"parallelize takes a model, and was given {type(module).__name__}: make the torch.nn.Module first, "
+            "as AutoModelForCausalLM.from_config does of a config of transformers"
+        )
     require_process_group()
     if isinstance(plan, str) and plan == "auto":
         options: dict[str, Any] = {
@@ -121,6 +126,8 @@ def parallelize(
                     raise UnsupportedError(f"{words} ({error})") from error
                 raise
             put_in(model, adapters)
+        if not model.strategy.is_alone:  # ranks count calls alike, and have had some since the last model
+            model.agreement.number = call_order(own).sequence(model.strategy.mesh.ranks).count
     seed_alike(model.strategy)
     model.context = context
     watch_optimizers(model.agreement, before)

@@ -14,9 +14,10 @@ from meshweave.nn.parallel.strategy import LayerStrategy
 
 
 class UnfilledBuffers:
-    """Buffers of modules that were made on the meta device; those that no checkpoint holds stay empty then.
+    """Buffers without values, of modules that were made on the meta device: no checkpoint holds them.
 
-    They are computed anew at the first call, by a module of the same class and configuration.
+    Who has it calls `fill` before the first forward pass: a new module of the same class and `config` computes
+    them.
 
     Args:
         paths: the names of the modules in the model.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.call_order import CallOrder, call_order
+from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.agreed import Words, agree, digest
 from meshweave.nn.parallel.checksums import checksum, digest_of
@@ -58,12 +58,15 @@ class StepAgreement:
         settings: of which `debug_every` is the calls between two that compare all that the first one does; 0 for
             the first alone.
         draws: whether ranks must have torch's generator in the same state where the model trains.
+
+    Attributes:
+        number: tells the model from others of the same ranks; equal on all of them.
     """
 
     def __init__(self, module: nn.Module, settings: ModelSettings, limits: TokenLimits, draws: bool) -> None:
         self.module, self.strategy, self.limits, self.draws = module, settings.strategy, limits, draws
         self.recompute, self.debug_every = settings.recompute, settings.debug_every
-        self.progress = Progress()
+        self.progress, self.number = Progress(), 0
         self._children = list(module.modules())
         self._joint: JointMessage | None = None
 
@@ -110,9 +113,11 @@ class StepAgreement:
                     raise LayoutError(problem)
             yield
         finally:
-            if order is not None:
-                order.finish_open()
-            self._joint = None
+            try:
+                if order is not None:
+                    order.finish_open()
+            finally:
+                self._joint = None
 
     def _order(self) -> CallOrder:
         """Return the order of calls of the context in which programs run, on the current device."""
@@ -138,14 +143,18 @@ class StepAgreement:
             with torch.no_grad():
                 given = {name: _values(tensor) for name, tensor in tensors.items()}
                 every = words | {name: {**words[name], **values} for name, values in given.items()}
-                self.compare(every | (self._all_words() if is_whole else {}))
+                try:
+                    self.compare(every | (self._all_words() if is_whole else {}))
+                except LayoutError:
+                    self.progress.calls -= 1  # it is none, on all ranks: also where it was of another model
+                    raise
                 assert is_same, "numbers of ranks differ, and nothing that they stand for"
 
         with torch.no_grad():
             number = self._number(words, [*tensors.values()])
-            if self.strategy.only_splits_batch and isinstance(number, int):
+            if self.strategy.only_splits_batch and self.strategy.device_mesh.device_type == "cpu":
                 order.finish_open()  # that of a call which this one runs inside of
-                self._joint = JointMessage(self, order, number, conclude)
+                self._joint = JointMessage(self, order, int(number), conclude)
                 order.open = self._joint.finish
             else:
                 answer = self._sent(order, number)
@@ -232,6 +241,7 @@ class StepAgreement:
             **self.progress.options,
         }
         words: dict[str, Mapping[str, str]] = {"modes": modes, "progress": progress}
+        words["model"] = {"number": str(self.number)}
         if self.draws and self.module.training:
             words["generator"] = {"state": f"#{digest_of(torch.get_rng_state()):x}"}
         return words
@@ -281,7 +291,7 @@ class JointMessage:
             if term is None
             else [self._number, 1, *struct.unpack("q", struct.pack("d", term))]
         )
-        rows = torch.tensor([mine if rank == own else [0] * self._SLOTS for rank in ranks])
+        rows = torch.tensor([mine if rank == own else [0] * self._SLOTS for rank in ranks], device="cpu")
         self._agreement.reduced(self._order, rows, dist.ReduceOp.SUM)()
         said: list[list[int]] = rows.tolist()
         self._conclude(len({number for number, _, _ in said}) == 1)
@@ -298,7 +308,11 @@ class JointMessage:
         ranks = self._agreement.strategy.mesh.ranks
         lacks = [rank for rank, (_, has_term, _) in zip(ranks, said, strict=True) if not has_term]
         if lacks:
-            raise BindError(f"{ranks_text(lacks)} ended this call of a parallelised model without its loss")
+            error = BindError(
+                f"{ranks_text(lacks)} ended this call of a parallelised model without its loss: see its error"
+            )
+            mark_as_shared(error)
+            raise error
         terms = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(bits for _, _, bits in said)))
         return values.new_tensor([sum(terms)])
 

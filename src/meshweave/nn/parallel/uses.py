@@ -195,25 +195,29 @@ class ThroughoutUse(ParameterUse):
         """Open the parameters for a call that runs inside: those before the layers now, others in `reach`."""
         parameters = self._parameters()
         alone, later = self._order_of(self._buckets_of(parameters) if parameters else [])
-        for places in alone:
-            self._put(places, local_parts([parameters[at] for at in places]))
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
-        if later:
-            moment, at_once, bucket = later[-1]  # those that are used first, and whose sum is the last
-            last = bucket if moment < 0 and bucket.is_in_place else None
-            moved = [at for _, places, _ in later for at in places]
-            kept = compat.apply_directly(OwnParts, self._sums, last, *[parameters[at] for at in moved])
-            self._later = later if last is None else later[:-1]
-            self._own = dict(zip(moved, kept, strict=True))
-            if last is not None:
-                self._put(at_once, [self._own.pop(at) for at in at_once])
         try:
+            for places in alone:
+                self._put(places, local_parts([parameters[at] for at in places]))
+            if later:
+                self._open_later(parameters, later)
             self.reach(-1)
             yield
         finally:
             self._later, self._own, self._sums = [], {}, []
             for module, name in self.entries:
                 module.opened.pop(name, None)
+
+    def _open_later(self, parameters: Sequence[Tensor], later: list[_Later]) -> None:
+        """Take this rank's parts of parameters that move, and open those used first where they lie as used."""
+        moment, at_once, bucket = later[-1]  # those that are used first, and whose sum is the last
+        last = bucket if moment < 0 and bucket.is_in_place else None
+        moved = [at for _, places, _ in later for at in places]
+        kept = compat.apply_directly(OwnParts, self._sums, last, *[parameters[at] for at in moved])
+        self._later = later if last is None else later[:-1]
+        self._own = dict(zip(moved, kept, strict=True))
+        if last is not None:
+            self._put(at_once, [self._own.pop(at) for at in at_once])
 
     def reach(self, layer: int) -> None:
         """Open what is used from this layer on, or before; after the last layer its number plus one.

@@ -283,7 +283,7 @@ class Checkpoints:
         return None
 
     def notes(self, step: int) -> dict[str, Any]:
-        """Return the notes of the checkpoint of a step. Collective; raises as `manifest`."""
+        """Return the `notes` that `save` was given at a step. All ranks call it; raises as `manifest`."""
         return dict(self.manifest(step).notes)
 
     def manifest(self, step: int, fits: Callable[[Manifest], dict[str, Any]] | None = None) -> Manifest:

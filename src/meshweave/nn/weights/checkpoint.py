@@ -106,6 +106,8 @@ def _opened_file(path: Path) -> Any:
     library = safetensors_library()
     try:
         return library.safe_open(str(path), framework="pt")
+    except PermissionError:
+        raise DescriptionError(f"{path}: no permission to read it") from None
     except (library.SafetensorError, OSError) as error:
         raise DescriptionError(f"{path}: no whole file of safetensors ({error}); copy it again") from None
 
