@@ -354,6 +354,10 @@ def _program_mesh(rng: random.Random, text: str, other: str) -> str:
 # --- comma-separated values -----------------------------------------------------------------------------
 
 
+MOST_CELLS = 3_000_000
+"""The cells that a copied row of a table comes to at most: a sweep makes its files in its own memory."""
+
+
 def _csv_cell(rng: random.Random, text: str, other: str) -> str:
     """Change a cell, or a row or column as a whole."""
     rows = [line.split(",") for line in text.splitlines()] or [[""]]
@@ -371,7 +375,7 @@ def _csv_cell(rng: random.Random, text: str, other: str) -> str:
     elif kind == 4:
         rows[i] = [f"c{number}" for number in range(rng.choice((3, 100_000)))]
     elif kind == 5:
-        rows += [rows[i]] * rng.choice((3, 3000, 30_000))
+        rows += [rows[i]] * min(rng.choice((3, 3000, 30_000)), MOST_CELLS // max(len(rows[i]), 1))
     else:
         put = (*NUMBERS, *STRINGS, *WORDS, "=1+1", "<script>", "0F0", "99999999F0", "0SEND_F1", '"', '""')
         rows[i][j] = rng.choice(put)

@@ -84,7 +84,7 @@ def test_toml_is_the_file_of_the_entry(
         (["model"], "did you mean 'models'"),
         (["gpt33"], "did you mean 'gpt3'"),
         (["models", "gpt33"], "did you mean 'gpt3'"),
-        (["clusters", "gpt3"], "the catalog's clusters are"),
+        (["clusters", "gpt3"], "clusters of the catalog: "),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

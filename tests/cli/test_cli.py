@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import meshweave as mw
+from meshweave.algorithms.table import ALGORITHMS
+from meshweave.base.errors import ProgramError
 from meshweave.cli.app import run_app
+from meshweave.cli.options import read_program
 from meshweave.ir.program.parse import parse
 
 
@@ -76,6 +80,20 @@ def test_show_prints_what_parses_back(capsys: pytest.CaptureFixture[str]) -> Non
     assert status == 0
     assert parse(out).name == "meshslice"
     assert "valid" in err
+
+
+def test_show_prints_what_a_plan_chose(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    made = mw.plan("llama-2-7b", "dgx-h100:8", batch=16, sequence=2048, tp=8, strategy="megatron_sp")
+    made.save(path)
+    status, out, _ = called(capsys, "show", str(path))
+    assert (status, out) == (0, f"{made.summary()}\n")
+    status, out, _ = called(capsys, "show", str(path), "--json")
+    assert (status, json.loads(out)) == (0, json.loads(path.read_text()))
+    status, _, err = called(capsys, "show", str(path), "--rings", "1")
+    assert status == 2 and "has no options but --json" in err
+    with pytest.raises(ProgramError, match="is a plan, and no program: meshweave show prints"):
+        read_program(str(path))
 
 
 def test_show_reads_a_file_and_one_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -212,3 +230,12 @@ def test_planning_and_showing_need_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_dtype_that_there_is_not_is_refused_by_every_algorithm(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(["show", name, "--set", "dtype=a\nb"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")

@@ -149,6 +149,13 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
         ([*SMALL, "--fix", "order=data"], "innermost first"),
         ([*SMALL, "--memory", "lots"], "no number of bytes"),
+        ([*SMALL, "--memory", "80"], "--memory 80: 80 what? Give a unit, such as 80GB"),
+        ([*SMALL, "--memory", "81920"], "81920 what?"),
+        ([*SMALL, "--reserve", "4"], "--reserve 4: 4 what? Give a unit, such as 4GB"),
+        (
+            ["gpt3", "--cluster", "sixty four H100s", "--batch", "4"],
+            "such as '64 x H100, 8 a host, 8 x 400Gb'; clu",
+        ),
         ([*SMALL, "--memory", "1MB"], "fits in 950 kB a chip, 5 % kept free: the smallest takes"),
         ([*SMALL, "--algorithms", "meshslice"], "--products"),
         ([*SMALL, "--products", "--table"], "leave out --products"),

@@ -311,3 +311,12 @@ def test_damaged_command_lines(tmp_path: Path, text: str, plan: str, monkeypatch
             args += ["--pass", "forward"]
         case.check(["simulate", *args])
     case.judge(scaled(300))
+
+
+def test_a_number_of_a_config_beyond_what_a_machine_counts_to_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    number = str(2**63)
+    options = ["--cluster", "dgx-h100:16", "--config", number]
+    assert run_app(["simulate", "experts_hierarchical", *options]) == 2
+    assert f"--config {number}: experts_hierarchical has 1 configs" in capsys.readouterr().err

@@ -53,6 +53,12 @@ def test_words_mean_hosts(text: str, expected: tuple[int, int, int, float]) -> N
     ("text", "why"),
     [
         ("64 x H1000", "did you mean 'H100'"),
+        (
+            "16 x H100 with InfiniBand",
+            "what follows 'H100' is not understood; links stand after a comma, as a rate",
+        ),
+        ("16 x A100 PCIe over Ethernet", "what follows 'A100 PCIe' is not understood"),
+        ("16 x abacus", "give words such as '64 x H100, 8 a host, 8 x 400Gb'"),
         ("64 x H100, 7 a host", "64 chips are not hosts of 7"),
         ("4 hosts of 8 H1000", "did you mean 'H100'"),
         ("0 hosts of 8 H100", "give the number of hosts"),

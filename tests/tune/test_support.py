@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from meshweave.algorithms.step.precision import PRECISIONS
 from meshweave.algorithms.step.stacks import IDEAL, fitted_as, stack_names
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.catalog import clusters, models
-from meshweave.describe.scores import run_scores
+from meshweave.describe.scores import run_scores, runs_on
 from meshweave.tune.support import Support, support_of
 
 RNG = random.Random(20261123)
@@ -29,10 +31,12 @@ def test_what_is_executed_can_be_priced_and_what_is_refused_cannot(model: str, c
     chips = said.num_chips
     options = {"batch": chips, "sequence": said.sequence}
     line = RNG.choice(said.strategies)
-    if line.verdict == "executed":
+    if "no plan has it" in line.why:
+        assert mw.load_model(model).is_routed
+    elif line.verdict == "executed":
         degree = int(line.why.removeprefix("tensor ").split(";")[0].split(", ")[-1])
         tensor = degree if line.subject.startswith("megatron") else (1, degree)
-        mw.step(model, cluster, tp=tensor, strategy=line.subject, **options)
+        mw.step(model, cluster, tp=tensor, strategy=line.subject, **options)  # by the model's usual stack
     else:
         assert line.verdict == "refused" and line.why
     for line in said.stacks:
@@ -80,7 +84,7 @@ def test_runs_of_every_file_judge_and_those_of_a_stack_are_told_by_precision() -
             of = [
                 score
                 for score in run_scores()
-                if (score.chip, score.stack) == (chip, fitted_as(line.subject))
+                if (score.chip, score.stack, score.is_routed) == (chip, fitted_as(line.subject), False)
             ]
             judged = [score for score in of if not score.fitted]
             for is_low, words in ((False, " with {}, "), (True, " with {} below 16 bits, ")):
@@ -98,3 +102,35 @@ def test_runs_that_constants_were_fitted_on_and_kernels_that_nobody_ran_are_no_e
     assert "software was fitted on the 15 that are known" in told.runs
     (products,) = (line for line in told.prediction if line.subject == "products in bfloat16")
     assert products.verdict == "modelled" and "a compiler expects" in products.why
+
+
+TRIED = json.loads((Path(__file__).parents[2] / "validation/results/architectures.json").read_text())["tried"]
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100:8", "dgx-a100:8"])
+def test_what_runs_a_model_with_experts_is_told_apart_from_what_prices_it(cluster: str) -> None:
+    """As saved trials have it: strategies that split rows are refused, the others run."""
+    routed = [each for each in TRIED if "a router reads whole rows" in each["said"]]
+    outcomes = {
+        name: {each["strategies"][f"{name}:{sizes}"] for each in routed}
+        for name, sizes in (("megatron", "4"), ("megatron_sp", "4"), ("atp", "2x2"))
+    }
+    assert len(routed) > 5 and all(len(each) == 1 for each in outcomes.values())
+    told = known("mixtral-8x7b", cluster)
+    verdicts = {line.subject: line for line in told.strategies}
+    for name, (outcome,) in outcomes.items():
+        assert verdicts[name].verdict == {"exact": "executed", "refused": "refused"}[outcome]
+    assert "reads whole rows of the residual, which atp splits" in verdicts["atp"].why
+    assert (
+        verdicts["megatron_sp"].why.startswith("tensor 2, 4, 8") and "plan" not in verdicts["megatron_sp"].why
+    )
+    assert "no plan has it: megatron gives each of 8 ranks all tokens" in verdicts["megatron"].why
+    assert {line.verdict for line in told.schedules} == {"executed"}
+    stacks = {line.subject: line for line in told.stacks}
+    assert (
+        stacks["meshweave"].verdict == "refused" and "were not fitted; stack ideal" in stacks["meshweave"].why
+    )
+    dense = {score.error for score in runs_on(mw.load_cluster(cluster).chip.name, "megatron-core", False)}
+    own = runs_on(mw.load_cluster(cluster).chip.name, "megatron-core", False, is_routed=True)
+    assert ("of models with experts" in stacks["megatron-core"].why) == bool(own)
+    assert bool(own) == (cluster == "dgx-h100:8") and not {score.error for score in own} & dense

@@ -74,6 +74,9 @@ LISTED_STEPS = Limit(
     "ops, blocks and turns of loops on the ranks shown",
     "a program that `show` checks, writes out by rank or writes for jax",
 )
+GPU_STEPS = Limit(
+    200_000, "ops, blocks and turns of loops on all ranks", "a program that runs on a GPU in detail"
+)
 PROOF_ELEMENTS = Limit(
     16_000_000, "elements in its buffers", "a program whose results are proved on index labels"
 )

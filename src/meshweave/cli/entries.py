@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,7 +73,7 @@ def read_program_or_entry(source: str, settings: list[str], config: int) -> Prog
     if is_file(source):
         return read_program(source)
     entry, problem = read_entry(source, settings)
-    chosen = next(islice(entry.candidates(problem), config, None), None)
+    chosen = next(islice(entry.candidates(problem), min(config, sys.maxsize), None), None)
     if chosen is None:
         count = sum(1 for _ in entry.candidates(problem))
         raise LayoutError(

@@ -100,12 +100,22 @@ def read_algorithms(text: str) -> tuple[str, ...]:
     return planned_names(names)
 
 
+def is_plan_text(text: str) -> bool:
+    """Return whether a text begins as the JSON of a plan does."""
+    return re.match(r'\s*\{\s*"format":\s*"meshweave-plan-', text) is not None
+
+
 def read_program(source: str) -> Program:
     """Return the program in a text file, or on stdin for "-".
 
-    Raises DescriptionError where it cannot be read, ProgramError where it is no program.
+    Raises DescriptionError where it cannot be read, ProgramError where it is no program, which a plan is told by.
     """
     text = read_stdin(PROGRAM_BYTES) if source == "-" else read_text(source, PROGRAM_BYTES)
+    if is_plan_text(text):
+        raise ProgramError(
+            f"{printable(source)} is a plan, and no program: meshweave show prints what it chose, meshweave "
+            "simulate times it"
+        )
     try:
         return parse(text)
     except ProgramError as error:
@@ -137,14 +147,27 @@ _BYTE_UNITS = {
 }
 
 
-def read_bytes(option: str, text: str) -> int:
-    """Return the bytes of a size such as "512MiB", "1.5 GB" or "4096". Raises LayoutError for other text.
+BARE_BYTES = 1024
+"""The least number above 0 that is bytes without a unit: smaller ones are of who left the unit out."""
+BARE_CHIP_BYTES = 10**6
+"""The same of the memory of a chip, of which no unit but GB and MB is usual."""
 
-    `option` names the option in the error.
+
+def read_bytes(option: str, text: str, least_bare: int = BARE_BYTES) -> int:
+    """Return the bytes of a size such as "512MiB", "1.5 GB" or "4096".
+
+    Args:
+        option: the name of the option, for the error.
+        least_bare: the least number above 0 that is taken for bytes without a unit.
+
+    Raises:
+        LayoutError: the text is no size, or a smaller number without a unit.
     """
     parts = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", text.strip())
     if parts is None or parts[2] not in _BYTE_UNITS:
         raise LayoutError(f"{option} '{printable(text)}' is no number of bytes, such as 512MiB, 2GB or 4096")
+    if not parts[2] and 0 < float(parts[1]) < least_bare:
+        raise LayoutError(f"{option} {parts[1]}: {parts[1]} what? Give a unit, such as {parts[1]}GB")
     return int(float(parts[1]) * _BYTE_UNITS[parts[2]])
 
 

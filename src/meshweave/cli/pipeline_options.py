@@ -209,7 +209,7 @@ def transfer_times(
 
 
 def placement_of(schedule: Schedule) -> str:
-    """Return how many stages lie on how many ranks, as text: `8 stages on 4 ranks`."""
+    """Return where the stages are, as text: `8 stages on 4 ranks`, or `4 ranks of one stage`."""
     per_rank = schedule.num_stages / schedule.num_ranks
     ranks = f"{schedule.num_ranks} rank{'s' if schedule.num_ranks > 1 else ''}"
     return f"{schedule.num_stages} stages on {ranks}" if per_rank != 1 else f"{ranks} of one stage"

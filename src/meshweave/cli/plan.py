@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, get_origin, get_type_hints
 
 import typer
 
+from meshweave.algorithms.step.stacks import SAME_STACK, stack_names
 from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.outputs import write_file
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import (
+    BARE_CHIP_BYTES,
     JSON_HELP,
     OldSequenceOption,
     OutputOption,
@@ -62,12 +64,13 @@ MemoryOption = Annotated[
 ReserveOption = Annotated[
     str, typer.Option(help="What stays free of a chip's memory: a share such as 5%, or bytes such as 4GB.")
 ]
+_SAME = " and ".join(f"{name} is {stack}" for name, stack in SAME_STACK.items())
 StackOption = Annotated[
     str,
     typer.Option(
         help="Software that executes the step: its overheads are added, and only what it executes is searched. "
-        "meshweave, this library's runtime with compiled blocks, or meshweave-eager; torchtitan, nanotron, "
-        "llm-foundry, megatron-2021; ideal adds nothing and executes all."
+        f"{', '.join((*stack_names(), *SAME_STACK))}; ideal adds nothing and executes all. meshweave is this "
+        f"library's runtime with compiled blocks; {_SAME}."
     ),
 ]
 OverlapOption = Annotated[
@@ -187,7 +190,7 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
     from meshweave.tune.step_search.planner import plan_step, space_options
 
     options = space_options(read_fixed(given.fix), problem.stack)
-    memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory)
+    memory_bytes = None if given.memory is None else read_bytes("--memory", given.memory, BARE_CHIP_BYTES)
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(
             problem,
@@ -245,7 +248,7 @@ def read_reserve(text: str) -> float:
     """
     share = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?) ?%|(0\.[0-9]{1,9})", text.strip())
     if share is None and "%" not in text:
-        return float(read_bytes("--reserve", text))
+        return float(read_bytes("--reserve", text, BARE_CHIP_BYTES))
     if share is None or (share[1] and float(share[1]) >= 100):
         raise DescriptionError(
             f"--reserve '{printable(text)}' is no share below 100%, such as 5%, and no bytes, such as 4GB"

@@ -81,6 +81,8 @@ def _print_ranking(steps: StepsRecord, price: float | None) -> None:
         "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; "
         "bubble: waiting for other pipeline ranks."
     )
+    if any(record.degrees.expert > 1 for record in steps.ranked):
+        typer.echo("tensor has the exchange of tokens with experts.")
     typer.echo(_pairs_text(steps))
     if reason := steps.reason_above(*(record.hfu for record in steps.ranked)):
         typer.echo(f"{reason}.")

@@ -1,9 +1,9 @@
-"""`meshweave show`: print a program, proved sound."""
+"""`meshweave show`: print a program, proved sound, or what a plan chose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import typer
@@ -11,11 +11,11 @@ import typer
 from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.table import ALGORITHMS, PRODUCTS_2D
 from meshweave.base.errors import LayoutError, ProgramError, printable
-from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
+from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS, PROGRAM_BYTES
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
 from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
-from meshweave.describe.files import format_value
+from meshweave.cli.options import JSON_HELP, is_plan_text, print_json, read_mesh, read_plan, read_slices
+from meshweave.describe.files import format_value, read_text
 from meshweave.execute.jax.source import jax_source
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
@@ -64,11 +64,14 @@ class ShowOptions:
 @with_options
 def show(
     what: Annotated[
-        str, typer.Argument(help="An algorithm (meshslice, collective), or a program text file, or '-'.")
+        str,
+        typer.Argument(
+            help="An algorithm (meshslice, collective), or a program text file, or a plan, or '-'."
+        ),
     ],
     options: ShowOptions,
 ) -> None:
-    """Print a program: its text form parses back to the same program.
+    """Print a program: its text form parses back to the same program. Of a plan, print what it chose.
 
     It is validated first: views, partners, deadlock, races, and, on index labels, what it computes.
 
@@ -80,6 +83,9 @@ def show(
              meshweave show 1f1b --set micro_batches=8 --config 1
              meshweave show meshslice --rings 1 --as jax
     """
+    if what != "-" and is_file(what) and is_plan_text(read_text(what, PROGRAM_BYTES)):
+        _show_plan(what, options)
+        return
     _check_form(options.form, options.json or options.expand or options.rank is not None)
     if options.rings not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {options.rings}")
@@ -111,6 +117,17 @@ def show(
         return
     typer.echo(jax_source(program) if options.form == "jax" else _text(program, options.rank), nl=False)
     typer.echo(f"# {verdict}", err=True)
+
+
+def _show_plan(path: str, options: ShowOptions) -> None:
+    """Print the summary of a plan. Raises LayoutError for options that only programs have."""
+    if replace(options, json=False) != ShowOptions():
+        raise LayoutError(f"{printable(path)} is a plan, which has no options but --json here")
+    plan = read_plan(path)
+    if options.json:
+        print_json(plan.model_dump(mode="json"))
+    else:
+        typer.echo(plan.summary())
 
 
 def _text(program: Program, rank: int | None) -> str:

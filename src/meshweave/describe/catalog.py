@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, did_you_mean, listed
 
 
 def _names(kind: str) -> tuple[str, ...]:
@@ -32,8 +32,11 @@ def gpu_names() -> tuple[str, ...]:
     return _names("gpus")
 
 
-def catalog_text(kind: str, name: str) -> str:
+def catalog_text(kind: str, name: str, other: str = "") -> str:
     """Return the TOML text of a catalog entry; `kind` is `clusters`, `models`, `kernels` or `gpus`.
+
+    Args:
+        other: what may be given in place of an entry, in words, for the error.
 
     Raises:
         DescriptionError: the catalog has no such entry; the error names a similar one.
@@ -42,7 +45,7 @@ def catalog_text(kind: str, name: str) -> str:
     if name not in known:
         word = "".join(c if c.isprintable() else "?" for c in name[:100])
         raise DescriptionError(
-            f"'{word}' is neither a catalog entry nor a file{did_you_mean(name, known)}; "
-            f"the catalog's {kind} are {', '.join(known)}"
+            f"'{word}' is neither a catalog entry nor a file{did_you_mean(name, known)}{other}; "
+            f"{kind} of the catalog: {listed(known)}; meshweave catalog {kind} lists all"
         )
     return (files("meshweave") / "catalog" / kind / f"{name}.toml").read_text(encoding="utf-8")

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,8 +24,10 @@ class RunScore:
         model: as the source calls it.
         stack: the software stack that it was predicted with.
         precision: the recipe of its products below 16 bits; "" where they ran in 16.
+        is_routed: whether the model routes tokens to experts.
         fitted: whether constants of software were fitted on the model's family.
         error: predicted over published, less 1.
+        mfu: the published utilization (0 to 1), with the FLOPs that a plan counts.
     """
 
     chip: str
@@ -31,8 +35,10 @@ class RunScore:
     model: str
     stack: str
     precision: str
+    is_routed: bool
     fitted: bool
     error: float
+    mfu: float
 
 
 @cache
@@ -46,21 +52,29 @@ def run_scores() -> tuple[RunScore, ...]:
             row["model"],
             row["stack"],
             row["precision"],
+            row["experts"] == "yes",
             row["fitted"] == "yes",
             float(row["error"]),
+            float(row["mfu"]),
         )
         for row in csv.DictReader(text.splitlines())
     )
 
 
 def runs_on(
-    chip: str, stack: str = "", is_low: bool | None = None, *, fitted: bool = False
+    chip: str,
+    stack: str = "",
+    is_low: bool | None = None,
+    *,
+    is_routed: bool | None = False,
+    fitted: bool = False,
 ) -> tuple[RunScore, ...]:
     """Return the runs on a chip that judge predictions; with `fitted` those that software was fitted on.
 
     Args:
         stack: the stack that they were predicted with; "" for all.
         is_low: whether their products were below 16 bits; None for both.
+        is_routed: whether their models have experts; None for both.
     """
     return tuple(
         score
@@ -68,44 +82,92 @@ def runs_on(
         if (score.chip, score.fitted) == (chip, fitted)
         and stack in ("", score.stack)
         and is_low in (None, bool(score.precision))
+        and is_routed in (None, score.is_routed)
     )
 
 
-def error_of_runs_like(chip: str, stack: str = "", *, is_low: bool = False) -> str:
+def error_of_runs_like(
+    chip: str, stack: str = "", *, is_low: bool = False, is_routed: bool = False, asked: str = ""
+) -> str:
     """Return in words how far predictions were off for published runs on a chip, of models not fitted on.
 
-    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own;
-    with products below 16 bits (`is_low`), or above.
+    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own,
+    which are named; with products below 16 bits (`is_low`), or above; of models with experts (`is_routed`), or
+    of dense ones.
+
+    Args:
+        asked: what was priced, where that is not `stack`: another stack that has its constants, or no software.
     """
-    own = runs_on(chip, stack, is_low)
-    scores = own or runs_on(chip, "", is_low)
+    own = runs_on(chip, stack, is_low, is_routed=is_routed)
+    scores = own or runs_on(chip, "", is_low, is_routed=is_routed)
+    kind = " of a model with experts" if is_routed else ""
     low = " below 16 bits" if is_low else ""
     if not scores:
-        low = low or (" in 16 bits" if runs_on(chip, "", True) else "")
-        fitted = len(runs_on(chip, "", is_low, fitted=True))
-        known = f" that could judge: software was fitted on the {fitted} that are known" if fitted else ""
-        return f"no published run{low} on {chip} has a saved score{known}"
-    errors = [abs(score.error) for score in scores]
-    runs = f"{len(errors)} published runs" if len(errors) > 1 else "one published run"
+        return _none_like(chip, kind, is_low, is_routed)
+    runs = f"{len(scores)} published runs" if len(scores) > 1 else "one published run"
+    kind = kind.replace("a model", "models") if len(scores) > 1 else kind
     of_stack = f" with {stack}" if own and stack else ""
-    within = sum(error <= 0.2 for error in errors)
     return (
-        f"{runs} on {chip}{of_stack}{low}, predicted: median off by {100 * median(errors):.1f} %, {within} within "
-        f"20 %, worst {100 * max(errors):.0f} %"
+        f"{runs}{kind} on {chip}{of_stack}{low}{_whose(scores, stack, asked)}, predicted: {_off_by(scores)}"
     )
 
 
-def evidence_on(chip: str, stack: str = "") -> tuple[bool, str]:
+def _whose(scores: Sequence[RunScore], stack: str, asked: str) -> str:
+    """Return in words whose software the runs had, where it is not that of the stack that was asked for."""
+    asked = asked or stack
+    stacks = [name for name, _ in Counter(score.stack for score in scores).most_common()]
+    if not asked or asked in stacks:
+        return ""
+    if stack in stacks:
+        return f", whose constants {asked} has"
+    return f" ({'runs' if len(scores) > 1 else 'a run'} of {', '.join(stacks)}; none of {asked})"
+
+
+def _off_by(scores: Sequence[RunScore]) -> str:
+    """Return in words the errors of runs; the worst has as many digits as the median."""
+    errors = [abs(score.error) for score in scores]
+    within, off = sum(error <= 0.2 for error in errors), f"{100 * median(errors):.1f} %"
+    if len(errors) == 1:
+        return f"off by {off}"
+    return f"median off by {off}, {within} within 20 %, worst {100 * max(errors):.1f} %"
+
+
+def _none_like(chip: str, kind: str, is_low: bool, is_routed: bool) -> str:
+    """Return in words that no run judges, and whether those of another kind are known, which say nothing of it."""
+    low = " below 16 bits" if is_low else ""
+    if not low and runs_on(chip, "", True, is_routed=is_routed):
+        low = " in 16 bits"
+    fitted = len(runs_on(chip, "", is_low, is_routed=is_routed, fitted=True))
+    known = f" that could judge: software was fitted on the {fitted} that are known" if fitted else ""
+    text = f"no published run{kind}{low} on {chip} has a saved score{known}"
+    if is_routed and runs_on(chip, "", is_low):
+        text += "; those of dense models say nothing of it"
+    return text
+
+
+def evidence_on(chip: str, stack: str = "", *, is_routed: bool = False) -> tuple[bool, str]:
     """Return whether published runs on a chip judge predictions, and in words how far predictions were off.
 
-    Runs in 16 bits and below are told apart. With a `stack` only its runs count.
+    Runs in 16 bits and below are told apart. With a `stack` only its runs count; runs of models with experts
+    (`is_routed`) judge those alone.
     """
-    lows = [is_low for is_low in (False, True) if runs_on(chip, stack, is_low)]
+    lows = [is_low for is_low in (False, True) if runs_on(chip, stack, is_low, is_routed=is_routed)]
     if lows:
-        return True, "; ".join(error_of_runs_like(chip, stack, is_low=is_low) for is_low in lows)
+        texts = (error_of_runs_like(chip, stack, is_low=is_low, is_routed=is_routed) for is_low in lows)
+        return True, "; ".join(texts)
     if not stack:
-        return False, error_of_runs_like(chip)
-    if fitted := runs_on(chip, stack, fitted=True):
+        return False, error_of_runs_like(chip, is_routed=is_routed)
+    kind = " of a model with experts" if is_routed else ""
+    if fitted := runs_on(chip, stack, is_routed=is_routed, fitted=True):
         number = f"{len(fitted)} published runs" if len(fitted) > 1 else "one published run"
-        return False, f"its constants were fitted on {number} on {chip}, and none is left to judge by"
-    return False, f"no published run of {stack} on {chip} has a saved score"
+        kind = kind.replace("a model", "models") if len(fitted) > 1 else kind
+        return False, f"its constants were fitted on {number}{kind} on {chip}, and none is left to judge by"
+    return False, f"no published run of {stack}{kind.replace('of', 'with', 1)} on {chip} has a saved score"
+
+
+@cache
+def most_published_mfu() -> RunScore | None:
+    """Return the run in 16 bits of the highest published utilization, on any chip; None where none is saved."""
+    return max(
+        (score for score in run_scores() if not score.precision), key=lambda run: run.mfu, default=None
+    )

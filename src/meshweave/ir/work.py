@@ -226,7 +226,9 @@ def require_local_operands(op: ops.Op) -> None:
 
 
 def work_of(program: Program, op: ops.Op) -> Work:
-    """Return the work of a resolved op.
+    """Return what the time of an op depends on: FLOPs and bytes of a product, or bytes and group of a transfer.
+
+    The op has numbers for all variables (`ir.program.resolve`).
 
     Raises:
         UnsupportedError: it reads another rank's memory in place.

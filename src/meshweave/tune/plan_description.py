@@ -9,7 +9,7 @@ from typing import Any
 from meshweave.algorithms.step.problem import StepProblem
 from meshweave.algorithms.step.software_stack import SoftwareStack, UnfusedKernels
 from meshweave.algorithms.step.stack_runs import StackRuns
-from meshweave.algorithms.step.stacks import load_stack, stack_names
+from meshweave.algorithms.step.stacks import IDEAL, load_stack, stack_names
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, did_you_mean, printable
 from meshweave.describe.catalog import clusters, models
 from meshweave.describe.machine.cluster import Cluster, cluster_from, load_cluster
@@ -93,7 +93,7 @@ def planned_problem(plan: Plan, cluster: Cluster | None = None) -> StepProblem:
                 f"description.settings.{name}: unknown key{hint}; known: {', '.join(known)}"
             )
     if "stack" in settings:
-        settings["stack"] = _stack(settings["stack"])
+        settings["stack"] = planned_stack(plan)
     model, machine = planned_model(plan), cluster or planned_cluster(plan)
     return _made(model, machine, plan, settings)
 
@@ -107,8 +107,13 @@ def _made(model: Transformer, cluster: Cluster, plan: Plan, settings: dict[str, 
         raise DescriptionError(f"description.settings: {error}") from None
 
 
-def _stack(given: Any) -> SoftwareStack:
-    """Return a stack of its name or of the table of its attributes. Raises DescriptionError."""
+def planned_stack(plan: Plan) -> SoftwareStack:
+    """Return the software stack that a plan is priced for.
+
+    Raises:
+        DescriptionError: no stack has its name, or the table of its attributes is wrong.
+    """
+    given = plan.description.settings.get("stack", IDEAL) if plan.description else IDEAL
     if isinstance(given, str):
         return load_stack(given)
     try:

@@ -65,8 +65,12 @@ class DegreesRecord(Record):
     @property
     def num_chips(self) -> int:
         """Return the number of chips: the product of the degrees."""
-        tensor = self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
-        return self.data * self.pipeline * self.context * tensor
+        return self.data * self.pipeline * self.context * self.tensor_ranks
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Return the number of tensor ranks."""
+        return self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
 
 
 class StepRecord(Record):

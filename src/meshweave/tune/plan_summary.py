@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from meshweave.algorithms.step.stacks import IDEAL, fitted_as
+from meshweave.algorithms.step.executed import uneven_sequence
+from meshweave.algorithms.step.problem import Parallelism
+from meshweave.algorithms.step.stacks import IDEAL, fitted_as, is_executed_here
 from meshweave.base.units import format_bytes, format_s
-from meshweave.describe.scores import error_of_runs_like
+from meshweave.describe.model.model_file import transformer_from
+from meshweave.describe.scores import error_of_runs_like, most_published_mfu
 from meshweave.tune.plan_records import DegreesRecord, DescriptionRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
 
@@ -82,9 +85,13 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
     for text in filter(None, (steps.attention_as, *plan.not_priced)):
         yield f"note: {text}"
     yield f"\nbest       {choice_text(steps.best.degrees)}"
-    yield f"           {_speed(steps)}"
+    yield f"           {_speed(steps, bool(plan.unmeasured))}"
     yield f"           {_numbers(steps.best, steps, price)}"
-    if reason := steps.reason_above(steps.best.mfu):
+    if is_executed_here(steps.stack) and (
+        refusal := uneven_sequence(Parallelism(**dict(steps.best.degrees)), plan.sequence)
+    ):
+        yield f"           {refusal}"
+    if reason := steps.reason_above(steps.best.mfu) or _above_published(plan, steps):
         yield f"           {reason}"
     if steps.runner_up is None:
         yield "runner-up  there is no other that fits"
@@ -94,8 +101,7 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
     if text := defaults_text(steps):
         yield f"defaults   {text}"
     if plan.description is not None:
-        chip = plan.description.cluster["chip"]["name"]
-        yield f"error      {error_of_runs_like(chip, fitted_as(steps.stack), is_low=bool(steps.precision))}"
+        yield f"error      {_error(plan.description, steps)}"
     yield f"next       {advice(steps)}"
 
 
@@ -118,10 +124,43 @@ def step_rows(steps: StepsRecord) -> Iterator[dict[str, Any]]:
         }
 
 
-def _speed(steps: StepsRecord) -> str:
-    """Return the time of the best with the stack, and that of kernels and communication alone."""
+def _error(description: DescriptionRecord, steps: StepsRecord) -> str:
+    """Return in words how far predictions were off for published runs of such models on the chip."""
+    return error_of_runs_like(
+        description.cluster["chip"]["name"],
+        fitted_as(steps.stack),
+        is_low=bool(steps.precision),
+        is_routed=transformer_from(description.model, "description.model").is_routed,
+        asked="kernels and links alone" if steps.stack == IDEAL else steps.stack,
+    )
+
+
+def _above_published(plan: Planned, steps: StepsRecord) -> str:
+    """Return in one line that no saved run was published with such a utilization, and why; "" where one was.
+
+    Of steps in 16 bits: those below have other peaks.
+    """
+    most = most_published_mfu()
+    if most is None or steps.precision or steps.best.mfu <= most.mfu:
+        return ""
+    shown = f"{100 * most.mfu:.1f} %, the most that a saved published run has ({most.stack} on {most.chip})"
+    unmeasured, alone = (
+        "products are priced at a datasheet's rate",
+        "nothing slows kernels that were measured alone",
+    )
+    why = unmeasured if plan.unmeasured else alone
+    return f"above {shown}: {why}"
+
+
+def _speed(steps: StepsRecord, is_unmeasured: bool) -> str:
+    """Return the time of the best with the stack, and that of kernels and communication alone.
+
+    Args:
+        is_unmeasured: whether no kernel of the chip was measured, which stands beside the number.
+    """
     best, ideal = steps.best, steps.ideal
-    text = f"{format_s(best.step_s)} a step, {100 * best.mfu:.1f} % MFU ({steps.pairs} pairs)"
+    rate = ", at a datasheet's rate" if is_unmeasured else ""
+    text = f"{format_s(best.step_s)} a step, {100 * best.mfu:.1f} % MFU ({steps.pairs} pairs{rate})"
     if ideal is None:
         return f"{text}, kernels and links alone" if steps.stack == IDEAL else text
     return (

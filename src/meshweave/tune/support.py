@@ -6,7 +6,7 @@ and says the answer of that place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict
 
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack
 from meshweave.algorithms.step.checks import check_step
+from meshweave.algorithms.step.executed import check_executed
 from meshweave.algorithms.step.precision import PRECISIONS
 from meshweave.algorithms.step.space import tensor_strategies
 from meshweave.algorithms.step.stack_checks import check_parallelism, check_problem
-from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL, fitted_as, stack_names
+from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL, default_stack, fitted_as, stack_names
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.cluster import Cluster
@@ -50,7 +51,7 @@ class Support(BaseModel):
     Attributes:
         prediction: kernels, links, recipes of precision, what of the model has no price.
         stacks: whether each software stack runs the model, and on which runs it was tried.
-        strategies: which tensor degrees each strategy takes in the runtime of this library.
+        strategies: which tensor degrees each strategy takes in the runtime of this library, and why plans lack it.
         schedules: the pipeline schedules that this runtime takes.
         runs: how far published runs on this chip were predicted.
     """
@@ -92,7 +93,7 @@ def support_of(
         stacks=tuple(_of_stack(problem, name) for name in (*stack_names(), IDEAL)),
         strategies=tuple(_of_strategy(problem, name) for name in tensor_strategies()),
         schedules=tuple(_of_schedules(problem)),
-        runs=evidence_on(cluster.chip.name)[1],
+        runs=evidence_on(cluster.chip.name, is_routed=model.is_routed)[1],
     )
 
 
@@ -150,7 +151,7 @@ def _of_stack(problem: StepProblem, name: str) -> SupportLine:
         return SupportLine(subject=name, verdict="modelled", why=why)
     fitted, chip = fitted_as(name), problem.cluster.chip.name
     why = "" if fitted == name else f"no run of it was published: the constants are those of {fitted}"
-    tried, evidence = evidence_on(chip, fitted)
+    tried, evidence = evidence_on(chip, fitted, is_routed=problem.model.is_routed)
     why = "; ".join(filter(None, (why, evidence, reading)))
     is_measured = tried and fitted == name and not reading
     return SupportLine(subject=name, verdict="measured" if is_measured else "modelled", why=why)
@@ -166,10 +167,7 @@ def _of_strategy(problem: StepProblem, name: str) -> SupportLine:
     reason = f"no degree from 2 to {min(inside, _MOST)} divides {chips} chips"
     for degree in degrees:
         try:
-            choice = _choice(name, degree, chips)
-            check_problem(problem)
-            check_parallelism(problem.stack, choice)
-            check_step(problem, choice)
+            check_executed(problem, _choice(name, degree, chips))
         except MeshweaveError as error:
             reason = str(error)
         else:
@@ -179,7 +177,22 @@ def _of_strategy(problem: StepProblem, name: str) -> SupportLine:
     why = f"tensor {', '.join(map(str, taken))}"
     if len(taken) < len(degrees):
         why += f"; others not: {reason}"
+    if reason := _not_priced(problem, [_choice(name, degree, chips) for degree in taken]):
+        why += f"; no plan has it: {reason}"
     return SupportLine(subject=name, verdict="executed", why=why)
+
+
+def _not_priced(problem: StepProblem, choices: Sequence[Parallelism]) -> str:
+    """Return why no plan by the model's usual stack has any of the configurations; "" where one may."""
+    problem, reason = replace(problem, stack=load_stack(default_stack(problem.model))), ""
+    for choice in choices:
+        try:
+            check_step(problem, choice)
+        except MeshweaveError as error:
+            reason = str(error)
+        else:
+            return ""
+    return reason
 
 
 def _choice(name: str, degree: int, chips: int) -> Parallelism:
@@ -196,7 +209,6 @@ def _of_schedules(problem: StepProblem) -> Iterator[SupportLine]:
     stack = load_stack(DEFAULT_STACK)
     for name, entry in SCHEDULES.items():
         try:
-            check_problem(replace(problem, stack=stack))
             check_parallelism(stack, Parallelism(data=1, pipeline=2, schedule=name))
         except MeshweaveError as error:
             yield SupportLine(subject=name, verdict="refused", why=str(error))

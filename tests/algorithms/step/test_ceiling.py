@@ -107,7 +107,8 @@ def test_a_plan_says_first_that_kernels_were_not_measured(capsys: pytest.Capture
         "TPU v5p has no measured kernels for bfloat16: products of every size are priced"
     )
     assert lines[2].startswith("note: attention on TPU v5p has the rate of products")
-    assert "% MFU (causal pairs)" in lines[6] and "With all pairs, as PaLM counts" in "\n".join(lines)
+    assert "% MFU (causal pairs, at a datasheet's rate)" in lines[6]
+    assert "With all pairs, as PaLM counts" in "\n".join(lines)
     assert run_app([*arguments, "dgx-h100:16"]) == 0
     assert "no measured kernels" not in capsys.readouterr().out
     products = ["plan", "--products", "llama-2-7b", "--batch", "8", "--algorithms", "collective", "--cluster"]

@@ -214,7 +214,9 @@ def test_configurations_of_dense_models_are_written_as_before() -> None:
 
 
 def test_the_runtime_of_the_library_refuses_experts_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="has experts, which stack meshweave does not run"):
+    with pytest.raises(
+        UnsupportedError, match="experts, on which the costs of stack meshweave were not fitted"
+    ):
         step(MIXTRAL, "dgx-h100:32", 64, 2048, ep=8, stack="meshweave")
     assert step(MIXTRAL, "dgx-h100:32", 64, 2048, ep=8).problem.stack.name == load_stack("ideal").name
 

@@ -31,8 +31,9 @@ class Moved:
         kind: that of the transfers, as "all_gather".
         axis: the mesh axis along which they go, as "row".
         num_ranks: the ranks that take part.
-        num_bytes: the bytes of one: of a whole tensor that is gathered, scattered or reduced, of a message, or of
-            all copies that a rank's tokens have.
+        num_bytes: the bytes of one: of a gather, a reduce-scatter or an all-to-all those of one rank's part times
+            the ranks, of an all-reduce the tensor, of a message the message, of a dispatch or combine all copies
+            of a rank's tokens.
         times: how many there are.
     """
 

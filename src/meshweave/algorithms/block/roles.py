@@ -44,7 +44,11 @@ TOKENS: tuple[Dim, ...] = ("batch", "sequence")
 
 @dataclass(frozen=True)
 class AxisRole:
-    """How the tensors of a layer lie along one mesh axis; the module docstring names the dims.
+    """How the tensors of a layer lie along one mesh axis.
+
+    Each dim is that which the axis splits: "batch", "sequence", "hidden" (features of the residual), "inner"
+    (heads or features of the feed-forward part), "expert", "partial" (ranks have terms of a sum), "" where each
+    rank has all.
 
     Attributes:
         name: what the axis is called in messages and programs of one strategy.

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.algorithms.experts.routing import Routing, cell_counts, host_counts, within_capacity
-from meshweave.base.errors import LayoutError
-from meshweave.base.units import dtype_bytes
+from meshweave.base.errors import LayoutError, require_known
+from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 
 Part = Literal["layer", "training", "dispatch", "weighted_dispatch", "combine"]
@@ -63,7 +63,7 @@ class ExpertsProblem:
             raise LayoutError(f"there is no part '{self.part}' with activation '{self.activation}'")
         if self.capacity is not None and self.capacity < 1:
             raise LayoutError(f"a capacity of {self.capacity} tokens takes none")
-        dtype_bytes(self.dtype)
+        require_known(self.dtype, DTYPES, "unknown dtype", LayoutError)
 
     def __str__(self) -> str:
         return (

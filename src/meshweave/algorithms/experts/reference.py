@@ -15,7 +15,14 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def layer_reference(problem: ExpertsProblem, inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """Return Y, and for training dX, dGates, dW1 and dW2, by name, without sharding, from whole tensors."""
+    """Compute a layer of experts on one process, expert by expert.
+
+    Args:
+        inputs: whole arrays by name: X, Choices, Gates, W1, W2, and dY where `problem.part` is "training".
+
+    Returns:
+        Y, and for training dX, dGates, dW1 and dW2, by name, each in the shape of its input.
+    """
     functions = layer_functions(problem.activation)
     x, choices, gates, w1, w2 = (inputs[name] for name in ("X", "Choices", "Gates", "W1", "W2"))
     out = {"Y": np.zeros_like(x)}

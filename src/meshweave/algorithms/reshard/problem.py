@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshweave.base.errors import LayoutError
-from meshweave.base.units import dtype_bytes
+from meshweave.base.errors import LayoutError, require_known
+from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.layout import Layout, Partial
 
 
@@ -37,7 +37,7 @@ class TensorMove:
                 layout.local_shape(self.shape, layout.mesh.ranks[0])
             except LayoutError as error:
                 raise LayoutError(f"{self.name}, {which}: {error}") from None
-        dtype_bytes(self.dtype)
+        require_known(self.dtype, DTYPES, f"{self.name}: unknown dtype", LayoutError)
 
     @property
     def element_bytes(self) -> int:

@@ -41,10 +41,15 @@ class MulticastRoute:
 def routes_of(
     number: int, multicast: Multicast, network: HostTopology, strategy: Strategy
 ) -> list[MulticastRoute]:
-    """Return each choice of sender and gateways of multicast `number`, with one rank per NIC.
+    """Return the routes to consider for a multicast, at most `MAX_ROUTES`.
 
-    Ranks behind one NIC are equally good. The first of them sends, so that the messages of one rank follow
-    each other without completion signals.
+    A route is a sender, and of each other host one gateway (all of them where the strategy uses all). Of ranks
+    behind one NIC only the first is a candidate: its messages follow each other without completion signals. A
+    multicast within one host has one route, over no NIC.
+
+    Args:
+        number: the place of the multicast in its list. It says which routes are kept, so that multicasts spread
+            over NICs.
     """
     picks = strategy.uses_one_sender(multicast)
     if multicast.is_local:

@@ -179,12 +179,20 @@ class BlockStage:
     # --- actions ----------------------------------------------------------------------------------------
 
     def begin(self, *, gathers: bool) -> Iterator[Statement]:
-        """Yield the statements before the first action: zeroed gradients, gathers of shards, all matrices."""
+        """Yield the statements that run once before the first action of the stage.
+
+        Weights that stay gathered for the whole step are gathered, gradients are zeroed, constants are filled, and
+        unsharded weights are unpacked into matrices. `gathers` changes nothing: the stage's settings say which
+        weights are gathered here.
+        """
         del gathers
         yield from self.buckets.begin()
 
     def end(self, *, reduces: bool) -> Iterator[Statement]:
-        """Yield the statements after the last action: exposed reductions, and the update of the weights."""
+        """Yield the statements after the last action: exposed reductions, and the update of the weights.
+
+        `reduces` changes nothing: the stage's settings say which gradients are reduced here.
+        """
         del reduces
         yield from self.buckets.end()
 

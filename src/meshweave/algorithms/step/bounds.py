@@ -61,7 +61,10 @@ class LayerBounds:
         self._places: dict[tuple[object, ...], StepLayout] = {}
 
     def flops_s(self, sizes: DegreeSizes) -> float:
-        """Return the least seconds of a layer for one sequence, by its FLOPs and the highest rate of a chip."""
+        """Return the least seconds that a rank computes for its share of one layer and one sequence.
+
+        They are the FLOPs of forward and backward, over the context and tensor ranks, at the chip's highest rate.
+        """
         sequence = self._problem.sequence
         attention = sum(
             share * kind.model.layer.attention_flops(sequence) for share, kind in self._problem.kinds

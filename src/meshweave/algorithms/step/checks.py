@@ -14,11 +14,20 @@ from meshweave.describe.model.latent import LatentAttention
 
 
 def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
-    """Raise an error of one line where a step cannot be laid out.
+    """Raise an error of one line where a step cannot be laid out, or its experts cannot be priced so.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
         UnsupportedError: a strategy or schedule is unknown.
+    """
+    check_laid_out(problem, parallelism)
+    _check_experts(problem, parallelism)
+
+
+def check_laid_out(problem: StepProblem, parallelism: Parallelism) -> None:
+    """Raise an error of one line where a step cannot be laid out, by what is no matter of experts.
+
+    Raises as `check_step` does.
     """
     model, p = problem.model, parallelism
     _check_chips(problem, p)
@@ -41,7 +50,6 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
     groups = min(node.groups for node in model.layer.attentions)
     if roles[0].attention == "inner" and rows > groups:
         raise LayoutError(f"{model.name} has {groups} groups of heads, too few for tensor {rows}")
-    _check_experts(problem, p)
     if problem.sequence % p.context:
         raise LayoutError(f"sequences of {problem.sequence} tokens do not divide over context {p.context}")
 

@@ -103,7 +103,10 @@ class ProgramRanks:
                     yield f"{EXPERTS}{rank}.{name}", copies
 
     def experts_of_block(self) -> Mesh | None:
-        """Return the mesh of experts in a block's program, by position on its mesh; None without experts."""
+        """Return the mesh over which experts lie in the program of one block; None without experts.
+
+        Its ranks are positions on the block's mesh, from 0, and not those of the whole step.
+        """
         if not self.is_routed:
             return None
         places = {rank: place for place, rank in enumerate(self.mesh(0).ranks)}

@@ -171,6 +171,17 @@ class SoftwareStack:
         )
 
     @property
+    def kernels_alone(self) -> SoftwareStack:
+        """Return the stack that adds nothing to the same work: what `self` costs beyond it is software.
+
+        It has the kernels of experts that `self` has, hides and leaves out what `self` does, divides layers alike,
+        and has its kernel of attention where that is faster than the one that was measured.
+        """
+        names = ("grouped_experts", "hides_tensor", "overlaps_exchanges", "stops_early", "layers_by_cost")
+        faster = tuple((chip, share) for chip, share in self.attention_shares if share > 1)
+        return SoftwareStack(attention_shares=faster, **{name: getattr(self, name) for name in names})
+
+    @property
     def gap_s(self) -> float:
         """Return the seconds between two kernels of a layer; 0 if layers are captured in graphs."""
         return 0.0 if self.graphs else self.launch_s

@@ -35,8 +35,8 @@ def check_problem(problem: StepProblem) -> None:
     """Raise UnsupportedError if the problem's stack does not execute its precision, or models with experts."""
     if problem.model.is_routed and not problem.stack.runs.experts:
         raise UnsupportedError(
-            f"{problem.model.name} has experts, which stack {problem.stack.name} does not run, or on which it was "
-            "not fitted; stack ideal prices them"
+            f"{problem.model.name} has experts, on which the costs of stack {problem.stack.name} were not fitted; "
+            "stack ideal prices them"
         )
     if problem.recipe is not None:
         check_runs(problem.stack, "precisions", problem.recipe.name)

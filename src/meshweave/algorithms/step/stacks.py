@@ -39,6 +39,8 @@ KERNELS_OF_ATTENTION = {
 }
 """The kernel of attention of a stack, with rates in `catalog/stacks.toml`. The own runtime has none: it takes the
 kernel that PyTorch chooses, which on an H100 ran at the rates of the catalog (docs/guide/gpu.md, kernels)."""
+SAME_STACK = {"megatron-lm": "megatron-core", "megatron-bridge": "megatron-core"}
+"""The stack that runs what is written for other software, by the name of that: it names the stack, too."""
 _FITTED_AS = {"meshweave": "torchtitan", "meshweave-eager": "torchtitan"}
 """The stack that has the constants of one on whose runs nothing could be fitted."""
 
@@ -178,6 +180,11 @@ def default_stack(model: Transformer) -> str:
     return IDEAL if model.is_routed else DEFAULT_STACK
 
 
+def is_executed_here(name: str) -> bool:
+    """Return whether plans of a stack are what this library's runtime executes: its own, or none named."""
+    return name == IDEAL or _DEFAULTS.get(name, {"runs_programs": False}).get("runs_programs", True)
+
+
 def fitted_as(name: str) -> str:
     """Return the name of the stack whose published runs the constants were fitted on: `name`, or one like it."""
     return _FITTED_AS.get(name, name)
@@ -218,7 +225,7 @@ def _catalog_table(name: str) -> dict[str, Any]:
 
 
 def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
-    """Return a software stack by its name; "ideal" is one that adds no time or memory.
+    """Return a software stack by its name or one of `SAME_STACK`; "ideal" is one that adds no time or memory.
 
     Raises:
         DescriptionError: no stack has this name.
@@ -226,10 +233,11 @@ def load_stack(name: str = DEFAULT_STACK) -> SoftwareStack:
     if name == "none":
         warnings.warn('meshweave: stack "none" is "ideal" now', DeprecationWarning, stacklevel=2)
         name = IDEAL
+    name = SAME_STACK.get(name, name)
     if name == IDEAL:
         return SoftwareStack()
     if name not in _DEFAULTS:
-        known = (IDEAL, *stack_names())
+        known = (IDEAL, *stack_names(), *SAME_STACK)
         raise DescriptionError(f"no stack '{name}'{did_you_mean(name, known)}; known: {', '.join(known)}")
     constants = {
         **stack_table().get("stacks", {}).get(fitted_as(name), {}),

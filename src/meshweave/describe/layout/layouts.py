@@ -196,7 +196,10 @@ class Layout:
         return all(size % count == 0 for size, count in zip(sizes, parts, strict=True))
 
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
-        """Return the global indices of the elements that `rank` holds, one array per dim, in local order."""
+        """Return the global indices of the elements that `rank` holds, one array per dim, in local order.
+
+        `shape` is the global one. Raises as `intervals`.
+        """
         return tuple(
             np.concatenate([np.arange(start, stop) for start, stop in dim] or [np.arange(0)])
             for dim in self.intervals(shape, rank)

@@ -16,7 +16,7 @@ from meshweave.describe.files import fail, is_path, load_table, parse_table
 from meshweave.describe.like import table_like
 from meshweave.describe.machine.chip import Chip
 from meshweave.describe.machine.cluster_file import read_cluster_file
-from meshweave.describe.machine.cluster_phrase import is_phrase, phrase_table
+from meshweave.describe.machine.cluster_phrase import FORM, is_phrase, phrase_table
 from meshweave.describe.machine.host import HostRates
 from meshweave.describe.machine.network import HostsNetwork, Network, TorusNetwork
 
@@ -108,7 +108,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         cluster = cluster_from(load_table(where), where)
     else:
         file = f"{where}.toml"
-        cluster = cluster_from(parse_table(catalog_text("clusters", where), file, "toml"), file)
+        text = catalog_text("clusters", where, f"; give words such as '{FORM}'")
+        cluster = cluster_from(parse_table(text, file, "toml"), file)
     return cluster if chips is None else _sized(cluster, int(chips))
 
 

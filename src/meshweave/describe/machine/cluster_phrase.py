@@ -97,10 +97,14 @@ def usual_host(chip: str) -> tuple[str, dict[str, Any]]:
     wanted = _plain(chip)
     if wanted not in known:
         titles = {plain: title for plain, (title, _) in known.items()}
+        begins = [title for title in titles.values() if chip.lower().startswith(f"{title.lower()} ")]
+        if begins:
+            what = f"what follows '{max(begins, key=len)}' is not understood"
+            _refuse(chip, f"{what}; links stand after a comma, as a rate")
         near = nearest_word(wanted, titles)
         meant = f" (did you mean '{titles[near]}'?)" if near else ""
         raise DescriptionError(
-            f"the catalog has no usual host of '{printable(chip)}'{meant}; it has those of "
+            f"the catalog has no usual host of '{printable(chip)}'{meant}; give words such as '{FORM}', of "
             f"{', '.join(sorted(titles.values()))}"
         )
     name = known[wanted][1]

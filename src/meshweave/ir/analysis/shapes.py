@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def part_sizes(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """Return the size of each member's part: `sizes` itself, or `count` equal parts of `total` if it is None."""
+    """Return the size of each member's part: `sizes`, unchecked, or `count` parts of `total // count` if None."""
     return (total // count,) * count if sizes is None else sizes
 
 

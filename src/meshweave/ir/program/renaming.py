@@ -80,7 +80,10 @@ class Renaming:
     prefix: str = ""
 
     def body(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
-        """Return statements with names replaced. No variable in `values` may be the index of a loop among them."""
+        """Return statements with names replaced, also in nested ones.
+
+        The index of a loop may be given another variable, and nothing else; this is not checked.
+        """
         return tuple(map(self._statement, statements))
 
     def _statement(self, statement: Statement) -> Statement:

@@ -228,11 +228,12 @@ def _defaults(space: StepSpace) -> dict[str, Any]:
 
 
 def _ideal(ranking: StepRanking) -> StepRecord | None:
-    """Return the record of the best configuration without a stack; None where there is none."""
-    problem, bare = ranking.space.problem, load_stack(IDEAL)
-    if problem.stack == bare:
+    """Return the record of the best configuration without what its stack adds; None where there is no stack."""
+    problem = ranking.space.problem
+    if problem.stack == load_stack(IDEAL):
         return None
-    return step_record(step_of(replace(problem, stack=bare), ranking.rows[0].parallelism))
+    alone = replace(problem, stack=problem.stack.kernels_alone)
+    return step_record(step_of(alone, ranking.rows[0].parallelism))
 
 
 def step_record(step: Step) -> StepRecord:

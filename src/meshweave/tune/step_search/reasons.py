@@ -13,6 +13,7 @@ from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
 from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
 
+_EXCHANGE = "exchange of tokens with experts"
 PART_NAMES = {
     "compute": "computing",
     "recompute": "recomputation",
@@ -178,6 +179,15 @@ def order_text(fields: dict[str, object]) -> str:
     return "" if order == usual else f"inside out: {', '.join(order)}"
 
 
+def part_name(part: str, *degrees: DegreesRecord) -> str:
+    """Return what a part of a step is called: "tensor" has the exchange of tokens with experts, or is that."""
+    if part != "tensor" or all(each.expert * each.expert_tensor == 1 for each in degrees):
+        return PART_NAMES.get(part, part)
+    if all(each.tensor_ranks == 1 for each in degrees):
+        return _EXCHANGE
+    return f"{PART_NAMES[part]} and {_EXCHANGE}"
+
+
 def difference_text(best: StepRecord, other: StepRecord) -> str:
     """Return in words how much slower another configuration is than the best, with the parts that differ most."""
     slower = other.step_s - best.step_s
@@ -187,7 +197,7 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
     }
     largest = sorted(parts.items(), key=lambda item: -abs(item[1]))[:3]
     words = [
-        f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))} {PART_NAMES.get(name, name)}"
+        f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))} {part_name(name, best.degrees, other.degrees)}"
         for name, seconds in largest
         if abs(seconds) > 0.1 * max(slower, 1e-9)
     ]
@@ -233,6 +243,15 @@ def advice(steps: StepsRecord) -> str:
             f"nearly all of the step is computing, at {100 * rate:.0f} % of the chips' peak: only faster kernels "
             "would shorten it"
         )
-    remedy = _REMEDIES.get(name)
-    text = f"{PART_NAMES.get(name, name)} takes {100 * share:.0f} % of the step"
+    degrees = steps.best.degrees
+    called = part_name(name, degrees)
+    remedy = _exchange_remedy(degrees) if _EXCHANGE in called else _REMEDIES.get(name)
+    text = f"{called} takes {100 * share:.0f} % of the step"
     return f"{text}: {remedy}" if remedy else text
+
+
+def _exchange_remedy(degrees: DegreesRecord) -> str:
+    """Return what would lessen communication of tensor ranks and of experts: degrees that are above 1."""
+    sizes = {"tp": degrees.tensor_ranks, "ep": degrees.expert, "etp": degrees.expert_tensor}
+    lower = " or ".join(f"{name} below {size}" for name, size in sizes.items() if size > 1)
+    return f"{lower} exchanges less, where memory allows"

@@ -40,7 +40,11 @@ class AttentionRecord(NodeRecord[Attention]):
     node_type = Attention
 
     def tensors(self, at: NodePlace[Attention], roles: Roles) -> Iterator[Tensor]:
-        """Yield operand and result seen by groups of heads, their gradients, and the softmax sums."""
+        """Yield the tensors that attention declares.
+
+        They are its operand and result seen by groups of heads, their gradients, and the softmax statistics
+        (tokens, heads); under a role with a ring also the tensors of the ring, and the positions (sequence,).
+        """
         node, real = at.node, at.problem.statistics_dtype
         sums = at.own(node.sums)
         yield Tensor(sums, (*at.layer.tokens, node.heads), real)

@@ -1,0 +1,69 @@
+"""What the runtime of this library refuses to execute of a step, whether or not a stack prices it.
+
+The rules are those of modules that run a model's own code (`nn.hosted`), said of roles and sizes alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshweave.algorithms.block.roles import IDLE, AxisDims, Roles
+from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.algorithms.step.checks import check_laid_out
+from meshweave.algorithms.step.problem import Parallelism, StepProblem
+from meshweave.algorithms.step.stack_checks import check_parallelism
+from meshweave.algorithms.step.strategies import strategy_of
+from meshweave.algorithms.table import STRATEGIES
+from meshweave.base.errors import UnsupportedError
+
+
+def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
+    """Raise an error of one line where this runtime does not execute a configuration of a model.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: the stack does not run them, or the strategy splits rows that a router reads.
+    """
+    check_parallelism(problem.stack, parallelism)
+    check_laid_out(problem, parallelism)
+    if problem.model.is_routed and splits_rows(*layer_roles(parallelism)):
+        raise UnsupportedError(
+            f"a router of {problem.model.name} reads whole rows of the residual, which {parallelism.strategy} "
+            "splits"
+        )
+
+
+def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
+    """Return whether ranks have parts of a token's features, of which a router reads all."""
+    axes = zip(roles.residual, mesh, strict=True)
+    return roles.is_flat or any(dim == "hidden" and size > 1 for dim, size in axes)
+
+
+def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:
+    """Return in one line why layers with a model's own code do not take a sequence; "" where they do.
+
+    Where ranks of the residual have fewer tokens than those of attention, their shares are to be even.
+    """
+    roles, mesh = layer_roles(parallelism)
+    whole, core = _ranks_of_tokens(roles.residual, mesh), _ranks_of_tokens(roles.core(True), mesh)
+    if whole // core <= 1 or sequence % whole == 0:
+        return ""
+    return (
+        f"mw.parallelize takes models of transformers by {parallelism.strategy} where {whole} ranks have equal "
+        f"shares of a sequence, which {sequence} tokens are not: give {-(-sequence // whole) * whole}, or fix "
+        "another strategy"
+    )
+
+
+def layer_roles(parallelism: Parallelism) -> tuple[Roles, tuple[int, ...]]:
+    """Return the roles of the ranks of a layer, and the shape of their mesh."""
+    context = (parallelism.context,) if parallelism.context > 1 else ()
+    mesh = (*context, *parallelism.tensor_mesh)
+    axes = zip(strategy_of(parallelism).roles, mesh, strict=True)
+    entry = STRATEGIES.named(parallelism.strategy)
+    product_2d = entry.product_2d if isinstance(entry, IncludedProducts) else ""
+    return Roles(tuple(role if size > 1 else IDLE for role, size in axes), product_2d), mesh
+
+
+def _ranks_of_tokens(dims: AxisDims, mesh: tuple[int, ...]) -> int:
+    return math.prod(size for dim, size in zip(dims, mesh, strict=True) if dim == "sequence")
