@@ -227,3 +227,22 @@ def test_clusters_of_the_catalog_agree_with_their_gpus() -> None:
         gpu = load_gpu(cluster.chip.gpu)
         assert cluster.chip.peak("float16") == gpu.flops_per_s
         assert cluster.chip.memory_bytes_per_s == gpu.memory.channels * 32 * gpu.memory.clock_hz
+
+
+def test_a_program_of_too_many_turns_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = """program("long")
+tp = mesh((4,), ("x",))
+A = tensor((8, 8), "float32")
+a = input(A, tp[S(0)])
+b = scratch((8, 8), "float32", on=tp)
+dma = lane()
+with tp:
+    for turn in range(300000):
+        put(at((tp.x + 1) % 4, b[2 * tp.x:2 * tp.x + 2, :]), a, release=release(), lane=dma, name="gather")
+"""
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    assert run_app(["simulate-gpu", str(path), "--cluster", "t3-8"]) == 2
+    assert "has more than 200,000 ops" in capsys.readouterr().err

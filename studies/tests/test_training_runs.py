@@ -27,7 +27,7 @@ from meshweave_studies.training_runs.figures import (
     published_bytes,
     published_seconds,
 )
-from meshweave_studies.training_runs.models import NoPredictionError, model_of, stated_parameters
+from meshweave_studies.training_runs.models import NoPredictionError, has_experts, model_of, stated_parameters
 from meshweave_studies.training_runs.rows import ALSO_SHIPPED, COLUMNS, PublishedRun, parse_runs, shipped_runs
 from meshweave_studies.training_runs.score import (
     MEMORY_GOAL,
@@ -416,7 +416,9 @@ def test_the_saved_page_is_what_is_computed() -> None:
     cells_text = f"{cells_line(cells)}\n\n{cells_table(cells)}"
     assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)), cells_text)
     others = [run for name in ALSO_SHIPPED for run in shipped_runs(name)]
-    assert scores_csv([*rows, *score_runs(others)]) == SCORES.read_text("utf-8")
+    routed = [run for run in (*RUNS, *others) if has_experts(run)]
+    every = [*rows, *score_runs(others), *score_runs(routed, experts=True)]
+    assert scores_csv(every) == SCORES.read_text("utf-8")
     calculon = [row for row in rows if row.source.startswith("calculon")]
     assert len(calculon) == 8 and all(row.error is not None for row in calculon)
 
@@ -430,6 +432,10 @@ def test_the_scores_that_ship_are_those_that_are_computed() -> None:
             row.error is not None and not row.precision
         ):  # those below 16 bits recur in later tables, and count once
             assert row.counts and scores_csv([row]).splitlines()[1] in saved
+    for run in random.Random(2).sample([run for run in RUNS if has_experts(run)], 8):
+        row, case = score_run(run, experts=True)
+        assert case is None or scores_csv([row]).splitlines()[1] in saved
+    assert {line.split(",")[-3] for line in saved[1:]} == {"yes", "no"}
     judged = [run for run in shipped_runs("dense_runs.csv") if "tpu-recipes" in run.source]
     assert {run.chips.split()[1] for run in judged} == {"v6e", "v5p"}
     for run in judged:

@@ -44,7 +44,9 @@ class PublishedRow:
         return tuple(self.values) or MODELS
 
     def listed(self, subject: str, reading: str = "") -> Listed:
-        """Return why the row of one of `models` is listed under a reading of the paper; "" where it counts.
+        """Return why this row is listed and does not count in the score, for a subject and a reading of the paper.
+
+        It is "" where the row counts.
 
         A pattern of `listed.toml` is that of an id, of "ID of SUBJECT" or of "ID by READING".
         """

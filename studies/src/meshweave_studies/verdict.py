@@ -164,3 +164,8 @@ def count_verdicts(rows: Sequence[JudgedRow]) -> dict[str, int]:
     for verdict in (ALONE, MISSING):
         counts[verdict] = sum(row.verdict == verdict for row in rows)
     return {verdict: count for verdict, count in counts.items() if count}
+
+
+def percent_faster(slow_s: float, fast_s: float) -> float:
+    """Return by how many percent what takes `fast_s` seconds is faster than what takes `slow_s`."""
+    return 100 * (slow_s / fast_s - 1)

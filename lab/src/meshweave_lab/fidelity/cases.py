@@ -29,8 +29,12 @@ _ATTEMPTS = 200
 
 @dataclass(frozen=True)
 class FidelityCase:
-    """A product by one algorithm, its collectives as rings of `ring_directions` directions, paced at
-    `flops_per_s`.
+    """A product by one algorithm, which the lab runs and simulates.
+
+    Attributes:
+        number: its place in the list of a seed.
+        ring_directions: of the rings that collectives become, 1 or 2.
+        flops_per_s: the rate to which each rank is slowed.
     """
 
     number: int

@@ -131,7 +131,9 @@ def published(
         write_file(report, runs_page(rows, sweep_table(sweeps), cells_text))
     if scores is not None:
         others = [run for name in ALSO_SHIPPED for run in shipped_runs(name)] if cases is None else []
-        write_file(scores, scores_csv([*rows, *score_runs(others, experts=experts)]))
+        routed = [] if experts else [run for run in (*runs, *others) if has_experts(run)]
+        every = [*rows, *score_runs(others, experts=experts), *score_runs(routed, experts=True)]
+        write_file(scores, scores_csv(every))
     if json:
         sources = [score.to_json() for score in source_scores(rows)]
         print_json(

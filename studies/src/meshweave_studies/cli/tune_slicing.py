@@ -15,7 +15,15 @@ from meshweave.base.errors import LayoutError, UnsupportedError, printable, requ
 from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.option_fields import with_options
-from meshweave.cli.options import print_json, progress_bar, read_bytes, read_dtype, read_mesh, read_names
+from meshweave.cli.options import (
+    BARE_CHIP_BYTES,
+    print_json,
+    progress_bar,
+    read_bytes,
+    read_dtype,
+    read_mesh,
+    read_names,
+)
 from meshweave.cli.tune import ClusterOption, JsonOption
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
@@ -74,7 +82,11 @@ def layouts(options: LayoutsOptions) -> None:
 
     m, n, k = options.m, options.n, options.k
     target = _cluster(options.cluster, MAX_LAYOUT_RANKS)
-    limit = target.chip.memory_bytes if options.memory is None else read_bytes("--memory", options.memory)
+    limit = (
+        target.chip.memory_bytes
+        if options.memory is None
+        else read_bytes("--memory", options.memory, BARE_CHIP_BYTES)
+    )
     kept = {
         name: read_grid(text, target.num_chips)
         for name, text in zip("abc", (options.a, options.b, options.c), strict=True)

@@ -156,9 +156,11 @@ class Kernels:
     def add_move(
         self, kernel: int, region: int, store: StoreTarget, reads: tuple[int, ...], wait: int = -1
     ) -> None:
-        """Append a unit that reads one or two regions and stores their sum, after region `wait` is complete.
+        """Append to kernel number `kernel` a unit that reads the regions numbered `reads`, one or two, and stores
+        their sum into region number `region`; a remote store goes to the next GPU.
 
-        A remote store goes to the next GPU.
+        Args:
+            wait: the number of the region that must be complete first; -1 for none.
         """
         first, second = (*reads, -1)[:2]
         self.kernels[kernel].units.append(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshweave.base.errors import ProgramError, UnsupportedError
+from meshweave.base.limits import GPU_STEPS
 from meshweave.base.units import to_ps
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.gpu import load_gpu
@@ -76,6 +77,8 @@ def _require_alike(program: Program, machine: Machine) -> None:
         raise UnsupportedError(
             f"{name} in detail runs programs whose meshes are all {size} chips, in one axis; {_FAST}"
         )
+    if not program.has_steps_within(GPU_STEPS):
+        raise UnsupportedError(f"the program {GPU_STEPS.refusal()} for {name} in detail; {_FAST}")
     first = program.ranks[0]
     expected = list(_outline(program, first))
     for rank in program.ranks[1:]:

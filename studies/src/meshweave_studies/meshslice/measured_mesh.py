@@ -13,9 +13,10 @@ from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave_studies.meshslice.readings import MeasuredRun
-from meshweave_studies.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy, percent_faster
+from meshweave_studies.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy
 from meshweave_studies.meshslice.times import Timer
 from meshweave_studies.published import MODELS
+from meshweave_studies.verdict import percent_faster
 
 SHAPE = (4, 4)
 
@@ -98,8 +99,9 @@ class MeasuredMesh:
 
 
 def local_shapes(run: MeasuredRun) -> list[tuple[int, int, int]]:
-    """Return the (m, n, k) that a chip of the mesh multiplies in each step of MeshSlice, of the products of both
-    models.
+    """Return the distinct (m, n, k) of the local products of MeshSlice's slices, for both models.
+
+    Each product has the number of slices that is fastest by the estimate without overlap.
     """
     mesh = MeasuredMesh(MeshSliceStudy(run.cluster, Timer("estimate"), measured=run))
     out: dict[tuple[int, int, int], None] = {}

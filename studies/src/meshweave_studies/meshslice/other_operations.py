@@ -5,7 +5,8 @@ from __future__ import annotations
 from meshweave.describe.model import load_model
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM
 from meshweave_studies.layer_operations import ops_besides_fc_layers
-from meshweave_studies.meshslice.study import FcBlock, MeshSliceStudy, percent_faster
+from meshweave_studies.meshslice.study import FcBlock, MeshSliceStudy
+from meshweave_studies.verdict import percent_faster
 
 
 def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:

@@ -26,9 +26,9 @@ from meshweave_studies.meshslice.agreement import (
 from meshweave_studies.meshslice.measured_mesh import MeasuredMesh
 from meshweave_studies.meshslice.other_operations import end_to_end_gain, other_operations_percent
 from meshweave_studies.meshslice.readings import PUBLIC, READINGS
-from meshweave_studies.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
+from meshweave_studies.meshslice.study import FcBlock, MeshSliceStudy, distinct_products
 from meshweave_studies.published import MODELS, PaperRows
-from meshweave_studies.verdict import OurValue
+from meshweave_studies.verdict import OurValue, percent_faster
 
 PAPER = "meshslice"
 KIBI = 1024

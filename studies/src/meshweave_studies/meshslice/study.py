@@ -254,8 +254,3 @@ def distinct_products(problems: Sequence[Matmul2dProblem]) -> list[int]:
     for position, problem in enumerate(problems):
         first.setdefault((problem.m, problem.n, problem.k), position)
     return list(first.values())
-
-
-def percent_faster(slow_s: float, fast_s: float) -> float:
-    """Return by how many percent what takes `fast_s` seconds is faster than what takes `slow_s`."""
-    return 100 * (slow_s / fast_s - 1)

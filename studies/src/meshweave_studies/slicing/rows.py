@@ -19,21 +19,16 @@ from meshweave_studies.slicing.study import (
     SlicingStudy,
     Stationary,
 )
-from meshweave_studies.verdict import OurValue
+from meshweave_studies.verdict import OurValue, percent_faster
 
 PAPER = "slicing"
 LEADERS = {"mlp1": ("column block", "inner product"), "mlp2": ("outer product", "2D block")}
 Seconds = Sequence[float]
 
 
-def percent_faster(ours: float, theirs: float) -> float:
-    """Return by how many percent what takes `ours` seconds is faster than what takes `theirs`."""
-    return 100 * (theirs / ours - 1)
-
-
 def mean_lead(study: SlicingStudy, ours: Seconds, theirs: Seconds) -> OurValue:
     """Return by how many percent `ours` is faster: the mean over the batch sizes, and each lead in words."""
-    leads = [percent_faster(our_s, their_s) for our_s, their_s in zip(ours, theirs, strict=True)]
+    leads = [percent_faster(their_s, our_s) for our_s, their_s in zip(ours, theirs, strict=True)]
     by_batch = ", ".join(f"{batch}: {lead:+.1f}" for batch, lead in zip(study.batches, leads, strict=True))
     return OurValue(round(mean(leads), 6), f"by batch {by_batch}")
 
@@ -73,7 +68,7 @@ def leaders(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
 def lead_shrinks(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
     """Return the lead of the leading partitionings at the smallest batch less that at the largest, in points."""
     pairs = zip(fastest(study, case, LEADERS[case.layer]), fastest(study, case, _others(case)), strict=True)
-    leads = [percent_faster(leader_s, rest_s) for leader_s, rest_s in pairs]
+    leads = [percent_faster(rest_s, leader_s) for leader_s, rest_s in pairs]
     return OurValue(leads[0] - leads[-1], f"{leads[0]:.1f} % and {leads[-1]:.1f} %")
 
 
@@ -100,7 +95,7 @@ def _over_others(
         points = [study.best(case, partitioning, last, stationary) for partitioning in partitionings]
         return min(point.seconds for point in points if point is not None)
 
-    return percent_faster(seconds(stays), min(seconds(name) for name in STATIONARY if name != stays))
+    return percent_faster(min(seconds(name) for name in STATIONARY if name != stays), seconds(stays))
 
 
 def copies_of_column(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
@@ -191,7 +186,7 @@ def cosma_poor(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
     """Return by how many percent the slowest partitioning is faster than COSMA."""
     cosma = [study.cosma(case, batch)[0] for batch in study.batches]
     lead = mean_lead(study, slowest(study, case, list(NAMED)), cosma)
-    ahead = mean(map(percent_faster, fastest(study, case, list(NAMED)), cosma))
+    ahead = mean(map(percent_faster, cosma, fastest(study, case, list(NAMED))))
     grids = ", ".join("x".join(map(str, study.cosma(case, batch)[1])) for batch in study.batches)
     return OurValue(lead.value, f"{lead.detail}; the fastest: {ahead:+.1f}; grids {grids}")
 
@@ -215,7 +210,7 @@ def outer_poor_on_h100(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
     rest = [name for name in NAMED if name != "outer product"]
     outer = fastest_with_stationary(study, case, OUTER, "b")
     lead = mean_lead(study, slowest(study, case, rest), outer)
-    behind = mean(map(percent_faster, fastest(study, case, rest), outer))
+    behind = mean(map(percent_faster, outer, fastest(study, case, rest)))
     return OurValue(lead.value, f"{lead.detail}; the fastest: {behind:+.1f}")
 
 

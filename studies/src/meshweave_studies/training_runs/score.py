@@ -38,6 +38,8 @@ class ScoredRun:
         chip, num_chips: those of the predicted cluster.
         stack: the software stack of the prediction.
         precision: the recipe of products below 16 bits; "" where they run in 16. Such rows are scored apart.
+        experts: whether the model routes tokens to experts.
+        mfu: utilization (0 to 1) that the published figure is, by the FLOPs and the pairs of tokens of a plan.
     """
 
     line: int
@@ -58,6 +60,8 @@ class ScoredRun:
     num_chips: int = 0
     stack: str = ""
     precision: str = ""
+    experts: bool = False
+    mfu: float = 0.0
 
     @property
     def error(self) -> float | None:
@@ -202,6 +206,8 @@ def score_run(
         num_chips=cluster.num_chips,
         stack=case.problem.stack.name,
         precision=case.problem.precision or "",
+        experts=case.problem.model.is_routed,
+        mfu=step.mfu * step.time_s / published_s,
     )
     return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted), case
 

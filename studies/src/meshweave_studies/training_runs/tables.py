@@ -27,13 +27,12 @@ def scores_csv(rows: Sequence[ScoredRun]) -> str:
     """Return the errors of the rows that were predicted and count, with their chips: what the wheel ships."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(("chip", "num_chips", "model", "stack", "precision", "fitted", "error"))
+    lines.writerow(("chip", "num_chips", "model", "stack", "precision", "experts", "fitted", "error", "mfu"))
     for row in rows:
         if row.error is not None and row.counts:
-            fitted = "yes" if row.fitted else "no"
-            lines.writerow(
-                (row.chip, row.num_chips, row.model, row.stack, row.precision, fitted, f"{row.error:.4f}")
-            )
+            experts, fitted = ("yes" if each else "no" for each in (row.experts, row.fitted))
+            words = (row.chip, row.num_chips, row.model, row.stack, row.precision, experts, fitted)
+            lines.writerow((*words, f"{row.error:.4f}", f"{row.mfu:.4f}"))
     return out.getvalue()
 
 
