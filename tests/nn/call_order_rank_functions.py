@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import linear
 
 import meshweave
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program.parse import parse
 
@@ -342,6 +343,29 @@ def _given_in_inference_mode(context: Any) -> list[str]:
         return ["bound to inference tensors"] * bool(held) + ["given memory is not used"] * (
             not bool((y == 5).all())
         )
+
+
+def failed_groups(context: Any) -> dict[str, str]:
+    """Return what is said where rank 3 refuses a call, and torch or the caller's own code fails on the others."""
+    fails = {"torch": lambda: dist.new_group([0, 99]), "own": lambda: int("own")}
+    answers = {}
+    for name, fail in fails.items():
+        with FreshCalls(context) as calls:
+            calls.matmul()
+
+            def call(calls: Calls = calls, fail: Callable[[], object] = fail) -> None:
+                with share_refusal(calls.context, range(context.num_ranks), "dispatch"):
+                    if context.rank == 3:
+                        raise LayoutError("no such dim")
+                    time.sleep(0.3)
+                    fail()
+
+            try:
+                call()
+            except (MeshweaveError, ValueError) as error:
+                answers[name] = f"{type(error).__name__}: {error}"
+            dist.barrier()
+    return answers
 
 
 def cases(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:

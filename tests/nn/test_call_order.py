@@ -25,7 +25,7 @@ CLEAR = re.compile(
     r"|LayoutError: "
 )
 THOROUGH = settings().max_examples > 100
-CASES = ["swapped", "refused", "first_calls", "dims", "inference", "without_group"]
+CASES = ["swapped", "refused", "first_calls", "dims", "inference", "failed_groups", "without_group"]
 
 pytestmark = [
     pytest.mark.gloo,
@@ -116,6 +116,14 @@ def test_dims_that_a_tensor_does_not_have_are_refused(answers: list[dict[str, An
 
 def test_what_is_bound_under_inference_mode_trains_later(answers: list[dict[str, Any]]) -> None:
     assert [answer["inference"] for answer in answers] == [[]] * 4
+
+
+def test_an_error_of_torch_is_explained_by_what_another_rank_refuses(answers: list[dict[str, Any]]) -> None:
+    for answer in answers[:3]:
+        assert answer["failed_groups"]["torch"].startswith("BindError: rank 3 refuses dispatch (call ")
+        assert answer["failed_groups"]["torch"].endswith("LayoutError: no such dim")
+        assert answer["failed_groups"]["own"].startswith("ValueError: invalid literal")
+    assert set(answers[3]["failed_groups"].values()) == {"LayoutError: no such dim"}
 
 
 def test_calls_without_a_process_group_say_so(answers: list[dict[str, Any]]) -> None:

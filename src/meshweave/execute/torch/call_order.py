@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError, UnsupportedError
+from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError
 from meshweave.execute.torch.call_records import CallKind, ContextCalls, SharedCalls
 from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls
 from meshweave.execute.torch.context import TorchContext
@@ -114,13 +114,23 @@ class CallSequence(SharedCalls):
         return BoundCall(self, self.num_bound, title)
 
     def refuse(self, title: str, error: Exception) -> None:
-        """Count a call that this rank refuses for `error`, and tell the others, which may wait for it."""
+        """Count a call that this rank refuses for `error`, and tell the others, which may wait for it.
+
+        Raises:
+            BindError: torch.distributed has failed because another rank refuses this very call, or is in another.
+        """
         order = self.order
+        is_of_torch = _is_of_distributed(error)
+        if is_of_torch:
+            order.check_verdict()
         if order.verdict or dist.group.WORLD is not order.world:
             return
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         order.open = None  # neither sent nor waited for any more: the others hear of the refusal
-        number = self.begin(CallKind(REFUSED, title, why))
+        number = self.begin(CallKind(TALK, title))
+        if is_of_torch:  # as a group is formed with a rank that refuses, and closes its connections
+            order.explain_failure()
+        self.recent[-1] = (number, CallKind(REFUSED, title, why))
         self.end(error)
         store = signed_store(_TELL_S)
         with contextlib.suppress(RuntimeError, OSError):  # the store may be gone, or hang
@@ -300,13 +310,19 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
         try:
             yield
         except Exception as error:  # of the caller's functions, too: the others must not wait for this rank
-            if isinstance(error, RuntimeError) and not isinstance(error, MeshweaveError):
-                order.explain_failure()  # torch's own, as a group is formed with a rank that refuses
             # Of ranks that are lost or late all are told by their liveness, and the store may be lost with them.
             is_told = isinstance(error, RankLostError | DeadlineError) and context.liveness is not None
             if not is_told and not getattr(error, _SHARED, False):
                 order.sequence(ranks).refuse(order.title, error)
             raise
+
+
+def _is_of_distributed(error: Exception) -> bool:
+    """Return whether torch.distributed itself has raised an error."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("torch.distributed")
 
 
 _SHARED = "is_known_to_other_ranks"

@@ -10,7 +10,6 @@ of torch, modes of modules, copies of weights.
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_shared
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words, agree, digest
 from meshweave.nn.parallel.checksums import checksum, digest_of
 from meshweave.nn.parallel.features import CallInputs
@@ -32,6 +32,7 @@ from meshweave.nn.parallel.tokens import TokenLimits
 
 _STRIDE = 0x9E3779B97F4A  # even, so that factors are odd: targets that are tokens count, too
 _WHAT = "all ranks to compare what they give a parallelised model"
+_NOT_ALIKE = "numbers of ranks differ, and nothing that they stand for"
 _SHOWN = 6
 
 
@@ -148,7 +149,6 @@ class StepAgreement:
                 except LayoutError:
                     self.progress.calls -= 1  # it is none, on all ranks: also where it was of another model
                     raise
-                assert is_same, "numbers of ranks differ, and nothing that they stand for"
 
         with torch.no_grad():
             number = self._number(words, [*tensors.values()])
@@ -158,7 +158,13 @@ class StepAgreement:
                 order.open = self._joint.finish
             else:
                 answer = self._sent(order, number)
-                order.open = lambda: conclude(answer())
+
+                def finish() -> None:
+                    is_same = answer()
+                    conclude(is_same)
+                    assert is_same, _NOT_ALIKE
+
+                order.open = finish
 
     def sum_beside(self, values: Tensor) -> Tensor | None:
         """Return the sum of (1,) over ranks, in one message with what the running call compares.
@@ -259,20 +265,27 @@ class StepAgreement:
 class JointMessage:
     """What a call compares, sent with the terms of its loss, as nothing else travels before.
 
+    It is the sum over ranks of two numbers in float64, for the rounds of an all-reduce grow with what it has: the
+    term, and some bits of what is compared. Where these are alike, their sum is that of this rank times the ranks;
+    where not, each rank sees another one, but for chances of one in 2^40.
+
     It is sent by itself where another call comes first, or the call ends without a loss.
 
     Args:
-        number: of 64 bits, that stands for what is compared.
-        conclude: gets whether the numbers of all ranks are equal.
+        number: stands for what is compared; lower bits of it are sent.
+        conclude: gets whether the numbers of all ranks are equal, and raises LayoutError where what they stand for
+            is not.
     """
 
-    _SLOTS = 3
-    """Of each rank: the number, whether there is a term, and the bits of it."""
+    _EXACT_BITS = 53
+    """Up to as many bits float64 has whole numbers."""
 
     def __init__(
         self, agreement: StepAgreement, order: CallOrder, number: int, conclude: Callable[[bool], None]
     ) -> None:
-        self._agreement, self._order, self._number, self._conclude = agreement, order, number, conclude
+        self._agreement, self._order, self._conclude = agreement, order, conclude
+        self._ranks = agreement.strategy.mesh.ranks
+        self._number = number % 2 ** (self._EXACT_BITS - len(self._ranks).bit_length())
 
     @property
     def is_open(self) -> bool:
@@ -283,20 +296,6 @@ class JointMessage:
         """Send it without a term, and compare."""
         self._send(None)
 
-    def _send(self, term: float | None) -> list[list[int]]:
-        """Send it, compare, and return what each rank has sent."""
-        ranks, own = self._agreement.strategy.mesh.ranks, self._agreement.strategy.rank
-        mine = (
-            [self._number, 0, 0]
-            if term is None
-            else [self._number, 1, *struct.unpack("q", struct.pack("d", term))]
-        )
-        rows = torch.tensor([mine if rank == own else [0] * self._SLOTS for rank in ranks], device="cpu")
-        self._agreement.reduced(self._order, rows, dist.ReduceOp.SUM)()
-        said: list[list[int]] = rows.tolist()
-        self._conclude(len({number for number, _, _ in said}) == 1)
-        return said
-
     def sum(self, values: Tensor) -> Tensor:
         """Send it with the term (1,) of this rank, and return the sum (1,), with the same bits on all ranks.
 
@@ -304,17 +303,34 @@ class JointMessage:
             BindError: ranks have ended the call without a loss, as others have one.
         """
         self._order.open = None
-        said = self._send(float(values))
-        ranks = self._agreement.strategy.mesh.ranks
-        lacks = [rank for rank, (_, has_term, _) in zip(ranks, said, strict=True) if not has_term]
-        if lacks:
+        return values.new_tensor([self._send(float(values))])
+
+    def _send(self, term: float | None) -> float:
+        """Send it, compare, and return the sum of the terms."""
+        number = self._number ^ int(term is None)
+        both = torch.tensor([term or 0.0, number], dtype=torch.float64, device="cpu")
+        self._agreement.reduced(self._order, both, dist.ReduceOp.SUM)()
+        total, numbers = both.tolist()
+        is_same = numbers == number * len(self._ranks)
+        self._conclude(is_same)
+        if not is_same:
+            self._check_terms(term is not None)
+        return float(total)
+
+    def _check_terms(self, has_term: bool) -> None:
+        """Raise BindError where this rank has a term, and others have none."""
+        context = self._agreement.context(torch.device("cpu"))
+        said = gathered(torch.tensor([int(has_term)], device="cpu"), context, self._ranks, _WHAT)
+        lacks = [
+            rank for rank, is_there in zip(self._ranks, said.flatten().tolist(), strict=True) if not is_there
+        ]
+        assert 0 < len(lacks) < len(self._ranks), _NOT_ALIKE
+        if has_term:
             error = BindError(
                 f"{ranks_text(lacks)} ended this call of a parallelised model without its loss: see its error"
             )
             mark_as_shared(error)
             raise error
-        terms = struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}q", *(bits for _, _, bits in said)))
-        return values.new_tensor([sum(terms)])
 
 
 @contextlib.contextmanager
