@@ -5,7 +5,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,6 +34,19 @@ def ring(context, payload):
             dist.send(torch.ones(1), after)
             received.wait()
         time.sleep(0.005)
+
+
+def left_behind(context, payload):
+    """Leave threads in the store's C++, which come back one after the other once the work is done."""
+
+    def wait(store, seconds):
+        with suppress(RuntimeError):
+            store.wait(["nobody sets this"], timedelta(seconds=seconds))
+
+    for number in range(1, 30):
+        given = context.store.clone(), 0.5 + 0.1 * number
+        threading.Thread(target=wait, args=given, daemon=True).start()
+    time.sleep(0.5)
 
 
 def slow(context, payload):

@@ -43,6 +43,11 @@ def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):
     assert results == [{"rank": rank, **common} for rank in range(2)]
 
 
+def test_a_thread_that_comes_back_as_its_process_ends_does_not_abort_a_rank_that_is_done(monkeypatch):
+    monkeypatch.setattr(launcher, "rank_starter", None)
+    assert run("left_behind", 1) == [None]
+
+
 def test_all_survivors_name_the_killed_rank_and_no_other():
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
         run("ring", 4, {"victim": 2, "unguarded": 1})

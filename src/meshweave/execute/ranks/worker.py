@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import os
@@ -54,8 +55,20 @@ def _watch_parent(parent_pid: int) -> None:
 
 def main() -> None:
     """Run one rank of the job in the folder that the command line names; the rank is RANK in the environment."""
+    atexit.register(_leave)  # the first to be registered is called last
     folder = Path(sys.argv[1])
     run_rank(folder, int(os.environ["RANK"]), LaunchJob.read(folder).parent_pid)
+
+
+def _leave() -> None:
+    """End a process that has done its work, after all else that is to be done at its end.
+
+    The interpreter is not taken down: a thread that comes back from C++ then, as from a group that another rank
+    has refused to form, aborts the process, and a rank whose result is written would count as killed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_rank(folder: Path, rank: int, parent_pid: int) -> None:
