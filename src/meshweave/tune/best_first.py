@@ -57,6 +57,7 @@ class BestFirst:
         machine: what configs are priced on.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of parts done, of those that the search begins with, and of these.
+        within_s: seconds from which on a config is not looked for; one may be priced before the search knows.
 
     Attributes:
         rows: the best config of each row that was priced.
@@ -75,6 +76,7 @@ class BestFirst:
         machine: Machine,
         num_exact: int,
         progress: Progress = no_progress,
+        within_s: float = math.inf,
     ) -> None:
         self._entry, self._problem, self._machine = entry, problem, machine
         self.num_exact, self.progress = num_exact, progress
@@ -84,7 +86,7 @@ class BestFirst:
         self.num_first = self.num_priced = self.refused = 0
         self.reason = ""
         self.is_complete = False
-        self._limit_s = math.inf
+        self._limit_s = within_s
         self._queue: list[_Waiting] = []
         self._number = 0
 
@@ -210,7 +212,7 @@ class BestFirst:
             self.rows[key] = priced
             if len(self.rows) >= self.num_exact:
                 times = (row.seconds for row in self.rows.values())
-                self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+                self._limit_s = min(self._limit_s, heapq.nsmallest(self.num_exact, times)[-1])
 
     def _admits(self, config: Any) -> bool:
         """Return whether a config may be in the ranking."""
