@@ -5,8 +5,8 @@ the search begins with is tightened only when it is the least, and the part is d
 config is priced. The search ends when the least bound exceeds the time of the last exact row of the ranking. The
 result is exact if the bounds are.
 
-Until something is priced, what a part from the queue is divided into is looked at at once: an early answer rules
-out most of the rest.
+Until something is priced, or a time is given to be within, what a part from the queue is divided into is looked at
+at once: an early answer rules out most of the rest.
 
 A large search bounds thousands of parts before it prices one. `answer_early` prices one of the first of these
 before, for who stops the search then. It changes nothing of what the search finds.
@@ -185,7 +185,7 @@ class BestFirst:
             self._price(part)
             return
         for child in children:
-            if not self.rows:
+            if not self.rows and math.isinf(self._limit_s):
                 self._divide(child, bound_s)
                 continue
             least_s = self._entry.lower_bound(self._problem, child)
