@@ -27,6 +27,7 @@ from meshweave.cli.options import (
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
+from meshweave.describe.scores import MARGIN
 
 if TYPE_CHECKING:
     from meshweave.algorithms.step import StepProblem
@@ -119,6 +120,15 @@ class PlanVerbOptions:
     stack: StackOption = "meshweave"
     overlap: OverlapOption = "sites"
     precision: PrecisionOption = None
+    margin: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=0.99,
+            help="Share of its time by which a strategy that no published run has must be faster than those that "
+            "published runs have, to be chosen. 0 chooses the fastest by prediction.",
+        ),
+    ] = MARGIN
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None
@@ -174,7 +184,18 @@ def plan(model: ModelArgument, cluster: ClusterOption, options: PlanVerbOptions)
     _plan_step(problem, options)
 
 
-_OF_A_STEP = ("fix", "memory", "table", "sensitivity", "price", "stack", "overlap", "reserve", "precision")
+_OF_A_STEP = (
+    "fix",
+    "memory",
+    "table",
+    "sensitivity",
+    "price",
+    "stack",
+    "overlap",
+    "reserve",
+    "precision",
+    "margin",
+)
 """The options that a plan of products does not have."""
 
 
@@ -197,6 +218,7 @@ def _plan_step(problem: StepProblem, given: PlanVerbOptions) -> None:
             options,
             memory_bytes=memory_bytes,
             sensitivity=given.sensitivity,
+            margin=given.margin,
             progress=progress,
         )
     if given.report is not None:

@@ -104,8 +104,11 @@ def _share(record: StepRecord, name: str) -> str:
 
 def _searched(steps: StepsRecord) -> str:
     count = steps.searched
+    before = "the first is preferred; after it " if steps.margin else ""
     exact = (
-        f"no other is faster than the first {steps.num_exact}" if steps.num_exact else "search not finished"
+        f"{before}no other is faster than the first {steps.num_exact}"
+        if steps.num_exact
+        else "search not finished"
     )
     return (
         f"{count.get('nodes', 0)} layouts with a micro-batch; {count.get('priced', 0)} configurations priced, "

@@ -5,8 +5,8 @@ the search begins with is tightened only when it is the least, and the part is d
 config is priced. The search ends when the least bound exceeds the time of the last exact row of the ranking. The
 result is exact if the bounds are.
 
-Until something is priced, what a part from the queue is divided into is looked at at once: an early answer rules
-out most of the rest.
+Until something is priced, or a time is given to be within, what a part from the queue is divided into is looked at
+at once: an early answer rules out most of the rest.
 
 A large search bounds thousands of parts before it prices one. `answer_early` prices one of the first of these
 before, for who stops the search then. It changes nothing of what the search finds.
@@ -57,6 +57,7 @@ class BestFirst:
         machine: what configs are priced on.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of parts done, of those that the search begins with, and of these.
+        within_s: seconds from which on a config is not looked for; one may be priced before the search knows.
 
     Attributes:
         rows: the best config of each row that was priced.
@@ -75,6 +76,7 @@ class BestFirst:
         machine: Machine,
         num_exact: int,
         progress: Progress = no_progress,
+        within_s: float = math.inf,
     ) -> None:
         self._entry, self._problem, self._machine = entry, problem, machine
         self.num_exact, self.progress = num_exact, progress
@@ -84,7 +86,7 @@ class BestFirst:
         self.num_first = self.num_priced = self.refused = 0
         self.reason = ""
         self.is_complete = False
-        self._limit_s = math.inf
+        self._limit_s = within_s
         self._queue: list[_Waiting] = []
         self._number = 0
 
@@ -183,7 +185,7 @@ class BestFirst:
             self._price(part)
             return
         for child in children:
-            if not self.rows:
+            if not self.rows and math.isinf(self._limit_s):
                 self._divide(child, bound_s)
                 continue
             least_s = self._entry.lower_bound(self._problem, child)
@@ -210,7 +212,7 @@ class BestFirst:
             self.rows[key] = priced
             if len(self.rows) >= self.num_exact:
                 times = (row.seconds for row in self.rows.values())
-                self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+                self._limit_s = min(self._limit_s, heapq.nsmallest(self.num_exact, times)[-1])
 
     def _admits(self, config: Any) -> bool:
         """Return whether a config may be in the ranking."""

@@ -124,15 +124,17 @@ class StepsRecord(Record):
     Attributes:
         memory_limit_bytes: the most bytes that a chip may hold.
         reserve_bytes: what stays free of its memory besides.
-        ranked: the best configuration of each set of degrees and strategy, the fastest first.
+        ranked: the best configuration of each set of degrees and strategy, the fastest first, but for `margin`.
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
         overlap: what communication of a layer was priced to run beside: the attribute of `StepProblem`;
             files without it have that of whole layers.
         is_complete: whether the search ran to its end.
-        num_exact: the first rows that no configuration of the space is faster than; the others are the best of
-            those that were priced.
+        num_exact: the first rows that no configuration of the space is faster than, after the one of `margin`;
+            the others are the best of those that were priced.
+        margin: by which share of its time the first row may be slower than the second: it has a strategy that
+            published runs have, and the faster ones have none; 0 where the first row is the fastest.
         pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
         ceiling: the most of its peak that products of a chip have shown; None in files of before.
         defaults: what `mw.step` gives where the plan was free to choose; None in files of before, and where that
@@ -160,6 +162,7 @@ class StepsRecord(Record):
     above_ceiling: str = ""
     defaults: StepRecord | None = None
     defaults_refused: str = ""
+    margin: Share = 0.0
     stack: str = "ideal"
     precision: str = ""
     priced_as: str = ""
@@ -178,12 +181,12 @@ class StepsRecord(Record):
 
     @property
     def best(self) -> StepRecord:
-        """Return the fastest configuration."""
+        """Return the configuration that is chosen."""
         return self.ranked[0]
 
     @property
     def runner_up(self) -> StepRecord | None:
-        """Return the second fastest configuration; None if there is one only."""
+        """Return the second configuration of the ranking; None if there is one only."""
         return self.ranked[1] if len(self.ranked) > 1 else None
 
 

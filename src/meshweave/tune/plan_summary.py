@@ -12,7 +12,14 @@ from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.model.model_file import transformer_from
 from meshweave.describe.scores import error_of_runs_like, most_published_mfu
 from meshweave.tune.plan_records import DegreesRecord, DescriptionRecord, StepRecord, StepsRecord
-from meshweave.tune.step_search.reasons import advice, choice_text, counted, defaults_text, difference_text
+from meshweave.tune.step_search.reasons import (
+    advice,
+    choice_text,
+    counted,
+    defaults_text,
+    difference_text,
+    preference_text,
+)
 
 
 class PlannedProducts(Protocol):
@@ -98,6 +105,8 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
     else:
         yield f"runner-up  {choice_text(steps.runner_up.degrees)}"
         yield f"           {difference_text(steps.best, steps.runner_up)}"
+    if text := preference_text(steps):
+        yield f"           {text}"
     if text := defaults_text(steps):
         yield f"defaults   {text}"
     if plan.description is not None:

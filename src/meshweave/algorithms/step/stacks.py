@@ -185,6 +185,12 @@ def is_executed_here(name: str) -> bool:
     return name == IDEAL or _DEFAULTS.get(name, {"runs_programs": False}).get("runs_programs", True)
 
 
+def published_strategies() -> tuple[str, ...]:
+    """Return the strategies of tensor ranks that some stack with published runs executes, in the table's order."""
+    runs = [of_stack.strategies for of_stack in _stack_runs().values() if of_stack.strategies is not None]
+    return tuple(name for name in STRATEGIES if any(name in strategies for strategies in runs))
+
+
 def fitted_as(name: str) -> str:
     """Return the name of the stack whose published runs the constants were fitted on: `name`, or one like it."""
     return _FITTED_AS.get(name, name)

@@ -35,9 +35,11 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.left_out import unmeasured_kernels
 from meshweave.describe.machine.levels import link_levels
 from meshweave.describe.model import ModelSource, Transformer, load_model
+from meshweave.describe.scores import MARGIN
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
+from meshweave.tune.step_search.published import published_first
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 
@@ -65,6 +67,7 @@ def plan(
     memory_bytes: int | None = None,
     num_exact: int = NUM_EXACT,
     sensitivity: bool = False,
+    margin: float = MARGIN,
     progress: Progress = no_progress,
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -80,6 +83,8 @@ def plan(
         memory_bytes: the memory of a chip, of which `reserve` stays free; None for what its description says.
         num_exact: rows of the ranking that no other configuration is faster than.
         sensitivity: whether to price the ranking with faster links too.
+        margin: the share of its time by which a strategy that no published run has must be faster than all that
+            published runs have, to be chosen; 0 for what is the fastest by prediction.
         progress: called with the numbers of layouts looked at so far, and of all.
         options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `ep`, `etp`, `strategy`, `zero`, `schedule`,
             `micro_batch`, `recompute` and `order`, each a value or a list of values to choose among; and
@@ -114,6 +119,7 @@ def plan(
         memory_bytes=memory_bytes,
         num_exact=num_exact,
         sensitivity=sensitivity,
+        margin=margin,
         progress=progress,
     )
 
@@ -142,6 +148,7 @@ def plan_step(
     memory_bytes: int | None = None,
     num_exact: int = NUM_EXACT,
     sensitivity: bool = False,
+    margin: float = MARGIN,
     progress: Progress = no_progress,
 ) -> Plan:
     """Return the plan of a step problem; arguments as of `plan`.
@@ -150,12 +157,16 @@ def plan_step(
         DescriptionError: a size or option is wrong.
         UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
     """
+    if not 0 <= margin < 1:
+        raise DescriptionError(
+            f"margin is {margin}; give a share of the time from 0 to below 1, such as {MARGIN}"
+        )
     memory_bytes = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
     limit = problem.usable_bytes(memory_bytes)
     check_problem(problem)
     space = StepSpace(problem, options)
     _LOG.info("searching %s on %d chips", problem.model.name, problem.cluster.num_chips)
-    ranking = StepSearch(space, limit, num_exact, progress).ranking()
+    ranking = published_first(StepSearch(space, limit, num_exact, progress).ranking(), margin)
     of = ranking.count
     _LOG.info("priced %d of %d layouts, %d over memory", of.priced, of.nodes, of.over_memory)
     if not ranking.rows:
@@ -170,7 +181,11 @@ def plan_step(
         sequence=problem.sequence,
         dtype=problem.dtype,
         steps=_steps_record(
-            problem, ranking, memory_bytes - limit, link_sensitivity(ranking) if sensitivity else ()
+            problem,
+            ranking,
+            memory_bytes - limit,
+            margin if ranking.is_published_first else 0.0,
+            link_sensitivity(ranking) if sensitivity else (),
         ),
         note=NOTE,
         not_priced=model.not_priced_at(problem.sequence),
@@ -183,6 +198,7 @@ def _steps_record(
     problem: StepProblem,
     ranking: StepRanking,
     reserve_bytes: int,
+    margin: float,
     sensitivity: tuple[SensitivityRecord, ...],
 ) -> StepsRecord:
     count, ceiling = ranking.count, rate_ceiling(problem)
@@ -208,6 +224,7 @@ def _steps_record(
             "refused": count.refused,
         },
         overlap=problem.overlap,
+        margin=margin,
         is_complete=ranking.is_complete,
         num_exact=ranking.num_exact if ranking.is_complete else 0,
         sensitivity=sensitivity,

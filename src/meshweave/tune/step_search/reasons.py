@@ -189,7 +189,9 @@ def part_name(part: str, *degrees: DegreesRecord) -> str:
 
 
 def difference_text(best: StepRecord, other: StepRecord) -> str:
-    """Return in words how much slower another configuration is than the best, with the parts that differ most."""
+    """Return in words how much slower or faster another configuration is than the best, with the parts that
+    differ most.
+    """
     slower = other.step_s - best.step_s
     parts = {
         name: other.parts_s.get(name, 0.0) - best.parts_s.get(name, 0.0)
@@ -199,9 +201,21 @@ def difference_text(best: StepRecord, other: StepRecord) -> str:
     words = [
         f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))} {part_name(name, best.degrees, other.degrees)}"
         for name, seconds in largest
-        if abs(seconds) > 0.1 * max(slower, 1e-9)
+        if abs(seconds) > 0.1 * max(abs(slower), 1e-9)
     ]
-    return f"{100 * slower / best.step_s:.1f} % slower" + (f": {', '.join(words)}" if words else "")
+    change = f"{100 * abs(slower) / best.step_s:.1f} % {'faster' if slower < 0 else 'slower'}"
+    return change + (f": {', '.join(words)}" if words else "")
+
+
+def preference_text(steps: StepsRecord) -> str:
+    """Return in words why the best stands before a faster configuration; "" where it is the fastest."""
+    if not steps.margin or steps.runner_up is None:
+        return ""
+    strategy = steps.runner_up.degrees.strategy
+    return (
+        f"not chosen: no published run has {strategy}, so that it must win by {100 * steps.margin:.3g} %; "
+        "--margin 0 takes it"
+    )
 
 
 def defaults_text(steps: StepsRecord) -> str:

@@ -5,6 +5,7 @@ A row of the ranking is a set of degrees with a strategy, in the order and with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,10 +74,13 @@ class StepRanking:
     """The result of a search.
 
     Attributes:
-        rows: the best configuration of each set of degrees and strategy, the fastest first.
+        rows: the best configuration of each set of degrees and strategy, the fastest first, but for
+            `is_published_first`.
         front: priced configurations on the Pareto front of time and memory, the fastest first.
         is_complete: whether the search ran to its end; otherwise these are the best so far.
         num_exact: the number of exact rows, if the search ran to its end.
+        is_published_first: whether the first row stands before faster ones for its strategy, which published
+            runs have; the exact rows come after it.
         smallest: where nothing fits, the configuration with the least memory, and its bytes.
     """
 
@@ -87,6 +91,7 @@ class StepRanking:
     count: SearchCount
     is_complete: bool
     num_exact: int
+    is_published_first: bool = False
     smallest: tuple[Parallelism, int] | None = None
 
 
@@ -98,6 +103,7 @@ class StepSearch(BestFirst):
         memory_bytes: the most bytes that a chip may hold.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of layouts done, and of all.
+        within_s: seconds of a step from which on a configuration is not looked for.
     """
 
     def __init__(
@@ -106,9 +112,10 @@ class StepSearch(BestFirst):
         memory_bytes: int,
         num_exact: int = NUM_EXACT,
         progress: Progress = no_progress,
+        within_s: float = math.inf,
     ) -> None:
         machine = Machine(space.problem.priced_cluster, (), logical=True)
-        super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress)
+        super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress, within_s)
         self._tree = StepTree(space, memory_bytes)
 
     def _admits(self, config: Parallelism) -> bool:
@@ -134,7 +141,7 @@ class StepSearch(BestFirst):
             ),
             self.is_complete,
             min(self.num_exact, len(rows)),
-            None if rows else self._smallest(),
+            smallest=None if rows else self._smallest(),
         )
 
     def _smallest(self) -> tuple[Parallelism, int] | None:
