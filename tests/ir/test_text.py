@@ -218,6 +218,17 @@ def test_refusals_say_where_and_what(line: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_refusal_is_one_line_whatever_it_quotes() -> None:
+    quoted = ", lane=compute)\n    send(a, peer=1)\n        x"
+    for text in (
+        f"call(fn='f', outs=(a,), ins=(), dtype={quoted!r}, lane=l)",
+        f"B = tensor((4,), {quoted!r})",
+    ):
+        with pytest.raises(ProgramError, match="unknown dtype") as caught:
+            validate(parse(HEAD + text + "\n"))
+        assert "\n" not in str(caught.value) and "\n" not in caught.value.message
+
+
 def test_program_without_a_name() -> None:
     with pytest.raises(ProgramError, match="a program starts with program"):
         parse("l = lane()\n")

@@ -90,7 +90,7 @@ class LayoutError(MeshweaveError):
 
 
 class ProgramError(MeshweaveError):
-    """A program is malformed, or does not compute what it declares.
+    """A program is malformed, or does not compute what it declares. Its message is one line, whatever it quotes.
 
     `op`, `rank` and `buffer` name the culprit where they are known.
     """
@@ -98,6 +98,7 @@ class ProgramError(MeshweaveError):
     def __init__(
         self, message: str, *, op: str | None = None, rank: int | None = None, buffer: str | None = None
     ) -> None:
+        message = " ".join(message.splitlines())
         where = [
             f"{key} {printable(value)}"
             for key, value in (("op", op), ("rank", rank), ("buffer", buffer))
