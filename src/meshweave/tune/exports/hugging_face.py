@@ -19,7 +19,7 @@ _LAYERS = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
-"""The matrices of a layer, by the names of their modules, with the styles that transformers has for `_FAMILIES`."""
+"""The matrices of a layer by the names of their modules, with the styles that transformers has for `_FAMILIES`."""
 _HEAD_NORMS = {f"self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
 """Norms of a head, whose weights get gradients of the heads of one rank alone: their sum is needed."""
 _WITH_HEAD_NORMS = ("exaone4", "gemma3_text", "qwen3")
