@@ -1,6 +1,6 @@
 """Score all published data anew, and say what drifted against the last release: a part of each release.
 
-    python validation/accuracy.py            # the page; status 1 where a median is gone, or worse by more than a point
+    python validation/accuracy.py            # the page; status 1 where a median is gone, or a point worse
     python validation/accuracy.py --save     # these are the numbers of a release from now on
 
 Published runs by source (those of models with experts apart), collectives across hosts, and kernels by device,
