@@ -53,6 +53,8 @@ ON_RANKS = (
     "2",
     "--algorithm",
     "collective",
+    "--timeout",
+    "600",
 )
 STEP = (
     "import meshweave as mw; made = mw.step('llama-2-7b', 'dgx-h100:8', batch=16, sequence=2048); "

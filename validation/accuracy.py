@@ -1,6 +1,6 @@
 """Score all published data anew, and say what drifted against the last release: a part of each release.
 
-    python validation/accuracy.py            # the page; status 1 where a median got worse by more than a point
+    python validation/accuracy.py            # the page; status 1 where a median is gone, or a point worse
     python validation/accuracy.py --save     # these are the numbers of a release from now on
 
 Published runs by source (those of models with experts apart), collectives across hosts, and kernels by device,
@@ -119,8 +119,19 @@ def page(before: Scores, now: Scores) -> str:
     return "\n".join(lines) + "\n"
 
 
+def failures(before: Scores, now: Scores) -> list[str]:
+    """Return a line for each median that is worse by more than a point, or that is scored no longer."""
+    worse = [drift for drift in drifts(before, now)[0] if drift.is_worse]
+    lines = [
+        f"worse: {each.name}: {100 * each.before:.1f} % before, {100 * each.now:.1f} % now" for each in worse
+    ]
+    return lines + [
+        f"gone: {name}: scored in the last release" for name in sorted(before.keys() - now.keys())
+    ]
+
+
 def main() -> None:
-    """Score, write the page, and end with status 1 where a median got worse by more than a point."""
+    """Score, write the page, and end with status 1 where a median got worse by more than a point, or is gone."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,11 +142,9 @@ def main() -> None:
     PAGE.write_text(page(before, now))
     if given.save:
         SAVED.write_text(json.dumps(now, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    worse = [drift for drift in drifts(before, now)[0] if drift.is_worse]
-    for drift in worse:
-        print(f"worse: {drift.name}: {100 * drift.before:.1f} % before, {100 * drift.now:.1f} % now")
-    print(f"{len(now)} groups scored; written to {PAGE}")
-    raise SystemExit(bool(worse) and not given.save)
+    failed = failures(before, now)
+    print(*failed, f"{len(now)} groups scored; written to {PAGE}", sep="\n")
+    raise SystemExit(bool(failed) and not given.save)
 
 
 if __name__ == "__main__":

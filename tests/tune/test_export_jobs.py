@@ -29,13 +29,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
 BATCH, SEQUENCE, STEPS = 16, 16, 2
 SMALL = """
-import json, sys, torch, transformers
+import json, os, sys, torch, transformers
 BATCH, SEQUENCE, STEPS, WORDS = 16, 16, 2, 96
+FAMILY = os.environ.get("FAMILY", "Llama")
 def model():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    config = getattr(transformers, f"{FAMILY}Config")
+    return getattr(transformers, f"{FAMILY}ForCausalLM")(config(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128,
-        vocab_size=WORDS, max_position_embeddings=64))
+        vocab_size=WORDS, max_position_embeddings=64, head_dim=16))
 def rows():
     torch.manual_seed(1)
     return torch.randint(0, WORDS, (BATCH * STEPS, SEQUENCE))
@@ -85,7 +87,7 @@ small.tell(losses, norms)
 OF_TRANSFORMERS = """
 import pathlib, small, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-name = "saved"
+name = f"saved-{small.FAMILY}"
 exec(pathlib.Path("export.py").read_text())
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 losses, norms = [], []
@@ -103,7 +105,7 @@ ALONE = """
 import small, torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = small.model()
-model.save_pretrained("saved")
+model.save_pretrained(f"saved-{small.FAMILY}")
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 losses, norms = [], []
 for rows in small.rows().split(small.BATCH):
@@ -151,21 +153,25 @@ def run(folder: Path, command: list[str], **environment: str) -> list[list[float
     return losses_and_norms
 
 
-def exported(target: str, degrees: dict[str, Any]) -> Export:
-    """Return the export of a plan for the small model, in single precision on four ranks."""
+def exported(target: str, degrees: dict[str, Any], family: str = "Llama") -> Export:
+    """Return the export of a plan for the small model of a family, in single precision."""
     return export(
         plan_of(
-            {"pipeline": 1} | degrees, model=small_llama(), batch=BATCH, sequence=SEQUENCE, dtype="float32"
+            {"pipeline": 1} | degrees,
+            model=small_model(family),
+            batch=BATCH,
+            sequence=SEQUENCE,
+            dtype="float32",
         ),
         target,
     )
 
 
-def small_llama() -> Transformer:
+def small_model(family: str) -> Transformer:
     """Return what the scripts train."""
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128,
-        vocab_size=96, max_position_embeddings=64,
+        vocab_size=96, max_position_embeddings=64, head_dim=16,
     )  # fmt: skip
     return transformer_from_config(config.to_dict(), "small")
 
@@ -204,10 +210,12 @@ def test_accelerate_trains_by_its_launch_file(recompute: str, folder: Path, alon
     assert got == [pytest.approx(values, rel=1e-4) for values in alone]
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_transformers_trains_by_its_tp_plan(tensor: int, folder: Path, alone: list[list[float]]) -> None:
-    made = exported("hf", {"strategy": "megatron", "tensor": tensor, "data": 1, "zero": 0})
-    (folder / "export.py").write_text(made.text)
+@pytest.mark.parametrize(("family", "tensor"), [("Llama", 2), ("Llama", 4), ("Qwen3", 2)])
+def test_transformers_trains_by_its_tp_plan(family: str, tensor: int, folder: Path) -> None:
+    """Norms of a head, as Qwen 3 has them, get the gradients of all ranks' heads."""
+    degrees = {"strategy": "megatron", "tensor": tensor, "data": 1, "zero": 0}
+    (folder / "export.py").write_text(exported("hf", degrees, family).text)
+    alone = run(folder, [sys.executable, "alone.py"], FAMILY=family)
     launched = [
         "torchrun",
         "--nproc-per-node",
@@ -216,5 +224,5 @@ def test_transformers_trains_by_its_tp_plan(tensor: int, folder: Path, alone: li
         str(free_port()),
         "sharded_job.py",
     ]
-    got = run(folder, launched)
+    got = run(folder, launched, FAMILY=family)
     assert got == [pytest.approx(values, rel=1e-4) for values in alone]

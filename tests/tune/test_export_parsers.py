@@ -77,9 +77,10 @@ print(json.dumps([config.dp_shard_size, config.sequence_len, config.micro_batch_
                   config.gradient_accumulation_steps, config.fsdp_config.reshard_after_forward, config.bf16]))
 """
 BRIDGE = """
-import ast, importlib.util, json, sys
+import ast, importlib.util, json, shlex, sys
 from pathlib import Path
 import megatron.core
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -105,18 +106,22 @@ sections = {
 }
 empty = {name: dict.fromkeys(fields) for name, fields in sections.items()}
 config = OmegaConf.create(empty | {"mixed_precision": None})
-words = json.load(sys.stdin)["text"].replace("\\\\\\n", " ").split()
-print(json.dumps(OmegaConf.to_container(module.parse_hydra_overrides(config, words))))
+words = shlex.split(json.load(sys.stdin)["text"].replace("\\\\\\n", " "))
+read = OmegaConf.to_container(module.parse_hydra_overrides(config, words))
+if layout := read["model"]["pipeline_model_parallel_layout"]:
+    layout = PipelineParallelLayerLayout.from_str(layout, read["model"]["pipeline_model_parallel_size"])
+    layout.validate_layer_layout(32, None)
+print(json.dumps(read))
 """
 MEGATRON = """
-import json, os, sys, types
+import json, os, shlex, sys, types
 export = json.load(sys.stdin)
 os.environ |= {"WORLD_SIZE": str(export["chips"]), "RANK": "0"} | export["environment"]
 import torch
 torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)  # as if there were a Hopper
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 from megatron.training.arguments import parse_args, validate_args
-sys.argv = ["pretrain_gpt.py", *export["text"].replace("\\\\\\n", " ").split()]
+sys.argv = ["pretrain_gpt.py", *shlex.split(export["text"].replace("\\\\\\n", " "))]
 arguments = parse_args()
 validate_args(arguments)
 names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "global_batch_size",
@@ -264,6 +269,7 @@ def test_axolotl_parses_it(folders: dict[str, Path]) -> None:
         {"data": 2, "virtual_stages": 4, "recompute": "full"},
         {"data": 8, "pipeline": 1, "zero": 3},
         {"data": 1, "zero": 0},
+        {"data": 2, "pipeline": 3},
     ],
 )
 def test_megatron_bridge_parses_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:
@@ -282,6 +288,7 @@ def test_megatron_bridge_parses_it(degrees: dict[str, Any], folders: dict[str, P
         {"data": 2, "pipeline": 4, "tensor": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b",
          "recompute": "full"},
         {"data": 4, "pipeline": 1, "zero": 3, "context": 2},
+        {"data": 2, "pipeline": 3, "zero": 1},
     ],
 )  # fmt: skip
 def test_megatron_lm_parses_and_validates_it(degrees: dict[str, Any], folders: dict[str, Path]) -> None:

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 from meshweave.algorithms.step.pipeline import ranks_of_stages
 from meshweave.algorithms.step.problem import StepProblem
+from meshweave.algorithms.step.software_stack import SoftwareStack
+from meshweave.describe.model import Transformer
 
 
 @lru_cache(maxsize=4096)
@@ -68,8 +70,12 @@ def _kinds_of(order: tuple[int, ...], kinds: int, layers: tuple[int, ...]) -> tu
 
 def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
     """Return the multiplications per token of a layer and of the head, by which to divide layers; None: evenly."""
-    model = problem.model
-    if not problem.stack.layers_by_cost:
+    return model_costs(problem.model, problem.stack)
+
+
+def model_costs(model: Transformer, stack: SoftwareStack) -> tuple[int, int] | None:
+    """Return as `layer_costs` what a stack divides the layers of a model by."""
+    if not stack.layers_by_cost:
         return None
     counts = model.layer.counts
     products = 4 * counts["heads"] + (3 if model.gated_ffn else 2) * counts["ffn"]

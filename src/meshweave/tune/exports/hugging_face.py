@@ -19,11 +19,19 @@ _LAYERS = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
-"""The matrices of a layer of Llama, Qwen2 and Mistral, by the names of their modules."""
+"""The matrices of a layer by the names of their modules, with the styles that transformers has for `_FAMILIES`."""
+_HEAD_NORMS = {f"self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
+"""Norms of a head, whose weights get gradients of the heads of one rank alone: their sum is needed."""
+_WITH_HEAD_NORMS = ("exaone4", "gemma3_text", "qwen3")
+_FAMILIES = (
+    "", "cohere", "cohere2", "cwm", "ernie4_5", "gemma", "gemma2", "granite", "helium", "hyperclovax", "internlm3",
+    "llama", "ministral", "ministral3", "mistral", "olmo", "qwen2", "seed_oss", "smollm3", "vaultgemma",
+)  # fmt: skip
+"""Values of `model_type` whose layers have these modules and no other matrix, as transformers 5.23 has them."""
 
 
 def to_hugging_face(row: PlannedRow) -> Export:
-    """Return the `tp_plan` for `from_pretrained` of a model whose layers are named as Llama's.
+    """Return the `tp_plan` for `from_pretrained` of a model whose layers have the modules of Llama's.
 
     Raises:
         UnsupportedError: transformers has no such strategy.
@@ -50,7 +58,9 @@ def to_hugging_face(row: PlannedRow) -> Export:
             f"transformers cuts {row.model.num_kv_heads} key/value heads among {tensor} ranks, and they do not "
             "divide; mw.parallelize has copies of them"
         )
-    plan = {f"model.layers.*.{name}": style for name, style in _LAYERS.items()} if tensor > 1 else {}
+    plan = (
+        {f"model.layers.*.{name}": style for name, style in _styles(row.model).items()} if tensor > 1 else {}
+    )
     if tensor > 1 and not row.model.tied_embeddings:
         plan["lm_head"] = "colwise_gather_output"
     config, told = config_of(row.model)
@@ -68,6 +78,24 @@ def to_hugging_face(row: PlannedRow) -> Export:
     )
     settings = {"tp_plan": plan, "tp_size": tensor, "config": config}
     return Export("hf", settings, text, tuple(left_out))
+
+
+def _styles(model: Transformer) -> dict[str, str]:
+    """Return the style of each module of a layer that ranks share.
+
+    Raises:
+        UnsupportedError: the modules of the model's family are others, or not known here.
+    """
+    family = model.architecture.model_type
+    if family in _WITH_HEAD_NORMS:
+        return _LAYERS | _HEAD_NORMS
+    if family not in _FAMILIES or model.architecture.qk_norm:
+        norms = " and norms of queries and keys" if family in _FAMILIES else ""
+        raise UnsupportedError(
+            f"the tp_plan written here has no styles for the layers of model_type {family!r}{norms}; tensor "
+            'parallelism of one, or from_pretrained(..., tp_plan="auto") where transformers has styles of its own'
+        )
+    return _LAYERS
 
 
 def _degrees_left_out(row: PlannedRow) -> list[str]:

@@ -41,9 +41,14 @@ def launch_file(export: Export, launcher: str, cluster: Cluster) -> str:
     require_known(launcher, LAUNCHERS, "there is no launcher", UnsupportedError, "there are")
     if export.target in _STARTED_OTHERWISE:
         raise UnsupportedError(f"no launch file for {export.target}: {_STARTED_OTHERWISE[export.target]}")
+    return LAUNCHERS[launcher](export, cluster)
+
+
+def _hosts(cluster: Cluster) -> tuple[int, int]:
+    """Return the number of hosts and of chips of each. Raises UnsupportedError if they are not described."""
     if not isinstance(cluster.network, HostsNetwork):
         raise UnsupportedError(f"no launch file: the hosts of {cluster.name} are not described")
-    return LAUNCHERS[launcher](export, cluster.network.num_hosts, cluster.network.chips_per_host)
+    return cluster.network.num_hosts, cluster.network.chips_per_host
 
 
 def _body(export: Export, num_hosts: int, chips_per_host: int, host: str, rank: str) -> str:
@@ -68,7 +73,8 @@ def _body(export: Export, num_hosts: int, chips_per_host: int, host: str, rank: 
     return "\n".join([*lines, start])
 
 
-def _torchrun(export: Export, num_hosts: int, chips_per_host: int) -> str:
+def _torchrun(export: Export, cluster: Cluster) -> str:
+    num_hosts, chips_per_host = _hosts(cluster)
     lines = ["#!/bin/bash", "set -eu"]
     if num_hosts > 1:
         lines += [
@@ -79,7 +85,8 @@ def _torchrun(export: Export, num_hosts: int, chips_per_host: int) -> str:
     return "\n".join([*lines, _body(export, num_hosts, chips_per_host, host, rank)]) + "\n"
 
 
-def _slurm(export: Export, num_hosts: int, chips_per_host: int) -> str:
+def _slurm(export: Export, cluster: Cluster) -> str:
+    num_hosts, chips_per_host = _hosts(cluster)
     body = _body(export, num_hosts, chips_per_host, "$MASTER", "$SLURM_NODEID")
     return "\n".join(
         [
@@ -101,7 +108,9 @@ def _slurm(export: Export, num_hosts: int, chips_per_host: int) -> str:
     )
 
 
-def _jobset(export: Export, num_hosts: int, chips_per_host: int) -> str:
+def _jobset(export: Export, cluster: Cluster) -> str:
+    num_hosts, chips_per_host = _hosts(cluster)
+    resource = "amd.com/gpu" if cluster.chip.name.startswith("MI") else "nvidia.com/gpu"
     first = "meshweave-hosts-0-0.meshweave"
     body = _body(export, num_hosts, chips_per_host, first, "$JOB_COMPLETION_INDEX")
     container: dict[str, Any] = {
@@ -110,7 +119,7 @@ def _jobset(export: Export, num_hosts: int, chips_per_host: int) -> str:
         "command": ["bash", "-euc", body],
         "env": [{"name": "TRAIN", "value": ""}],
         "ports": [{"containerPort": _PORT}],
-        "resources": {"limits": {"nvidia.com/gpu": chips_per_host}},
+        "resources": {"limits": {resource: chips_per_host}},
     }
     pod = {"restartPolicy": "Never", "containers": [container]}
     job = {"parallelism": num_hosts, "completions": num_hosts, "backoffLimit": 0, "completionMode": "Indexed"}
@@ -127,7 +136,7 @@ def _jobset(export: Export, num_hosts: int, chips_per_host: int) -> str:
     return json.dumps(manifest, indent=2) + "\n"
 
 
-LAUNCHERS: dict[str, Callable[[Export, int, int], str]] = {
+LAUNCHERS: dict[str, Callable[[Export, Cluster], str]] = {
     "torchrun": _torchrun,
     "slurm": _slurm,
     "jobset": _jobset,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from meshweave.tune.exports.megatron_lm import add_degrees, environment_of
@@ -14,7 +15,7 @@ _SECTIONS = {
         "--seq-length", "--tensor-model-parallel-size", "--pipeline-model-parallel-size",
         "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
         "--sequence-parallel", "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend",
-        "--moe-grouped-gemm",
+        "--moe-grouped-gemm", "--pipeline-model-parallel-layout",
         "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--attention-dropout",
         "--hidden-dropout",
     ),
@@ -32,6 +33,7 @@ _WITHOUT = {
     "model.sequence_parallel": False,
     "model.recompute_granularity": None,
     "model.virtual_pipeline_model_parallel_size": None,
+    "model.pipeline_model_parallel_layout": None,
     "ddp.use_distributed_optimizer": False,
     "ddp.use_megatron_fsdp": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",
@@ -58,7 +60,7 @@ def to_megatron_bridge(row: PlannedRow) -> Export:
     settings["dataset.seq_length"] = row.plan.sequence
     if precision := next((word for name, word in _PRECISIONS.items() if name in arguments), None):
         settings["mixed_precision"] = precision
-    if "--num-layers-per-virtual-pipeline-stage" in arguments:
+    if row.degrees.virtual_stages > 1:
         settings["model.virtual_pipeline_model_parallel_size"] = row.degrees.virtual_stages
     if "--attention-dropout" in arguments:
         told |= {"dropout"}
@@ -67,5 +69,5 @@ def to_megatron_bridge(row: PlannedRow) -> Export:
     written = {
         name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()
     }
-    text = " \\\n".join(f"{name}={value}" for name, value in written.items())
+    text = " \\\n".join(shlex.quote(f"{name}={value}") for name, value in written.items())
     return Export("megatron-bridge", settings, text, tuple(left_out), environment_of(row))

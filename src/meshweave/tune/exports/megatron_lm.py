@@ -68,7 +68,7 @@ def add_degrees(
     if row.is_sequence_parallel:
         flags.append("--sequence-parallel")
     flags += _zero_flags(row, settings)
-    _add_schedule(row, settings, left_out, target)
+    _add_schedule(row, settings, target)
     if degrees.recompute != "none":
         settings["--recompute-granularity"] = degrees.recompute
     if degrees.recompute == "full":
@@ -234,7 +234,7 @@ def _zero_flags(row: PlannedRow, settings: dict[str, Any]) -> tuple[str, ...]:
     return ("--use-distributed-optimizer",)
 
 
-def _add_schedule(row: PlannedRow, settings: dict[str, Any], left_out: list[str], target: str) -> None:
+def _add_schedule(row: PlannedRow, settings: dict[str, Any], target: str) -> None:
     degrees = row.degrees
     if degrees.pipeline == 1:
         return
@@ -244,9 +244,11 @@ def _add_schedule(row: PlannedRow, settings: dict[str, Any], left_out: list[str]
             f"{target} has the schedules {listed(here)}, and not {degrees.schedule}; mw.pipeline runs that"
         )
     if row.num_layers_per_stage is None:
-        left_out.append(
-            f"{row.model.num_layers} layers are not shared out evenly to {degrees.pipeline} pipeline ranks; say "
-            "which has how many with --pipeline-model-parallel-layout."
-        )
+        settings["--pipeline-model-parallel-layout"] = _layout(row.stage_layers)
     elif degrees.virtual_stages > 1:
         settings["--num-layers-per-virtual-pipeline-stage"] = row.num_layers_per_stage
+
+
+def _layout(stages: tuple[int, ...]) -> str:
+    """Return the layers of each stage as Megatron Core writes them, with the embedding (E) and the loss (L)."""
+    return f"E{'|'.join(f't*{count}' if count else '' for count in stages)}L"

@@ -8,6 +8,7 @@ from typing import Any
 from meshweave.algorithms.block.roles import IDLE, INNER, SEQUENCE_INNER
 from meshweave.algorithms.pipeline import PipelineAlgorithm
 from meshweave.algorithms.step.software_stack import SoftwareStack
+from meshweave.algorithms.step.stage_layers import model_costs, stage_layers
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.model import Transformer
@@ -76,10 +77,16 @@ class PlannedRow:
         return self.plan.batch // (self.degrees.micro_batch * self.degrees.data)
 
     @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Return the number of layers of each pipeline stage, as the stack of the plan shares them out."""
+        stages = self.degrees.pipeline * self.degrees.virtual_stages
+        return stage_layers(self.model.num_layers, stages, model_costs(self.model, self.stack))
+
+    @property
     def num_layers_per_stage(self) -> int | None:
         """Return the number of layers of each pipeline stage; None where stages differ."""
-        stages = self.degrees.pipeline * self.degrees.virtual_stages
-        return None if self.model.num_layers % stages else self.model.num_layers // stages
+        first, *others = self.stage_layers
+        return first if all(each == first for each in others) else None
 
     @property
     def schedule(self) -> PipelineAlgorithm:

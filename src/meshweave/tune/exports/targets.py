@@ -17,7 +17,7 @@ from meshweave.tune.exports.megatron_lm import to_megatron_lm
 from meshweave.tune.exports.row import Export, PlannedRow
 from meshweave.tune.exports.torchtitan import to_torchtitan
 from meshweave.tune.plan import Plan
-from meshweave.tune.plan_description import planned_model
+from meshweave.tune.plan_description import planned_cluster, planned_model
 from meshweave.tune.step_cases import planned_step
 
 TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
@@ -31,6 +31,7 @@ TARGETS: dict[str, Callable[[PlannedRow], Export]] = {
     "hf": to_hugging_face,
 }
 """What makes the export of a row for other software, or raises UnsupportedError."""
+_ON_TPUS = ("maxtext",)
 
 
 def stack_of(target: str) -> str:
@@ -47,8 +48,8 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
         row: the configuration, by its place in the ranking from 1.
 
     Raises:
-        UnsupportedError: there is no such target, or it does not have the strategy; the error names the first row
-            of the plan that it has.
+        UnsupportedError: there is no such target, it does not run on the chips of the plan, or it does not have
+            the strategy; then the error names the first row of the plan that it has.
         LayoutError: the plan has no such row.
         DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
     """
@@ -56,6 +57,11 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
     ranked = plan.step.ranked
     if not 1 <= row <= len(ranked):
         raise LayoutError(f"the plan has no row {row}; it has {len(ranked)}")
+    chip = planned_cluster(plan).chip.name
+    if chip.startswith("TPU") and target not in _ON_TPUS:
+        raise UnsupportedError(
+            f"the export to {target} is for GPUs, and the plan for {chip}; export to maxtext"
+        )
     model, convert = planned_model(plan), TARGETS[target]
     rows = [PlannedRow(plan, model, record.degrees) for record in ranked]
     try:
