@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
-from meshweave.algorithms.step import load_stack
-from meshweave.algorithms.step.stacks import IDEAL, published_strategies, stack_names
+from meshweave.algorithms.step import StepProblem, load_stack
+from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL, published_strategies, stack_names
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
 from meshweave.describe.scores import MARGIN, run_scores
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord
+from meshweave.tune.step_search import SpaceOptions, StepSearch, StepSpace
+from meshweave.tune.step_search.published import published_first
 from sampling import examples
 
 OWN = "meshslice_block"
+PROBLEM = StepProblem(
+    mw.load_model("llama-3-8b"), mw.load_cluster("dgx-h100:16"), 64, 4096, stack=load_stack(DEFAULT_STACK)
+)
 GIVEN: dict[str, Any] = {
     "batch": 64,
     "sequence": 4096,
@@ -86,6 +92,32 @@ def test_what_is_preferred_is_said_and_kept(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("options", [{"stack": IDEAL}, {"strategy": OWN}])
 def test_kernels_alone_and_a_strategy_that_is_given_have_no_other(options: dict[str, Any]) -> None:
     assert _plan(0.3, tp=8, **options).step == _plan(0.0, tp=8, **options).step
+
+
+def test_the_fastest_stays_where_it_is_the_only_row() -> None:
+    for strategy in ([OWN], [OWN, "megatron_sp"]):
+        space = StepSpace(PROBLEM, SpaceOptions(data=(2,), strategies=tuple(strategy), tensor=((2, 4), 8)))
+        ranking = StepSearch(space, 200 * 10**9, 1).ranking()
+        alone = replace(ranking, rows=ranking.rows[:1])
+        chosen = published_first(alone, 0.9)
+        assert chosen.rows[-1] == alone.rows[0]
+        assert len(chosen.rows) == len(strategy) and chosen.is_published_first == (len(strategy) > 1)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_ranking_is_whole_where_the_second_search_is_interrupted(
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = StepSpace(PROBLEM, SpaceOptions(data=(2,), strategies=(OWN, "megatron_sp"), tensor=((2, 4), 8)))
+    ranking = StepSearch(space, 200 * 10**9, 1).ranking()
+
+    def interrupt(self: StepSearch, part: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepSearch, "_search", interrupt)
+    if not is_early:
+        monkeypatch.setattr(StepSearch, "answer_early", lambda self, parts: None)
+    assert published_first(ranking, 0.9) == ranking
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])

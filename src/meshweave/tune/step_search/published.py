@@ -22,7 +22,7 @@ def published_first(ranking: StepRanking, margin: float = MARGIN) -> StepRanking
 
     The fastest by prediction is the second row then. A ranking is returned as it is where its first row has such a
     strategy, where the options leave none to choose, for a stack of others, which executes no other strategies,
-    for kernels alone, and where its search was interrupted.
+    for kernels alone, and where a search was interrupted.
     """
     space = ranking.space
     known = published_strategies()
@@ -37,11 +37,15 @@ def published_first(ranking: StepRanking, margin: float = MARGIN) -> StepRanking
         return ranking
     within_s = fastest.time_s * (1 + margin)
     narrowed = StepSpace(space.problem, replace(space.options, strategies=published))
-    others = StepSearch(narrowed, ranking.memory_bytes, 1, within_s=within_s).ranking().rows
-    if not others or others[0].time_s >= within_s:
+    try:
+        others = StepSearch(narrowed, ranking.memory_bytes, 1, within_s=within_s).ranking()
+    except KeyboardInterrupt:  # the ranking is whole without it
         return ranking
-    rows = (others[0], *(row for row in ranking.rows if row.row_key != others[0].row_key))
-    return replace(ranking, rows=rows[: len(ranking.rows)], is_published_first=True)
+    if not others.is_complete or not others.rows or others.rows[0].time_s >= within_s:
+        return ranking
+    first = others.rows[0]
+    rows = (first, *(row for row in ranking.rows if row.row_key != first.row_key))
+    return replace(ranking, rows=rows, is_published_first=True)
 
 
 def is_published(choice: Parallelism) -> bool:
