@@ -82,6 +82,35 @@ def test_exact_rows_are_the_best_of_all(times: list[tuple[float, ...]], num_exac
     assert ranked == sorted(ranked) and search.num_priced <= sum(map(len, times))
 
 
+class EvenFirst(BestFirst):
+    """A search that prefers even first digits."""
+
+    def is_preferred(self, part: Any) -> bool:
+        return (part[0] if isinstance(part, tuple) else part) % 2 == 0
+
+
+@examples(200)
+@given(TIMES, st.integers(1, 3), st.sampled_from((0.0, 0.1, 0.5, 2.0)))
+def test_the_best_of_what_is_preferred_is_exact_within_the_margin(
+    times: list[tuple[float, ...]], num_exact: int, margin: float
+) -> None:
+    search = EvenFirst(TwoDigits(), Digits(tuple(times)), None, num_exact, margin=margin)  # type: ignore[arg-type]
+    search.run(["all"])
+    best = sorted(min(of) for of in times)
+    ranked = search.ranked()
+    assert search.is_complete and [row.seconds for row in ranked][:num_exact] == best[:num_exact]
+    preferred = min((min(of) for of in times[::2]), default=0.0)
+    if preferred < best[0] * (1 + margin):
+        assert preferred == next(row.seconds for row in ranked if search.is_preferred(row.config))
+
+
+def test_what_is_preferred_is_not_looked_for_beyond_the_margin() -> None:
+    times = ((50.0,) * 9, (5.0,), *((20.0 + number,) * 9 for number in range(20)))
+    search = EvenFirst(TwoDigits(), Digits(times), None, 1, margin=0.5)  # type: ignore[arg-type]
+    search.run(["all"])
+    assert search.num_priced <= 2
+
+
 def test_what_bounds_rule_out_is_not_priced() -> None:
     times = ((5.0, 6.0), *((20.0 + number,) * 9 for number in range(20)))
     search = BestFirst(TwoDigits(), Digits(times), None, 1)  # type: ignore[arg-type]

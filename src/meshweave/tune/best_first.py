@@ -5,8 +5,11 @@ the search begins with is tightened only when it is the least, and the part is d
 config is priced. The search ends when the least bound exceeds the time of the last exact row of the ranking. The
 result is exact if the bounds are.
 
-Until something is priced, or a time is given to be within, what a part from the queue is divided into is looked at
-at once: an early answer rules out most of the rest.
+Until something is priced, what a part from the queue is divided into is looked at at once: an early answer rules
+out most of the rest.
+
+A search may prefer some parts by a margin (`is_preferred`). The best of their configs is exact too then, where it
+takes less than 1 + margin times the best of all: their bounds must exceed that, and not the last exact row.
 
 A large search bounds thousands of parts before it prices one. `answer_early` prices one of the first of these
 before, for who stops the search then. It changes nothing of what the search finds.
@@ -57,7 +60,7 @@ class BestFirst:
         machine: what configs are priced on.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of parts done, of those that the search begins with, and of these.
-        within_s: seconds from which on a config is not looked for; one may be priced before the search knows.
+        margin: the share of the best time by which preferred configs may take longer and are looked for still.
 
     Attributes:
         rows: the best config of each row that was priced.
@@ -76,7 +79,7 @@ class BestFirst:
         machine: Machine,
         num_exact: int,
         progress: Progress = no_progress,
-        within_s: float = math.inf,
+        margin: float = 0.0,
     ) -> None:
         self._entry, self._problem, self._machine = entry, problem, machine
         self.num_exact, self.progress = num_exact, progress
@@ -86,7 +89,8 @@ class BestFirst:
         self.num_first = self.num_priced = self.refused = 0
         self.reason = ""
         self.is_complete = False
-        self._limit_s = within_s
+        self.margin, self._limit_s = margin, math.inf
+        self._preferred_limit_s = math.inf if margin else 0.0
         self._queue: list[_Waiting] = []
         self._number = 0
 
@@ -106,6 +110,10 @@ class BestFirst:
             return
         self.progress(self.num_first, self.num_first)
         self.is_complete = True
+
+    def is_preferred(self, part: Any) -> bool:
+        """Return whether the configs of a part, or a config, are preferred by the margin: none here."""
+        return False
 
     def ranked(self) -> list[RankedConfig]:
         """Return the best config of each row, the fastest first."""
@@ -141,14 +149,14 @@ class BestFirst:
 
     def _search(self, part: Any) -> None:
         self._queue = queue = []
-        for child in self._entry.branches(self._problem, part, self._limit_s) or ():
+        for child in self._entry.branches(self._problem, part, self._widest_limit_s) or ():
             bound_s = self._entry.lower_bound(self._problem, child)
-            if bound_s < self._limit_s:
+            if bound_s < self._limit_of(child):
                 queue.append(self._waiting(child, bound_s, is_first=True))
         heapq.heapify(queue)
         left, total = len(queue), self.num_first + len(queue)
         self.num_first = total
-        while queue and queue[0].bound_s < self._limit_s:
+        while queue and queue[0].bound_s < self._widest_limit_s:
             waiting = heapq.heappop(queue)
             left -= self._visit(waiting) and waiting.is_first
             self.progress(total - left, total)
@@ -168,7 +176,7 @@ class BestFirst:
                 least_s = entry.lower_bound(problem, part, is_tight=True)
                 if least_s > waiting.bound_s:
                     waiting.bound_s = least_s
-                    if least_s >= self._limit_s:
+                    if least_s >= self._limit_of(part):
                         return True
                     heapq.heappush(self._queue, waiting)
                     return False
@@ -180,22 +188,32 @@ class BestFirst:
 
     def _divide(self, part: Any, bound_s: float) -> None:
         """Price a config, or put the branches of a part into the queue that their bounds do not rule out."""
-        children = self._entry.branches(self._problem, part, self._limit_s)
+        children = self._entry.branches(self._problem, part, self._limit_of(part))
         if children is None:
             self._price(part)
             return
         for child in children:
-            if not self.rows and math.isinf(self._limit_s):
+            if not self.rows:
                 self._divide(child, bound_s)
                 continue
             least_s = self._entry.lower_bound(self._problem, child)
             if least_s < self._limit_for(child):
                 heapq.heappush(self._queue, self._waiting(child, max(least_s, bound_s), is_first=False))
 
+    @property
+    def _widest_limit_s(self) -> float:
+        return max(self._limit_s, self._preferred_limit_s)
+
+    def _limit_of(self, part: Any) -> float:
+        """Return the seconds from which on a part changes no exact row, nor the best of what is preferred."""
+        if self._limit_s < self._preferred_limit_s and self.is_preferred(part):
+            return self._preferred_limit_s
+        return self._limit_s
+
     def _limit_for(self, part: Any) -> float:
         """Return the seconds from which on a part changes no row of the ranking."""
-        row = self.rows.get(self._entry.row(self._problem, part))
-        return self._limit_s if row is None else min(self._limit_s, row.seconds)
+        row, limit_s = self.rows.get(self._entry.row(self._problem, part)), self._limit_of(part)
+        return limit_s if row is None else min(limit_s, row.seconds)
 
     def _price(self, config: Any) -> None:
         if not self._admits(config):
@@ -212,7 +230,13 @@ class BestFirst:
             self.rows[key] = priced
             if len(self.rows) >= self.num_exact:
                 times = (row.seconds for row in self.rows.values())
-                self._limit_s = min(self._limit_s, heapq.nsmallest(self.num_exact, times)[-1])
+                self._limit_s = heapq.nsmallest(self.num_exact, times)[-1]
+            self._narrow_preferred(priced)
+
+    def _narrow_preferred(self, priced: RankedConfig) -> None:
+        """Lower the seconds from which on preferred configs are not looked for, by one that was priced."""
+        margin = 0.0 if self.is_preferred(priced.config) else self.margin
+        self._preferred_limit_s = min(self._preferred_limit_s, priced.seconds * (1 + margin))
 
     def _admits(self, config: Any) -> bool:
         """Return whether a config may be in the ranking."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,6 @@ from meshweave.describe.scores import MARGIN, run_scores
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import StepRecord
 from meshweave.tune.step_search import SpaceOptions, StepSearch, StepSpace
-from meshweave.tune.step_search.published import published_first
 from sampling import examples
 
 OWN = "meshslice_block"
@@ -94,30 +92,28 @@ def test_kernels_alone_and_a_strategy_that_is_given_have_no_other(options: dict[
     assert _plan(0.3, tp=8, **options).step == _plan(0.0, tp=8, **options).step
 
 
-def test_the_fastest_stays_where_it_is_the_only_row() -> None:
-    for strategy in ([OWN], [OWN, "megatron_sp"]):
-        space = StepSpace(PROBLEM, SpaceOptions(data=(2,), strategies=tuple(strategy), tensor=((2, 4), 8)))
-        ranking = StepSearch(space, 200 * 10**9, 1).ranking()
-        alone = replace(ranking, rows=ranking.rows[:1])
-        chosen = published_first(alone, 0.9)
-        assert chosen.rows[-1] == alone.rows[0]
-        assert len(chosen.rows) == len(strategy) and chosen.is_published_first == (len(strategy) > 1)
+@pytest.mark.parametrize("strategies", [(OWN,), (OWN, "megatron_sp")])
+def test_what_is_preferred_is_found_beside_one_exact_row(strategies: tuple[str, ...]) -> None:
+    space = StepSpace(PROBLEM, SpaceOptions(data=(2,), strategies=strategies, tensor=((2, 4), 8)))
+    fastest = StepSearch(space, 200 * 10**9, 1).ranking().rows[0]
+    chosen = StepSearch(space, 200 * 10**9, 1, margin=0.9).ranking()
+    assert fastest.parallelism.strategy == OWN and fastest in chosen.rows
+    assert chosen.is_published_first == (len(strategies) > 1)
+    assert chosen.rows[0].parallelism.strategy == strategies[-1]
 
 
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_ranking_is_whole_where_the_second_search_is_interrupted(
-    is_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_search_leaves_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     space = StepSpace(PROBLEM, SpaceOptions(data=(2,), strategies=(OWN, "megatron_sp"), tensor=((2, 4), 8)))
-    ranking = StepSearch(space, 200 * 10**9, 1).ranking()
+    whole = StepSearch(space, 200 * 10**9, 1, margin=0.9)
 
-    def interrupt(self: StepSearch, part: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(*done: int) -> None:
+        if len(whole.rows) == 2:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(StepSearch, "_search", interrupt)
-    if not is_early:
-        monkeypatch.setattr(StepSearch, "answer_early", lambda self, parts: None)
-    assert published_first(ranking, 0.9) == ranking
+    monkeypatch.setattr(whole, "progress", interrupt)
+    ranking = whole.ranking()
+    assert not ranking.is_complete and not ranking.is_published_first
+    assert [row.time_s for row in ranking.rows] == sorted(row.time_s for row in ranking.rows)
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0, float("nan")])

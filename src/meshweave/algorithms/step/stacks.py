@@ -185,6 +185,7 @@ def is_executed_here(name: str) -> bool:
     return name == IDEAL or _DEFAULTS.get(name, {"runs_programs": False}).get("runs_programs", True)
 
 
+@lru_cache(maxsize=1)
 def published_strategies() -> tuple[str, ...]:
     """Return the strategies of tensor ranks that some stack with published runs executes, in the table's order."""
     runs = [of_stack.strategies for of_stack in _stack_runs().values() if of_stack.strategies is not None]

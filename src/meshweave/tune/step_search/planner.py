@@ -39,7 +39,6 @@ from meshweave.describe.scores import MARGIN
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_description import describe
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
-from meshweave.tune.step_search.published import published_first
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 
@@ -166,7 +165,7 @@ def plan_step(
     check_problem(problem)
     space = StepSpace(problem, options)
     _LOG.info("searching %s on %d chips", problem.model.name, problem.cluster.num_chips)
-    ranking = published_first(StepSearch(space, limit, num_exact, progress).ranking(), margin)
+    ranking = StepSearch(space, limit, num_exact, progress, margin).ranking()
     of = ranking.count
     _LOG.info("priced %d of %d layouts, %d over memory", of.priced, of.nodes, of.over_memory)
     if not ranking.rows:

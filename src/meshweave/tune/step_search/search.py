@@ -5,18 +5,18 @@ A row of the ranking is a set of degrees with a strategy, in the order and with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshweave.algorithms.step import Parallelism, Step, memory_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP, StepEstimate
-from meshweave.algorithms.step.parts import StepTree, row_key
+from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, StepPart, StepTree, row_key
 from meshweave.algorithms.step.space import StepSpace
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.tune.best_first import BestFirst
 from meshweave.tune.ranked import RankedConfig
+from meshweave.tune.step_search.published import is_published, prefers_published
 
 NUM_EXACT = 2
 """Exact rows: the first of the ranking, than which no other configuration is faster."""
@@ -103,7 +103,8 @@ class StepSearch(BestFirst):
         memory_bytes: the most bytes that a chip may hold.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with the numbers of layouts done, and of all.
-        within_s: seconds of a step from which on a configuration is not looked for.
+        margin: the share of its time by which a strategy that no published run has must be faster than all that
+            published runs have, to come first in the ranking.
     """
 
     def __init__(
@@ -112,21 +113,38 @@ class StepSearch(BestFirst):
         memory_bytes: int,
         num_exact: int = NUM_EXACT,
         progress: Progress = no_progress,
-        within_s: float = math.inf,
+        margin: float = 0.0,
     ) -> None:
         machine = Machine(space.problem.priced_cluster, (), logical=True)
-        super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress, within_s)
+        margin = margin if prefers_published(space) else 0.0
+        super().__init__(TRAINING_STEP, space.problem, machine, num_exact, progress, margin)
         self._tree = StepTree(space, memory_bytes)
 
     def _admits(self, config: Parallelism) -> bool:
         return self._tree.takes(config, memory_of(self._tree.space.problem, config).total)
+
+    def is_preferred(self, part: StepPart) -> bool:
+        """Return whether some stack with published runs executes what tensor ranks do in a part."""
+        match part:
+            case LayoutPart():
+                return is_published(part.layout)
+            case ChoicePart():
+                return is_published(part.choice)
+            case Parallelism():
+                return is_published(part)
+        return False
 
     def ranking(self) -> StepRanking:
         """Return the ranking of the search. Ctrl-C ends it with the best so far, once there is one."""
         tree = self._tree
         self.answer_early(tree.apart().parts)
         self.run(tree.parts)
-        rows = tuple(map(_priced, self.ranked()[: max(NUM_ROWS, self.num_exact)]))
+        ranked = self.ranked()
+        first = self._preferred_of(ranked) if self.is_complete else None
+        ranked.sort(
+            key=lambda row: row is not first
+        )  # stable: the others stay as they are, the fastest first
+        rows = tuple(map(_priced, ranked[: max(NUM_ROWS, self.num_exact)]))
         return StepRanking(
             tree.space,
             tree.memory_bytes,
@@ -141,8 +159,17 @@ class StepSearch(BestFirst):
             ),
             self.is_complete,
             min(self.num_exact, len(rows)),
+            first is not None,
             smallest=None if rows else self._smallest(),
         )
+
+    def _preferred_of(self, ranked: list[RankedConfig]) -> RankedConfig | None:
+        """Return the row that comes before faster ones, by the margin; None where the fastest comes first."""
+        if not ranked or self.is_preferred(ranked[0].config):
+            return None
+        within_s = ranked[0].seconds * (1 + self.margin)
+        preferred = (row for row in ranked if row.seconds < within_s and self.is_preferred(row.config))
+        return next(preferred, None)
 
     def _smallest(self) -> tuple[Parallelism, int] | None:
         """Return what came closest to fitting, with its bytes and not a bound of them."""
