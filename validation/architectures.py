@@ -75,19 +75,28 @@ def run(
     """Return what the cases gave on the first of so many ranks, which start anew every now and then.
 
     Args:
-        kept: a file of rows, a line each, that is read first and goes on to grow.
+        kept: a file of rows, a line each, that is read first and goes on to grow: what it has is not tried.
         seconds: after which no ranks are started any more; fewer rows are returned then.
     """
     began = time.monotonic()
-    rows = [json.loads(each) for each in kept.read_text().splitlines()] if kept and kept.exists() else []
-    while len(rows) < len(of) and time.monotonic() - began < seconds:
-        new = _launched(of[len(rows) : len(rows) + AT_ONCE], num_ranks)
-        rows += new
+    lines = kept.read_text().splitlines() if kept and kept.exists() else ()
+    rows = {_case_key(row): row for row in map(json.loads, lines)}
+    while time.monotonic() - began < seconds:
+        left = [case for case in of if _case_key(case) not in rows]
+        if not left:
+            break
+        new = _launched(left[:AT_ONCE], num_ranks)
+        rows |= {_case_key(row): row for row in new}
         if kept:
             with kept.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
-        print(f"{len(rows)} of {len(of)}", file=sys.stderr, flush=True)
-    return rows
+        print(f"{len(of) - len(left) + len(new)} of {len(of)}", file=sys.stderr, flush=True)
+    return [rows[_case_key(case)] for case in of if _case_key(case) in rows]
+
+
+def _case_key(of: dict[str, Any]) -> str:
+    """Return what tells a case, or a row of it, from the others: the type and what its config changes."""
+    return json.dumps([of["kind"], of.get("changes", {})], sort_keys=True)
 
 
 def _launched(part: Sequence[dict[str, Any]], num_ranks: int) -> list[dict[str, Any]]:
