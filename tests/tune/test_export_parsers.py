@@ -186,7 +186,7 @@ def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> 
     given = json.dumps({"settings": made.settings, "text": made.text, "environment": made.environment} | of)
     done = subprocess.run(
         [python, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     note(target, python, degrees, made.text)
