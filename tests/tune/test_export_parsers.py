@@ -15,6 +15,7 @@ import random
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> 
     given = json.dumps({"settings": made.settings, "text": made.text, "environment": made.environment} | of)
     done = subprocess.run(
         [python, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=900,
+        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     note(target, python, degrees, made.text)
@@ -362,10 +363,10 @@ def _of_torchtitan(parallelism: Read, training: Read) -> tuple[int, ...]:
     return *sizes, max(data), training["global_batch_size"]
 
 
-def drawn(target: str, count: int) -> Iterator[dict[str, Any]]:
+def drawn(target: str) -> Iterator[dict[str, Any]]:
     """Degrees on at most 64 chips that can be exported to a target, drawn by EXPORT_SEED."""
     draw = random.Random(f"{target} {os.environ.get('EXPORT_SEED', '0')}")
-    while count:
+    while True:
         degrees = {
             "pipeline": draw.choice((1, 1, 2, 4)), "data": draw.choice((1, 2, 4, 8)), "zero": draw.randrange(4),
             "tensor": draw.choice((1, 1, 2, 4, 8)), "context": draw.choice((1, 1, 2, 4)),
@@ -381,15 +382,15 @@ def drawn(target: str, count: int) -> Iterator[dict[str, Any]]:
             export(plan_of(degrees), target)
         except UnsupportedError:
             continue
-        count -= 1
         yield degrees
 
 
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("target", sorted(SIZES))
-def test_drawn_degrees_are_read_as_they_are(target: str, folders: dict[str, Path]) -> None:
+def test_drawn_degrees_are_read_as_they_are(target: str, number: int, folders: dict[str, Path]) -> None:
     """What the target reads has the degrees and the batch of the plan."""
     script, sizes_of = SIZES[target]
-    for degrees in drawn(target, 6):
-        read = sizes_of(read_by(target, script, degrees, folders[target]), degrees)
-        expected = [degrees[name] for name in ("tensor", "context", "pipeline", "data")]
-        assert list(read) == [*expected, 64], degrees
+    degrees = next(islice(drawn(target), number, None))
+    read = sizes_of(read_by(target, script, degrees, folders[target]), degrees)
+    expected = [degrees[name] for name in ("tensor", "context", "pipeline", "data")]
+    assert list(read) == [*expected, 64], degrees
