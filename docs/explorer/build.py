@@ -6,6 +6,7 @@ python docs/explorer/build.py [explorer.html]      # `make docs` puts it beside 
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def _run(name: str) -> dict[str, Any]:
         )
     return {
         "title": best.algorithm.title,
+        "idea": str(inspect.getdoc(type(best.algorithm))).split("\n")[0],
         "config": str(best.config),
         "end": run.duration_ps // 1000,
         "lanes": lanes,

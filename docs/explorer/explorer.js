@@ -37,6 +37,7 @@ class Pane {
     this.select = make("select", { "aria-label": "algorithm" }, head);
     data.runs.forEach((run, n) => make("option", { value: n }, this.select, run.title));
     this.note = make("span", { class: "quiet" }, head);
+    this.idea = make("p", { class: "idea" }, root);
     const size = COLUMNS * CELL + 2 * EDGE - (CELL - CHIP), tall = ROWS * CELL + 2 * EDGE - (CELL - CHIP);
     this.chips = make("svg", { class: "chips", viewBox: `0 0 ${size} ${tall}`, role: "img", "aria-label": "the chips and their links" }, root);
     this.links = []; this.cells = [];
@@ -57,12 +58,12 @@ class Pane {
       const done = make("rect", { class: "done", width: CHIP, height: 0, rx: 6 }, chip);
       make("rect", { class: "ring", x: -5, y: -5, width: CHIP + 10, height: CHIP + 10, rx: 9 }, chip);
       const share = make("text", { x: CHIP / 2, y: CHIP / 2 }, chip), word = make("text", { class: "state", x: CHIP / 2, y: CHIP / 2 + 18 }, chip);
-      chip.onclick = () => { state.picked = rank; draw(); };
+      chip.onclick = () => { state.picked = rank; compare(); draw(); };
       chip.onkeydown = event => { if (event.key === "Enter") chip.onclick(); };
       this.cells.push({ chip, done, share, word });
     }
     this.lanes = make("svg", { class: "lanes", role: "img", "aria-label": "the lanes of the picked chip" }, root);
-    const more = make("details", { open: "" }, root);
+    const more = make("details", innerWidth > 900 ? { open: "" } : {}, root); // else it would part the two pictures
     make("summary", {}, more, "the program, and where the picked chip is in it");
     this.text = make("pre", { class: "program" }, more);
     this.select.onchange = () => { state.panes[this.place] = Number(this.select.value); lay(); };
@@ -71,6 +72,7 @@ class Pane {
     this.run = data.runs[state.panes[this.place]];
     this.select.value = state.panes[this.place];
     this.note.textContent = `${this.run.config.replace(/^S=1$/, "whole")}: ${ms(this.run.end)}`;
+    this.idea.textContent = this.run.idea;
     this.text.replaceChildren(...this.run.text.map(line => make("span", {}, null, line || " ")));
     this.rank = -1;
   }
@@ -121,14 +123,13 @@ class Pane {
   }
 }
 const panes = state.panes.map((_, place) => new Pane(place));
-const lay = () => {
-  panes.forEach(pane => pane.lay());
+const compare = () => {
   const [a, b] = [...panes].map(pane => pane.run).sort((x, y) => x.end - y.end);
   byId("versus").textContent = a === b ? `${a.title} beside itself: choose another.` :
     `${a.title} ends after ${ms(a.end)}: the picked chip multiplies all but ${ms(waited(a, state.picked))} of it. ` +
     `${b.title} takes ${ms(b.end)}, and the chip waits ${ms(waited(b, state.picked))} for what moves.`;
-  draw();
 };
+const lay = () => { panes.forEach(pane => pane.lay()); compare(); draw(); };
 const draw = () => {
   state.time = Math.max(0, Math.min(state.time, longest()));
   byId("time").value = 1000 * state.time / longest();

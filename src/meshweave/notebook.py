@@ -73,7 +73,8 @@ def _(plan: Plan) -> str:
         )
         for record in plan.steps.ranked[:NUM_ROWS]
     ]
-    text = f"<details><summary>in words</summary><pre>{escape(plan.summary())}</pre></details>"
+    words = f'<pre style="white-space:pre-wrap">{escape(plan.summary())}</pre>'
+    text = f"<details><summary>in words</summary>{words}</details>"
     used = _used(PART_COLOURS, plan.steps.ranked[:NUM_ROWS])
     return _framed(plan.summary().splitlines()[0], f"{_table(head, rows)}{_keys(used)}{text}")
 
@@ -94,7 +95,7 @@ def _(step: Step) -> str:
     first, *rest = str(step).splitlines()
     keys = _keys(_used(PART_COLOURS, [record])) + _keys({k: MEMORY_COLOURS[k] for k, v in kinds.items() if v})
     laid = choice_text(record.degrees)
-    text = f"<pre>{escape(chr(10).join(rest))}</pre>"
+    text = f'<pre style="white-space:pre-wrap">{escape(chr(10).join(rest))}</pre>'
     return _framed(f"{first}: {laid}", f"{_table(('', '', ''), rows)}{keys}{text}{_layers(step)}")
 
 
@@ -186,11 +187,15 @@ def _framed(title: str, body: str) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of cells as HTML, the first column to the left."""
     sides = ["left", *["right"] * (len(head) - 1)]
-    top = "".join(f'<th style="text-align:{s}">{escape(n)}</th>' for n, s in zip(head, sides, strict=True))
+    top = "".join(
+        f'<th style="text-align:{s};padding-right:6px">{escape(n)}</th>'
+        for n, s in zip(head, sides, strict=True)
+    )
     lines = "".join(
         "<tr>"
         + "".join(
-            f'<td style="text-align:{s};white-space:nowrap">{c}</td>' for c, s in zip(row, sides, strict=True)
+            f'<td style="text-align:{s};white-space:nowrap;padding:1px 6px 1px 0">{c}</td>'
+            for c, s in zip(row, sides, strict=True)
         )
         + "</tr>"
         for row in rows

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.shown import Shown
-from meshweave.base.units import to_s
+from meshweave.base.units import format_s, to_s
 from meshweave.describe.layout.intervals import num_common, num_indices, union
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.program.ops import COMPUTE_KINDS
@@ -75,7 +75,7 @@ class Counter:
     values: Mapping[str, tuple[float, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace(Shown):
     """The spans of one run of a program; `source` says who made it: "estimate", "simulate", "numpy", "torch".
 
@@ -86,6 +86,14 @@ class Trace(Shown):
     source: str
     spans: tuple[Span, ...]
     counters: tuple[Counter, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return the program, the source, the ranks, their spans and the time, in a line."""
+        ranks = len({span.rank for span in self.spans})
+        return (
+            f"<Trace of {self.program} by {self.source}: {ranks} ranks, {len(self.spans)} spans, "
+            f"{format_s(self.duration_s)}>"
+        )
 
     @cached_property
     def span_of(self) -> Mapping[tuple[int, int], Span]:

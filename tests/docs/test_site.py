@@ -31,3 +31,10 @@ def test_the_site_covers_everything() -> None:
     assert all(
         f"## `meshweave {verb}" in commands for verb in ("plan", "simulate", "tune layouts", "bench matmul")
     )
+
+
+def test_the_site_is_read_from_a_disk() -> None:
+    """Links name files, for browsers show a list of a folder where they name that; fonts come with the system."""
+    yaml = pytest.importorskip("yaml", reason="the extra docs is not installed")
+    config = yaml.safe_load((pages.ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert config["use_directory_urls"] is False and config["theme"]["font"] is False

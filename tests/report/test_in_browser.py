@@ -262,7 +262,11 @@ def test_two_algorithms_are_stepped_through_and_played(browser: Any, explorer_fi
         )
         first, second = (page.locator(".pane").nth(place) for place in (0, 1))
         assert first.locator(".chip.idle").count() == 16 and second.locator(".chip.busy").count() == 16
-        assert "matmul" in second.locator("pre .a0").inner_text()
+        assert "matmul" in second.locator("pre .a0").text_content()
+        assert first.locator("details[open]").count() == (
+            width == WIDE
+        )  # both pictures on one screen of a phone
+        assert "overlapped with the products" in second.locator(".idea").inner_text()
         clock = page.locator("#clock")
         before = clock.inner_text()
         page.get_by_role("button", name="op ▶").click()

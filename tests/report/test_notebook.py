@@ -121,3 +121,22 @@ def test_large_runs_are_shown_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_texts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebook, "MAX_TEXT", 100)
     assert "characters more" in shown(run().program)
+
+
+def test_a_terminal_has_a_line_for_what_a_notebook_draws() -> None:
+    simulated, trace = run(), run().trace()
+    per_rank, time = simulated.num_ops // 4, r"[\d.]+ us>"
+    assert repr(simulated.program) == (
+        f"<Program {simulated.program.name}: 4 ranks, {len(list(simulated.program.ops()))} ops as written>"
+    )
+    assert re.fullmatch(f"<Simulation of meshslice: 4 ranks, {4 * per_rank} ops, {time}", repr(simulated))
+    assert re.fullmatch(
+        f"<Trace of meshslice by simulate: 4 ranks, {4 * per_rank} spans, {time}", repr(trace)
+    )
+    plan = mw.plan(
+        "llama-3-8b", "dgx-h100:8", batch=8, sequence=4096, strategy="megatron_sp", stack="torchtitan"
+    )
+    titan = mw.export(plan, "torchtitan")
+    assert str(titan) == titan.text and re.fullmatch(
+        r"<Export to torchtitan: \d+ lines, \d+ left out>", repr(titan)
+    )

@@ -3,15 +3,19 @@
 Nothing of it is in this project's environment: `pip install --target` without dependencies, and of these those
 that the parser imports. Where pip has no index to ask, a test says so and is skipped. Megatron-LM is for Python
 3.12 and later: where this is an older one, EXPORT_PYTHON names one that has torch. What is accepted is added to
-the file that EXPORTS_ACCEPTED names, validation/results/exports.json.
+the file that EXPORTS_ACCEPTED names, validation/results/exports.json. Some degrees are drawn; EXPORT_SEED
+draws others.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import pytest
 from foreign_code import PACKAGES, free_port, install, python_for
 from test_exports import plan_of
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.tune.exports import export
 
 pytestmark = pytest.mark.slow
@@ -73,8 +78,10 @@ from axolotl.utils.schemas.config import AxolotlInputConfig
 rest = dict(base_model="m", datasets=[{"path": "x", "type": "alpaca"}], learning_rate=1e-4,
             optimizer="adamw_torch", lr_scheduler="cosine", num_epochs=1, output_dir="o")
 config = AxolotlInputConfig(**DictDefault(json.load(sys.stdin)["settings"] | rest))
-print(json.dumps([config.dp_shard_size, config.sequence_len, config.micro_batch_size,
-                  config.gradient_accumulation_steps, config.fsdp_config.reshard_after_forward, config.bf16]))
+print(json.dumps([config.dp_shard_size or config.dp_replicate_size or 1, config.sequence_len,
+                  config.micro_batch_size, config.gradient_accumulation_steps,
+                  bool(config.fsdp_config and config.fsdp_config.reshard_after_forward), config.bf16,
+                  config.context_parallel_size]))
 """
 BRIDGE = """
 import ast, importlib.util, json, shlex, sys
@@ -125,7 +132,8 @@ sys.argv = ["pretrain_gpt.py", *shlex.split(export["text"].replace("\\\\\\n", " 
 arguments = parse_args()
 validate_args(arguments)
 names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "global_batch_size",
-         "num_layers_per_virtual_pipeline_stage", "recompute_granularity", "use_megatron_fsdp")
+         "context_parallel_size", "num_layers_per_virtual_pipeline_stage", "recompute_granularity",
+         "use_megatron_fsdp")
 print(json.dumps({name: getattr(arguments, name) for name in names}))
 """
 MAXTEXT = """
@@ -179,7 +187,7 @@ def read_by(target: str, script: str, degrees: dict[str, Any], folder: Path) -> 
     given = json.dumps({"settings": made.settings, "text": made.text, "environment": made.environment} | of)
     done = subprocess.run(
         [python, "-c", script], input=given, capture_output=True, text=True, check=False, cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "built")}, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     note(target, python, degrees, made.text)
@@ -260,7 +268,7 @@ def test_accelerate_launches_by_it(zero: int, tensor: int, context: int, folders
 
 def test_axolotl_parses_it(folders: dict[str, Path]) -> None:
     degrees = {"pipeline": 1, "data": 4, "zero": 3, "tensor": 1}
-    assert read_by("axolotl", AXOLOTL, degrees, folders["axolotl"]) == [4, 8192, 1, 16, True, True]
+    assert read_by("axolotl", AXOLOTL, degrees, folders["axolotl"]) == [4, 8192, 1, 16, True, True, 1]
 
 
 @pytest.mark.parametrize(
@@ -325,3 +333,66 @@ def test_transformers_takes_it(degrees: dict[str, Any], folders: dict[str, Path]
     pytest.importorskip("transformers")
     degrees = {"data": 1, "pipeline": 1} | degrees
     assert read_by("hf", HUGGING_FACE, degrees, folders["hf"]) == {"known": True, "unused": []}
+
+
+Read = Any
+"""What a script of this module prints."""
+SIZES: dict[str, tuple[str, Any]] = {
+    "torchtitan": (TORCHTITAN, lambda read, _: _of_torchtitan(**read)),
+    "deepspeed": (DEEPSPEED, lambda read, own: (
+        max(read["tensor"], 1), 1, 1, own["data"], read["micro_batch"] * read["accumulated"] * own["data"])),
+    "accelerate": (ACCELERATE, lambda read, own: (
+        read["sizes"][2], read["sizes"][1], 1, read["sizes"][0] if own["zero"] else own["data"], 64)),
+    "axolotl": (AXOLOTL, lambda read, _: (1, read[6], 1, read[0], read[0] * read[2] * read[3])),
+    "megatron-bridge": (BRIDGE, lambda read, own: (
+        *(read["model"][f"{name}_size"] for name in _OF_CORE), own["data"], read["train"]["global_batch_size"])),
+    "megatron-lm": (MEGATRON, lambda read, _: (
+        *(read[f"{name}_size"] for name in _OF_CORE), read["data_parallel_size"], read["global_batch_size"])),
+    "maxtext": (MAXTEXT, lambda read, _: (
+        read["ici_tensor_parallelism"], read["ici_context_parallelism"], 1,
+        max(read["ici_fsdp_parallelism"], read["ici_data_parallelism"]), read["global_batch_size_to_train_on"])),
+}  # fmt: skip
+"""By target the script that reads its exports, and what of that are the ranks of tensor, context, pipeline and
+data parallelism and the batch; the degrees say what an export leaves to the number of ranks."""
+_OF_CORE = ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+
+
+def _of_torchtitan(parallelism: Read, training: Read) -> tuple[int, ...]:
+    sizes = (parallelism[f"{kind}_parallel_degree"] for kind in ("tensor", "context", "pipeline"))
+    data = (parallelism[f"data_parallel_{kind}_degree"] for kind in ("shard", "replicate"))
+    return *sizes, max(data), training["global_batch_size"]
+
+
+def drawn(target: str) -> Iterator[dict[str, Any]]:
+    """Degrees on at most 64 chips that can be exported to a target, drawn by EXPORT_SEED."""
+    draw = random.Random(f"{target} {os.environ.get('EXPORT_SEED', '0')}")
+    while True:
+        degrees = {
+            "pipeline": draw.choice((1, 1, 2, 4)), "data": draw.choice((1, 2, 4, 8)), "zero": draw.randrange(4),
+            "tensor": draw.choice((1, 1, 2, 4, 8)), "context": draw.choice((1, 1, 2, 4)),
+            "micro_batch": draw.choice((1, 2, 4)), "recompute": draw.choice(("none", "selective", "full")),
+            "strategy": draw.choice(("megatron", "megatron_sp")), "virtual_stages": draw.choice((1, 2, 4)),
+        }  # fmt: skip
+        inside = degrees["virtual_stages"] > 1
+        degrees["schedule"] = "interleaved-1f1b" if inside else draw.choice(("1f1b", "gpipe", "zb-h1"))
+        rounds = 64 // (degrees["data"] * degrees["micro_batch"])
+        if target == "axolotl" and degrees["context"] > 1:
+            continue  # its check imports ring-flash-attn, which needs CUDA
+        if (degrees["pipeline"] == 1 and inside) or rounds % degrees["pipeline"] or chips_of(degrees) > 64:
+            continue
+        try:
+            export(plan_of(degrees), target)
+        except UnsupportedError:
+            continue
+        yield degrees
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("target", sorted(SIZES))
+def test_drawn_degrees_are_read_as_they_are(target: str, number: int, folders: dict[str, Path]) -> None:
+    """What the target reads has the degrees and the batch of the plan."""
+    script, sizes_of = SIZES[target]
+    degrees = next(islice(drawn(target), number, None))
+    read = sizes_of(read_by(target, script, degrees, folders[target]), degrees)
+    expected = [degrees[name] for name in ("tensor", "context", "pipeline", "data")]
+    assert list(read) == [*expected, 64], degrees

@@ -433,3 +433,12 @@ def test_what_megatron_refuses_a_step_without_is_exported(target: str) -> None:
     for launcher in LAUNCHERS:
         text = launch_file(export(shared, target), launcher, load_cluster("dgx-h100:16"))
         assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+
+
+def test_rings_of_axolotl_have_the_attention_that_they_ask_for() -> None:
+    """axolotl 0.19 refuses context_parallel_size > 1 without it (check_context_parallel_size)."""
+    ring = export(plan_of({"pipeline": 1, "tensor": 1, "context": 2}), "axolotl")
+    assert ring.settings["attn_implementation"] == "flash_attention_2"
+    assert any("ring-flash-attn" in sentence for sentence in ring.left_out)
+    whole = export(plan_of({"pipeline": 1, "tensor": 1}), "axolotl")
+    assert "attn_implementation" not in whole.settings

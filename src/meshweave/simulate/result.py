@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.shown import Shown
-from meshweave.base.units import to_s
+from meshweave.base.units import format_s, to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.placed import Link
 from meshweave.ir.program import Program
@@ -46,7 +46,7 @@ class LinkUse:
         return f"{kind} port of chip {owner}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Simulation(Shown):
     """The result of `engine.simulate`. All times are integer picoseconds from the start of the run.
 
@@ -68,6 +68,13 @@ class Simulation(Shown):
     template_ops: NDArray[np.int64]
     outputs: Mapping[str, Any]
     link_names: tuple[Link, ...]
+
+    def __repr__(self) -> str:
+        """Return the program, the ranks, their ops and the time, in a line."""
+        return (
+            f"<Simulation of {self.program.name}: {len(self.ranks)} ranks, {self.num_ops} ops, "
+            f"{format_s(self.duration_s)}>"
+        )
 
     @property
     def num_ops(self) -> int:

@@ -43,9 +43,13 @@ class BoundOp:
         return f"{self.op.title} {'.'.join(map(str, self.key))}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program(Shown, WrittenProgram):
     """A communication and compute program over all ranks; the module docstring defines its meaning."""
+
+    def __repr__(self) -> str:
+        """Return the name, the ranks and the ops as written, in a line. Its text has all of it."""
+        return f"<Program {self.name}: {len(self.ranks)} ranks, {sum(1 for _ in self.ops())} ops as written>"
 
     @cached_property
     def includes(self) -> tuple[Include, ...]:

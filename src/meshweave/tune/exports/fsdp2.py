@@ -108,6 +108,9 @@ def to_axolotl(row: PlannedRow) -> Export:
         }
     elif degrees.data > 1:
         settings["dp_replicate_size"] = degrees.data
+    if degrees.context > 1:
+        settings["attn_implementation"] = "flash_attention_2"  # axolotl's rings have no other
+        left_out.append("Context parallelism of axolotl needs its extra ring-flash-attn.")
     left_out.append(f"It counts for {degrees.num_chips} ranks: start so many.")
     left_out += model_left_out(row.model, (), "axolotl, whose base_model names it,")
     left_out += step_left_out(row, (), "axolotl")

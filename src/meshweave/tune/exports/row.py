@@ -17,7 +17,7 @@ from meshweave.tune.plan_description import planned_stack
 from meshweave.tune.plan_records import DegreesRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Export:
     """Settings of other software.
 
@@ -36,6 +36,16 @@ class Export:
     left_out: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     priced: str = ""
+
+    def __repr__(self) -> str:
+        """Return the target and how much is said and left out, in a line; `text` has the settings."""
+        return (
+            f"<Export to {self.target}: {len(self.text.splitlines())} lines, {len(self.left_out)} left out>"
+        )
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
 
 
 @dataclass(frozen=True)
