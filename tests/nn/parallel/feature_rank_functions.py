@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import reference_models
+import small_models
 import torch
 import torch.distributed as dist
 from plain_models import HIDDEN, WORDS, PlainGpt, PlainLlama
@@ -69,6 +70,21 @@ def _optimizer(mesh: DeviceMesh) -> float:
             optimizer.zero_grad()
     expected = {name: p.detach() for name, p in whole.named_parameters()}
     return _worst({name: p.full_tensor().detach() for name, p in made.module.named_parameters()}, expected)
+
+
+def _generators(mesh: DeviceMesh) -> list[bool]:
+    """Whether torch's generator is the first rank's of before, after each model; ranks are seeded apart."""
+    kept = []
+    for model in (_model(), small_models.make_model("helium"), small_models.make_model("helium")):
+        for check in (True, False):
+            torch.manual_seed(7)
+            torch.rand(3)
+            first = torch.get_rng_state()
+            if mesh.get_rank():
+                torch.manual_seed(8)
+            parallelize(copy.deepcopy(model), "zero3", mesh, check=check)
+            kept.append(torch.equal(torch.get_rng_state(), first))
+    return kept
 
 
 def _checkpointing(mesh: DeviceMesh) -> float:

@@ -21,9 +21,10 @@ def _answers(names: tuple[str, ...], num_ranks: int, timeout_s: float = 100) -> 
 
 @pytest.mark.gloo
 def test_features_of_torch() -> None:
-    names = ("checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta", "overlap")
+    names = ("generators", "checkpointing", "dropout", "autocast", "by_hand", "refusals", "meta", "overlap")
     ranks = _answers(names, 2)
     for answer in ranks:
+        assert all(answer["generators"]), answer["generators"]
         assert answer["checkpointing"] == 0
         assert answer["by_hand"] < 1e-12
         assert answer["autocast"]["dtypes"] == ["torch.float32"]

@@ -27,7 +27,7 @@ from meshweave.nn.parallel.optimizers import watch_optimizers
 from meshweave.nn.parallel.plans import PlanLike, ResolvedPlan, device_type_of, resolve
 from meshweave.nn.parallel.reports import ModelSettings
 from meshweave.nn.parallel.same_model import ranks_of, require_same_model
-from meshweave.nn.parallel.seeds import seed_alike
+from meshweave.nn.parallel.seeds import keep_generators, share_generators
 from meshweave.nn.parallel.structure import ModelMap, check_modules
 from meshweave.nn.parallel.takeable import check_takeable, check_unaltered
 from meshweave.nn.parallel.trials import Trials, by_trial
@@ -95,6 +95,7 @@ def parallelize(
             "as AutoModelForCausalLM.from_config does of a config of transformers"
         )
     require_process_group()
+    device = device_type_of(module) if device_mesh is None else device_mesh.device_type
     if isinstance(plan, str) and plan == "auto":
         options: dict[str, Any] = {
             "mapping": mapping,
@@ -103,17 +104,18 @@ def parallelize(
             "context": context,
         }
         options |= {"broadcast_weights": broadcast_weights, "debug_every": debug_every}
-        chosen: ParallelModel = by_trial(
-            module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
-        )
+        with keep_generators(device):
+            chosen: ParallelModel = by_trial(
+                module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
+            )
+        share_generators(chosen.strategy)
         return chosen
-    device = device_type_of(module) if device_mesh is None else device_mesh.device_type
     own = context or TorchContext.default(device)
     given = {
         "plan": plan, "mapping": mapping, "config": config, "overlap": overlap, "check": check,
         "debug_every": debug_every,
     }  # fmt: skip
-    with share_refusal(own, ranks_of(device_mesh), "parallelize"):
+    with share_refusal(own, ranks_of(device_mesh), "parallelize"), keep_generators(device):
         check_unaltered(module)
         require_same_model(own, module, device_mesh, given, broadcast_weights=broadcast_weights)
         before = dict(module.named_parameters())
@@ -128,7 +130,7 @@ def parallelize(
             put_in(model, adapters)
         if not model.strategy.is_alone:  # ranks count calls alike, and have had some since the last model
             model.agreement.number = call_order(own).sequence(model.strategy.mesh.ranks).count
-    seed_alike(model.strategy)
+    share_generators(model.strategy)
     model.context = context
     watch_optimizers(model.agreement, before)
     is_own = isinstance(model, HostedModel)

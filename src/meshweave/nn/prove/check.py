@@ -58,27 +58,26 @@ def check_layers(
     fits = _fits(module, names, device, len(ranks.ranks))
     sizes = _sizes(strategy, _most_tokens(module, names))
     dtype = WIDE if all(ranks.say(fits).values()) else torch.float32
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        for chosen, binds in cases:
-            for bound in (("window", "positions"), ("window",)) if binds else ((),):
-                whole = _copy(module, names, strategy, chosen, bound, device, dtype, sizes[1])
-                given = generated(whole, len(ranks.ranks), device, sizes)
-                if all(ranks.say(not bound or _takes(whole, given)).values()):
-                    break
-            made = make(copy.deepcopy(whole))
-            proof = _proved(whole, made, given)
-            if proof.difference is not None:
-                told = _with_numbers(str(proof.difference), names, chosen)
-                where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
-                if proof.difference.what == NOT_RUN:
-                    raise UnsupportedError(
-                        f"{type(module).__name__} does not run under {strategy.name}, in a copy with {where}: "
-                        f"{proof.difference.cause}"
-                    )
-                raise ProofError(
-                    f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
-                    f"copy with {where}, {told}"
+    for chosen, binds in cases:
+        for bound in (("window", "positions"), ("window",)) if binds else ((),):
+            whole = _copy(module, names, strategy, chosen, bound, device, dtype, sizes[1])
+            given = generated(whole, len(ranks.ranks), device, sizes)
+            if all(ranks.say(not bound or _takes(whole, given)).values()):
+                break
+        made = make(copy.deepcopy(whole))
+        proof = _proved(whole, made, given)
+        if proof.difference is not None:
+            told = _with_numbers(str(proof.difference), names, chosen)
+            where = f"layer {chosen[0]} alone" if binds else f"layers {', '.join(map(str, chosen))}"
+            if proof.difference.what == NOT_RUN:
+                raise UnsupportedError(
+                    f"{type(module).__name__} does not run under {strategy.name}, in a copy with {where}: "
+                    f"{proof.difference.cause}"
                 )
+            raise ProofError(
+                f"{type(module).__name__}, taken for {title}, is another model under {strategy.name}: in a "
+                f"copy with {where}, {told}"
+            )
     kind = str(proof.dtype).removeprefix("torch.")
     return (
         f"{len(first)} kinds of layers one by one, and layers {', '.join(map(str, sorted(depth)))}, in {kind}"
