@@ -213,7 +213,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--beside", type=Path, help="another checkout, counted first")
-    parser.add_argument("--save", action="store_true", help="write results/code_counts.json")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write results/code_counts.json; without --beside, what was before stays",
+    )
     parser.add_argument("--list", action="store_true", help="print what is counted, place by place")
     options = parser.parse_args()
     now = counts(ROOT)
@@ -231,8 +235,9 @@ def main() -> None:
         for path in private_torch(trees):
             print("private torch:", path.relative_to(ROOT))
     if options.save:
-        rows = {"before": before, "now": now}
-        (ROOT / "benchmarks/results/code_counts.json").write_text(json.dumps(rows, indent=1) + "\n")
+        saved = ROOT / "benchmarks/results/code_counts.json"
+        rows = {"before": before or json.loads(saved.read_text())["before"], "now": now}
+        saved.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def _shown(count: float | None) -> str:

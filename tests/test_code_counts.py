@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import code_counts  # noqa: E402
+import code_structure  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,10 @@ def test_a_class_name_has_one_meaning(trees: code_counts.Trees) -> None:
 
 def test_everything_public_has_a_docstring(trees: code_counts.Trees) -> None:
     assert code_counts.undocumented(trees) == []
+
+
+def test_every_public_name_is_in_a_snippet() -> None:
+    assert code_structure.in_no_snippet(ROOT, code_structure.public_names(ROOT)) == []
 
 
 def test_functions_are_short(trees: code_counts.Trees) -> None:

@@ -98,12 +98,9 @@ def parallelize(
     device = device_type_of(module) if device_mesh is None else device_mesh.device_type
     if isinstance(plan, str) and plan == "auto":
         options: dict[str, Any] = {
-            "mapping": mapping,
-            "config": config,
-            "overlap": overlap,
-            "context": context,
-        }
-        options |= {"broadcast_weights": broadcast_weights, "debug_every": debug_every}
+            "mapping": mapping, "config": config, "overlap": overlap, "context": context,
+            "broadcast_weights": broadcast_weights, "debug_every": debug_every,
+        }  # fmt: skip
         with keep_generators(device):
             chosen: ParallelModel = by_trial(
                 module, device_mesh, trials, partial(parallelize, **options), check=check, context=context
