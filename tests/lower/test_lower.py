@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -151,6 +152,23 @@ def test_only_wanted_collectives_are_lowered() -> None:
     program = PRODUCTS_2D["collective"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     lowered = lower_rings(program, should_lower=lambda op: op.lane == "row")
     assert [op.lane for op in lowered.ops() if isinstance(op, AllGather)] == ["col"]
+
+
+@pytest.mark.parametrize("sizes", ["", "sizes=4, "])
+@pytest.mark.parametrize("dim", [-1, 2, 1 << 32])
+@pytest.mark.parametrize("num_directions", [1, 2])
+def test_a_ring_along_no_dim_is_refused(sizes: str, dim: int, num_directions: Literal[1, 2]) -> None:
+    program = parse(f"""program("p")
+tp = mesh((2, 2), ("row", "col"))
+A = tensor((8, 8), "float32")
+a = input(A, tp[S(0), S(1)])
+whole = scratch((8, 4), "float32", on=tp)
+compute = lane()
+with tp:
+    all_gather(whole, a, over="tp.row", {sizes}dim={dim}, lane=compute, name="gather")
+""")
+    with pytest.raises(ProgramError, match=rf"has 2 dims, and no dim {dim} \(op gather, buffer a\)"):
+        lower_rings(program, num_directions)
 
 
 def test_a_ring_without_sizes_over_uneven_shards_is_refused() -> None:

@@ -186,6 +186,11 @@ class _RingLowering:
         return isinstance(op.over, str) and "." in op.over and self.should_lower(op)
 
     def _parts(self, op: AllGather | ReduceScatter, count: int) -> list[_DirectedPart]:
+        for view in (op.src, op.out):
+            dims = len(view.selectors)
+            if not 0 <= op.dim < dims:
+                said = f"{view} has {dims} dims, and no dim {op.dim}"
+                raise ProgramError(said, op=op.name or op.kind, buffer=view.buffer)
         size = self._part_size(op, count)
         starts: list[Index] = [0]
         for peer in range(count - 1):
