@@ -16,7 +16,7 @@ import sampling
 
 sampling.register_profiles()
 
-_IMPORTED_ONCE = (
+IMPORTED_ONCE = (
     "meshweave.nn.parallel.parallelize", "meshweave.nn.prove.proof", "meshweave.nn.training.state",
     "meshweave.nn.weights", "meshweave.algorithms.step", "meshweave.tune.plan", "torch.distributed.fsdp",
     "transformers.generation.utils", "transformers.models.llama.modeling_llama",
@@ -44,7 +44,7 @@ def warm_ranks() -> Iterator[None]:
     from meshweave_lab.fork_server import fork_servers
 
     with fork_servers() as servers:
-        servers.import_also(*_IMPORTED_ONCE)
+        servers.import_also(*IMPORTED_ONCE)
         yield
 
 

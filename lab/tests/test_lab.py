@@ -1,6 +1,7 @@
 """Labs that are really built: what they carry, and that nothing of them is left, however they end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -253,7 +254,9 @@ def test_the_others_name_the_rank_that_was_killed(nothing_left):
         options = {"timeout_s": 120.0, "env": {"PYTHONPATH": str(HERE)}, "interval_s": 0.2, "stale_s": 2.0}
         running.launch("lab_rank_functions:die", {}, **options)
     assert caught.value.missing == (1,)
-    assert caught.value.reports[0] == "rank 1 stopped answering while waiting for word from rank 1"
+    # Rank 1 may end before rank 0 has heard of it at all.
+    said = r"rank 1 (stopped answering|never answered) while waiting for word from rank 1"
+    assert re.fullmatch(said, caught.value.reports[0])
 
 
 def test_without_root_it_says_so_and_what_works(monkeypatch, capsys):

@@ -278,7 +278,7 @@ def test_wrong_options_are_one_line(
 
 def test_a_search_has_an_answer_before_it_prices_what_it_finds() -> None:
     """An early answer fits, is that of a search that ends at once, and changes nothing of one that goes on."""
-    problem = StepProblem(SMALL, hosts(4, 4), 64, 512)
+    problem = StepProblem(SMALL, hosts(2, 4), 32, 512)
     options, most = SpaceOptions(), 2**31
 
     def interrupt(done: int, total: int) -> None:
@@ -379,7 +379,7 @@ def test_a_plan_says_which_defaults_of_a_step_are_not_the_best() -> None:
     for chips, options in (
         (8, {}),
         (8, {"tp": 2, "zero": 0, "memory_bytes": 1 << 40}),
-        (16, {"cp": 1, "vp": 1}),
+        (16, {"cp": 1, "vp": 1, "recompute": "none", "schedule": "1f1b"}),
     ):
         steps = mw.plan("llama-2-7b", f"dgx-h100:{chips}", batch=16, sequence=2048, **options).step
         assert steps.defaults is not None
