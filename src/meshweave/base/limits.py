@@ -47,6 +47,7 @@ MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 # --- descriptions ---------------------------------------------------------------------------------------
 
 CHIPS = Limit(1 << 16, "chips", "a cluster")
+STEP_LAYERS = Limit(1 << 14, "layers", "a model whose training step is priced")
 MODEL_TENSORS = Limit(1 << 12, "tensors", "the state dict of a model that is resharded")
 
 RUNS = Limit(1_000, "rows", "a file of published runs")

@@ -15,7 +15,7 @@ from meshweave.algorithms.step.stack_checks import check_parallelism
 from meshweave.algorithms.step.stack_runs import ALL_DEGREES, StackRuns
 from meshweave.algorithms.step.stacks import DEFAULT_STACK, IDEAL
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.tune.plan_description import planned_problem
 from meshweave.tune.step_search.planner import parallelism_of
@@ -150,3 +150,12 @@ def test_a_plan_keeps_a_stack_that_somebody_changed(tmp_path: Path) -> None:
 def test_the_old_name_of_the_ideal_stack_is_taken() -> None:
     with pytest.warns(DeprecationWarning, match='stack "none" is "ideal" now'):
         assert load_stack("none") == load_stack(IDEAL)
+
+
+def test_more_layers_than_the_limit_are_refused() -> None:
+    """A plan of them held a name for each layer, until there was no memory."""
+    model = replace(mw.load_model("llama-2-7b"), num_layers=167_772_162)
+    with pytest.raises(DescriptionError, match="has 167,772,162 layers, over the limit of 16,384"):
+        mw.plan(model, "dgx-h100:8", batch=8, sequence=64, dp=8)
+    with pytest.raises(DescriptionError, match="over the limit of 16,384"):
+        mw.step(model, "dgx-h100:8", batch=8, sequence=64)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
 from meshweave.algorithms.step.software_stack import SoftwareStack
 from meshweave.algorithms.step.stack_runs import ALL_DEGREES
-from meshweave.base.errors import UnsupportedError, listed
+from meshweave.base.errors import DescriptionError, UnsupportedError, listed
+from meshweave.base.limits import STEP_LAYERS
 
 
 def check_runs(stack: SoftwareStack, kind: str, value: object) -> None:
@@ -32,7 +33,12 @@ _WORDS = {
 
 
 def check_problem(problem: StepProblem) -> None:
-    """Raise UnsupportedError if the problem's stack does not execute its precision, or models with experts."""
+    """Raise UnsupportedError if the problem's stack does not execute its precision, or models with experts.
+
+    Raises DescriptionError if the model has more than `base.limits.STEP_LAYERS` layers.
+    """
+    if problem.model.num_layers > STEP_LAYERS.most:
+        raise DescriptionError(f"model {problem.model.name} {STEP_LAYERS.refusal(problem.model.num_layers)}")
     if problem.model.is_routed and not problem.stack.runs.experts:
         raise UnsupportedError(
             f"{problem.model.name} has experts, on which the costs of stack {problem.stack.name} were not fitted; "
