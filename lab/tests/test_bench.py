@@ -189,7 +189,7 @@ def test_shapes_are_compared_with_the_first():
     [
         (["--ratio", "1,x"], "ratio 'x' is no number"),
         (["--ratio", "-1"], "a ratio of -1"),
-        (["--ratio", ""], "no ratio given"),
+        (["--ratio", ","], "no ratio given"),
         (["--pass", "backwards"], "there is no pass 'backwards'"),
         (["--dataflow", "ss"], "dataflow 'ss'"),
         (["--widths", "4"], "--slices takes counts"),

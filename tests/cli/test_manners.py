@@ -55,6 +55,27 @@ def test_errors_quote_at_most_a_screen_line(capsys: pytest.CaptureFixture[str], 
     assert len(err) < 700 and max(map(len, err.split())) <= errors.MAX_QUOTED + 20
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["plan", "gpt3", "--cluster", "tpu-v4-pod", "--fix", ""],
+        ["plan", "gpt3", "--cluster="],
+        ["simulate", "--shape", "8,8,8", "--mesh", "", "--cluster", "tpu-v4-4x4"],
+        ["bench", "fidelity", "--cluster", "", "--cases", "1"],
+    ],
+)
+def test_an_option_given_an_empty_word_is_not_left_out(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert run_app(args) == 2
+    assert "is given an empty word: give it a value, or leave it out" in capsys.readouterr().err
+
+
+def test_a_command_after_two_dashes_may_have_empty_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["plan", "gpt3", "--cluster", "nowhere", "--", "--x", ""]) == 2
+    assert "empty word" not in capsys.readouterr().err
+
+
 def test_interrupted_before_anything_was_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from meshweave import __version__
-from meshweave.base.errors import MeshweaveError, shortened, without_control_characters
+from meshweave.base.errors import LayoutError, MeshweaveError, shortened, without_control_characters
 from meshweave.base.outputs import CommandOutputs, outputs_of_command, taken_notes
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -93,8 +93,22 @@ def run_app(args: list[str]) -> int:
         return _run(args, outputs)
 
 
+def _refuse_empty_value(args: list[str]) -> None:
+    """Raise LayoutError where an option is given an empty word, as a variable of a shell that is not set gives it.
+
+    Many options stand for nothing then, and the command would do something else than was asked for.
+    """
+    own = args[: args.index("--")] if "--" in args else args
+    for at, word in enumerate(own):
+        option, equals, value = word.partition("=")
+        given = [value] if equals else own[at + 1 : at + 2]
+        if option.startswith("--") and given == [""]:
+            raise LayoutError(f"{option} is given an empty word: give it a value, or leave it out")
+
+
 def _run(args: list[str], outputs: CommandOutputs) -> int:
     try:
+        _refuse_empty_value(args)
         status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:
         typer.echo(f"error: {error}", err=True)
