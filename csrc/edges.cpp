@@ -1,6 +1,7 @@
 #include "edges.hpp"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <unordered_map>
 
@@ -24,24 +25,28 @@ struct Live {
 // Reads do not conflict with reads, nor updates with updates: those commute.
 bool both_alike(Mode a, Mode b) { return a == b && a != Mode::WRITE; }
 
-// The live accesses to one buffer slot. Where there are many they are kept by where they begin along one dim, so that a
-// view of a small part is compared with few of them.
-class Memory {
+// Live accesses of one mode to one buffer slot. Where there are many they are kept by where they begin along one dim, so
+// that a view of a small part is compared with few of them.
+class AccessIndex {
  public:
   void add(const Live& live) {
     list_of(live).push_back(live);
     if (++count_ == MANY) spread();
   }
 
-  // Calls visit(Live) for those that may meet an access.
+  // Calls visit(Live) for those that may meet an access, and returns how many it was compared with.
   template <class Visit>
-  void each(const Live& mine, Visit visit) const {
+  size_t each(const Live& mine, Visit visit) const {
     for (const Live& live : wide_)
       if (live.may_meet(mine)) visit(live);
-    if (lists_.empty()) return;
-    for (size_t at = place(mine.start[dim_] - width_), last = place(mine.stop[dim_]); at <= last; ++at)
+    size_t compared = wide_.size();
+    if (lists_.empty()) return compared;
+    for (size_t at = place(mine.start[dim_] - width_), last = place(mine.stop[dim_]); at <= last; ++at) {
       for (const Live& live : lists_[at])
         if (live.may_meet(mine)) visit(live);
+      compared += lists_[at].size();
+    }
+    return compared;
   }
 
   // Removes those of them for which is_gone(Live) holds.
@@ -91,6 +96,9 @@ class Memory {
   i64 width_ = 1;
 };
 
+// The live accesses to one buffer slot, by mode: many reads of one view are not compared with each other.
+using Memory = std::array<AccessIndex, 3>;
+
 class Memories {
  public:
   Memory& of(const Access& access) {
@@ -103,7 +111,7 @@ class Memories {
 
 }  // namespace
 
-Edges local_edges(const Template& code, const Accesses& accesses, const std::vector<char>& exposed, i64& blocks_left) {
+Edges local_edges(const Template& code, const Accesses& accesses, const std::vector<char>& exposed, ViewBudget& budget) {
   const auto num_ops = static_cast<i64>(accesses.row.size());
   // What nobody writes orders nothing; keeping its readers would make this quadratic.
   std::vector<char> written(code.buffers.size(), 0);
@@ -127,10 +135,12 @@ Edges local_edges(const Template& code, const Accesses& accesses, const std::vec
       touches |= access.rank >= 0 || exposed[static_cast<size_t>(access.buffer)];
       if (access.rank >= 0 || !written[static_cast<size_t>(access.buffer)]) continue;
       const Live mine(op, at, access);
-      memories.of(access).each(mine, [&](const Live& live) {
-        const Access& other = accesses.all[static_cast<size_t>(live.access)];
-        if (!both_alike(access.mode, other.mode) && overlap(access, other, blocks_left)) before.push_back(live.op);
-      });
+      const Memory& memory = memories.of(access);
+      for (const Mode mode : {Mode::READ, Mode::WRITE, Mode::UPDATE})
+        if (!both_alike(access.mode, mode))
+          budget.compare(memory[static_cast<size_t>(mode)].each(mine, [&](const Live& live) {
+            if (overlap(access, accesses.all[static_cast<size_t>(live.access)], budget.blocks_left)) before.push_back(live.op);
+          }));
     }
     for (i64 at = begin; at < end; ++at) {
       const Access& access = accesses.all[static_cast<size_t>(at)];
@@ -138,8 +148,9 @@ Edges local_edges(const Template& code, const Accesses& accesses, const std::vec
       Memory& memory = memories.of(access);
       const Live mine(op, at, access);
       if (access.mode == Mode::WRITE)
-        memory.remove(mine, [&](const Live& live) { return covers(access, accesses.all[static_cast<size_t>(live.access)]); });
-      memory.add(mine);
+        for (AccessIndex& of_mode : memory)
+          of_mode.remove(mine, [&](const Live& live) { return covers(access, accesses.all[static_cast<size_t>(live.access)]); });
+      memory[static_cast<size_t>(access.mode)].add(mine);
     }
     if (row.kind == Kind::FENCE) {
       before.insert(before.end(), touched.begin(), touched.end());
@@ -163,6 +174,7 @@ Edges local_edges(const Template& code, const Accesses& accesses, const std::vec
     std::sort(before.begin(), before.end());
     before.erase(std::unique(before.begin(), before.end()), before.end());
     std::erase(before, op);
+    budget.keep(before.size());
     edges.before.insert(edges.before.end(), before.begin(), before.end());
     edges.start.push_back(static_cast<i64>(edges.before.size()));
   }

@@ -25,7 +25,23 @@ struct Edges {
   std::vector<i64> start{0}, before;
 };
 
+// How much work the views of a program may make; ProgramFault is raised when that is used up.
+struct ViewBudget {
+  i64 blocks_left = MAX_BLOCKS;
+  i64 pairs_left = i64{1} << 32;  // of views that are compared: some seconds
+  i64 edges_left = i64{1} << 25;  // some hundred megabytes
+
+  void compare(size_t pairs) {
+    pairs_left -= static_cast<i64>(pairs);
+    if (pairs_left < 0) throw ProgramFault("too many ops access the same memory");
+  }
+  void keep(size_t edges) {
+    edges_left -= static_cast<i64>(edges);
+    if (edges_left < 0) throw ProgramFault("too many ops wait for each other");
+  }
+};
+
 // Returns the edges of one rank. `exposed` marks buffers that one-sided ops of other ranks access.
-Edges local_edges(const Template& code, const Accesses& accesses, const std::vector<char>& exposed, i64& blocks_left);
+Edges local_edges(const Template& code, const Accesses& accesses, const std::vector<char>& exposed, ViewBudget& budget);
 
 }  // namespace meshweave

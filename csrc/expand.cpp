@@ -154,7 +154,7 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
     has_tracked |= (row.flags & TRACKED) != 0;
   }
   const Keys keys(code);
-  i64 blocks_left = MAX_BLOCKS;
+  ViewBudget budget;
   std::map<std::vector<i64>, i64> known;
   std::vector<std::vector<Release>> arriving(has_tracked ? static_cast<size_t>(code.num_ranks()) : 0);
   const bool keeps = keeps_accesses || has_tracked;
@@ -181,7 +181,7 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
         Class made;
         made.ops = std::move(binder.ops);
         made.sizes = std::move(binder.sizes);
-        order(code, local_edges(code, binder.accesses, exposed, blocks_left), made);
+        order(code, local_edges(code, binder.accesses, exposed, budget), made);
         num_kept += binder.accesses.all.size() + binder.accesses.row.size();
         if (keeps_accesses && num_kept > MAX_KEPT) throw ProgramFault("the program has too many different accesses");
         (keeps ? made.accesses : spare) = std::move(binder.accesses);
@@ -215,10 +215,13 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
     for (i64 rank = 0; rank < code.num_ranks(); ++rank)
       each(rank, [&](i64 op, i64, const Access& access, const std::vector<i64>& key) {
         if (access.rank >= 0) return;
+        budget.compare(arriving[static_cast<size_t>(rank)].size());
         for (const Release& write : arriving[static_cast<size_t>(rank)])
           if (write.access.buffer == access.buffer && write.access.slot == access.slot && write.key < key &&
-              !(access.mode == Mode::UPDATE && write.access.mode == Mode::UPDATE) && overlap(access, write.access, blocks_left))
+              !(access.mode == Mode::UPDATE && write.access.mode == Mode::UPDATE) && overlap(access, write.access, budget.blocks_left)) {
+            budget.keep(1);
             tracked.push_back({write.op, op});
+          }
       });
     const auto less = [](const Tracked& a, const Tracked& b) { return a.from != b.from ? a.from < b.from : a.to < b.to; };
     std::sort(tracked.begin(), tracked.end(), less);

@@ -55,6 +55,19 @@ def outcome_of(folder: Path, args: list[str], name: str, content: str | bytes) -
 
 
 LOOPS = nested([10] * 18)
+MANY_READS = f"""{HEAD}acc = scratch((4, 4), "float32", on=tp)
+with tp:
+  zero(acc, lane=compute)
+  for i in range(150000):
+    copy(b, acc, lane=compute)
+"""
+MANY_WAITS = f"""{HEAD}whole = scratch((8, 8), "float32", on=tp)
+t = scratch((8, 8), "float32", on=tp)
+with tp:
+  for i in range(20000):
+    copy(t, whole, lane=compute)
+    copy(whole[0:4, :], t[0:4, :], lane=compute)
+"""
 SIMULATE = ["simulate", "FILE", "--cluster", "tpu-v4-pod"]
 PROGRAMS: list[tuple[list[str], str, str]] = [
     *(
@@ -69,6 +82,8 @@ PROGRAMS: list[tuple[list[str], str, str]] = [
     ([*SIMULATE, "--lower", "rings"], LOOPS, "has more than 200000 ops"),
     (SIMULATE, nested([10] * 18, "if 0:\n" + " " * 40 + "copy(b, a, lane=compute)"), "no op"),
     (SIMULATE, nested([300_000]), "has more than 200000 ops"),
+    (SIMULATE, MANY_READS, "has more than 200000 ops"),
+    (SIMULATE, MANY_WAITS, "too many ops wait for each other"),
     (["show", "FILE", "--as", "jax"], nested([300_000]), "has more than 50,000 ops, blocks and turns"),
     (SIMULATE, nested([30_000]), "ops on one rank, over the limit of 20,000"),
     ([*SIMULATE, "--against", "estimate"], nested([10_000]), "more than 15,000 ops, blocks and turns"),
