@@ -7,6 +7,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,11 @@ PLAN = ["plan", "--products", "FILE", "--cluster", "tpu-v4-pod:4", "--algorithms
 PLAN_ON = ["plan", "--products", "gpt3", "--cluster", "FILE", "--algorithms", "collective"]
 RESHARD = ["reshard", "FILE", "--from", "2x2", "--to", "1x4", "--cluster", "p3.8xlarge"]
 MANY = MODEL.replace("num_layers = 2", "num_layers = 10_000_000")
+WIDE = (files("meshweave") / "catalog/models/llama-2-13b.toml").read_text()
+WIDE = WIDE.replace("\nhidden = 5120", "\nhidden = 9_999_999")
 DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
     (RESHARD, "model.toml", MANY, "90,000,003 tensors, over the limit of 4,096"),
+    ([*RESHARD, "--out", "FILE.out"], "model.toml", WIDE, "messages, over the limit of 200,000"),
     (PLAN, "model.toml", MODEL + "x" + ".x" * 20_000 + " = 1\n", "20,001 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + "[" + ".".join(["x"] * 20_000) + "]\n", "20,000 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + f"x = {deep(100)}\n", "more than 64 levels of nested tables"),

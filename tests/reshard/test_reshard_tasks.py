@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,14 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     unit_tasks,
 )
-from meshweave.algorithms.reshard.tasks import TensorPiece, cut_piece, equal_shares, in_chunks, with_tail
+from meshweave.algorithms.reshard.tasks import (
+    TensorPiece,
+    cut_piece,
+    equal_shares,
+    in_chunks,
+    kinds_of_chunks,
+    with_tail,
+)
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
@@ -176,6 +185,21 @@ def test_chunks_are_a_share_of_the_bytes_at_most(whole: list[TensorPiece], count
     check_parts(whole, chunks)
     share = -(-sum(piece.num_bytes for piece in whole) // count)
     assert max((part.num_bytes for part in chunks), default=0) <= max(share, element_bytes(whole))
+
+
+@examples(200)
+@given(several, st.integers(1, 12), st.none() | st.integers(1, 200))
+def test_kinds_of_chunks_count_all_chunks(whole: list[TensorPiece], count: int, tail: int | None) -> None:
+    chunks = in_chunks(whole, count)
+    expected = Counter(_kind(chunk) for chunk in (chunks if tail is None else with_tail(chunks, tail)))
+    counted: Counter[Any] = Counter()
+    for chunk, times in kinds_of_chunks(whole, count, tail):
+        counted[_kind(chunk)] += times
+    assert counted == expected and all(counted.values())
+
+
+def _kind(piece: TensorPiece) -> tuple[Any, ...]:
+    return piece.tensor_index, piece.shape, piece.num_bytes, piece.is_strided
 
 
 @examples(200)

@@ -49,6 +49,7 @@ MANIFEST_COMMAS = Limit(8_000_000, "commas", "the manifest of a checkpoint")
 CHIPS = Limit(1 << 16, "chips", "a cluster")
 STEP_LAYERS = Limit(1 << 14, "layers", "a model whose training step is priced")
 MODEL_TENSORS = Limit(1 << 12, "tensors", "the state dict of a model that is resharded")
+RESHARD_MESSAGES = Limit(200_000, "messages", "a reshard whose program `reshard --out` writes")
 
 RUNS = Limit(1_000, "rows", "a file of published runs")
 MEASUREMENTS = Limit(20_000, "rows", "a file of measured kernels")

@@ -10,6 +10,7 @@ from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.algorithms.reshard.strategies import check_known
 from meshweave.base.errors import LayoutError, UnsupportedError, printable
+from meshweave.base.limits import RESHARD_MESSAGES
 from meshweave.base.outputs import write_file
 from meshweave.cli.option_fields import with_options
 from meshweave.cli.options import print_json, progress_bar, read_ranks
@@ -112,6 +113,11 @@ def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -
 def _write(
     chosen: ReshardCandidate, request: ReshardRequest, ranks: tuple[int, ...], options: ReshardOptions
 ) -> None:
+    if options.out is not None and chosen.plan.num_messages > RESHARD_MESSAGES.most:
+        refusal = RESHARD_MESSAGES.refusal(chosen.plan.num_messages)
+        raise UnsupportedError(
+            f"--out: the chosen plan {refusal}; give a smaller problem, or leave --out out"
+        )
     shown = ranks or chosen.busiest_ranks()
     if chosen.simulation is not None:
         if options.svg is not None:

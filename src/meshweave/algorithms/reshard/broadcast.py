@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, packing_s, with_tail
+from meshweave.algorithms.reshard.tasks import num_messages, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -103,6 +103,6 @@ class ChainBroadcast:
         for host in multicast.hosts:
             chain = (sender, *host) if multicast.is_local else host
             hops += [(src, dst, INTRA_HOST_LANES[n % 2]) for n, (src, dst) in enumerate(pairwise(chain))]
-        for chunk in with_tail(in_chunks(multicast.pieces, chunks), LEAD_BYTES):
+        for chunk in sink.chunks(multicast.pieces, chunks, LEAD_BYTES):
             for src, dst, lane in hops:
                 sink.message(chunk, src, dst, lane, from_source=src == sender)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import TensorPiece, in_chunks, packing_s
+from meshweave.algorithms.reshard.tasks import TensorPiece, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -70,7 +70,7 @@ class GlobalAllGather:
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
         ranks = multicast.receivers
         count = len(ranks)
-        for piece in in_chunks(multicast.pieces, chunks):
+        for piece in sink.chunks(multicast.pieces, chunks):
             if count == 1 or not piece.shape:
                 for number, rank in enumerate(ranks):
                     sink.message(piece, _sender(multicast, number, count), rank, lane, from_source=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, packing_s, with_tail
+from meshweave.algorithms.reshard.tasks import num_messages, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -52,5 +52,5 @@ class SendRecv:
         """Append to `sink` the messages from the sender to the receiver."""
         (sender,), ((receiver,),) = multicast.senders, multicast.hosts
         lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
-        for piece in with_tail(in_chunks(multicast.pieces, chunks), LEAD_BYTES):
+        for piece in sink.chunks(multicast.pieces, chunks, LEAD_BYTES):
             sink.message(piece, sender, receiver, lane, from_source=True)

@@ -9,6 +9,7 @@ routes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -140,21 +141,31 @@ def cut_piece(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
     Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can
     be.
     """
+    dim, bounds = _cuts(piece, most)
+    out = []
+    for lead in product(*(range(size) for size in piece.shape[:dim])):
+        for lo, hi in pairwise(bounds):
+            out.append(_row_part(piece, dim, lead, lo, hi))
+    return tuple(out) or (piece,)
+
+
+def _cuts(piece: TensorPiece, most: int) -> tuple[int, tuple[int, ...]]:
+    """Return the dim along which each index of the dims before it is cut, and the bounds; none for a whole box."""
     shape, dim = piece.shape, 0
     if piece.num_bytes <= most or not shape:
-        return (piece,)
+        return 0, ()
     row = piece.num_bytes // shape[0]
     while dim < len(shape) - 1 and row > most:
         dim += 1
         row //= shape[dim]
     parts = -(-shape[dim] // max(most // row, 1))
-    bounds = even_bounds(shape[dim], parts)
-    out = []
-    for lead in product(*(range(size) for size in shape[:dim])):
-        for lo, hi in pairwise(bounds):
-            start = (*lead, lo, *(0,) * (len(shape) - dim - 1))
-            out.append(piece.part(start, (*(1,) * dim, hi - lo, *shape[dim + 1 :])))
-    return tuple(out)
+    return dim, tuple(even_bounds(shape[dim], parts))
+
+
+def _row_part(piece: TensorPiece, dim: int, lead: Offsets, lo: int, hi: int) -> TensorPiece:
+    """Return indices `lo` to `hi` of a dim, for one index of each dim before it."""
+    start = (*lead, lo, *(0,) * (len(piece.shape) - dim - 1))
+    return piece.part(start, (*(1,) * dim, hi - lo, *piece.shape[dim + 1 :]))
 
 
 def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece]:
@@ -162,6 +173,39 @@ def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece
     share = _chunk_bytes(pieces, count)
     for piece in pieces:
         yield from cut_piece(piece, share)
+
+
+def kinds_of_chunks(
+    pieces: Sequence[TensorPiece], count: int, tail: int | None = None
+) -> Iterator[tuple[TensorPiece, int]]:
+    """Yield one of the chunks of each shape that `in_chunks` yields, with how many there are of it.
+
+    Work and memory do not grow with the tensors, as those of `in_chunks` do.
+
+    Args:
+        tail: the most bytes of the last part, where the last chunk is cut as by `with_tail`.
+    """
+    share = _chunk_bytes(pieces, count)
+    for number, piece in enumerate(pieces, 1):
+        kinds = _kinds_of_parts(piece, share)
+        if number == len(pieces) and tail is not None:
+            last, times = kinds.pop()
+            yield from kinds
+            if times > 1:
+                yield last, times - 1
+            kinds = [(part, 1) for part in with_tail([last], tail)]
+        yield from kinds
+
+
+def _kinds_of_parts(piece: TensorPiece, most: int) -> list[tuple[TensorPiece, int]]:
+    """Return one part of each shape that `cut_piece` makes, with their number; that of the last part last."""
+    dim, bounds = _cuts(piece, most)
+    if not bounds:
+        return [(piece, 1)]
+    num_rows = math.prod(piece.shape[:dim])
+    sizes = [hi - lo for lo, hi in pairwise(bounds)]
+    kinds = sorted(Counter(sizes).items(), key=lambda kind: kind[0] == sizes[-1])
+    return [(_row_part(piece, dim, (0,) * dim, 0, size), num_rows * times) for size, times in kinds]
 
 
 def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
@@ -205,10 +249,10 @@ def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) 
     if not network.packs:
         return 0.0, 0.0
     at_source = at_destination = 0.0
-    for chunk in in_chunks(pieces, count):
+    for chunk, times in kinds_of_chunks(pieces, count):
         src, dst = chunk.is_strided
-        at_source += network.packing_s(chunk.num_bytes) if src else 0.0
-        at_destination += network.packing_s(chunk.num_bytes) if dst else 0.0
+        at_source += times * network.packing_s(chunk.num_bytes) if src else 0.0
+        at_destination += times * network.packing_s(chunk.num_bytes) if dst else 0.0
     return at_source, at_destination
 
 

@@ -13,13 +13,13 @@ the next sender, which waits for it. This is a data dependence like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Protocol
 
 from meshweave.algorithms.reshard.problem import ReshardProblem
-from meshweave.algorithms.reshard.tasks import TensorPiece
+from meshweave.algorithms.reshard.tasks import TensorPiece, in_chunks, kinds_of_chunks, with_tail
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.meshes import ProgramMeshes
@@ -39,6 +39,16 @@ LEAD_BYTES = 1 << 15
 
 class MessageSink(Protocol):
     """The interface that a strategy writes the messages of a multicast to."""
+
+    def chunks(
+        self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
+    ) -> Iterator[TensorPiece]:
+        """Yield pieces in chunks of at most a `count`-th of all bytes; messages come while each is there.
+
+        The last chunk is cut so that its last part has at most `tail` bytes, unless that is None. Who only counts
+        messages yields one chunk of those that are alike.
+        """
+        ...
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
@@ -64,6 +74,15 @@ class TrafficCounter:
         self.num_messages = 0
         self.largest: dict[tuple[int, str, str], int] = {}
         """Bytes of the largest view that a rank packs ("out") or unpacks ("in"), by rank, lane and direction."""
+        self._times = 1
+
+    def chunks(
+        self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
+    ) -> Iterator[TensorPiece]:
+        """Yield one chunk of those that are alike; its messages count for all of them."""
+        for chunk, self._times in kinds_of_chunks(pieces, count, tail):
+            yield chunk
+        self._times = 1
 
     def _count(self, rank: int, lane: str, direction: str, num_bytes: int) -> None:
         if num_bytes > self.largest.get((rank, lane, direction), 0):
@@ -72,10 +91,10 @@ class TrafficCounter:
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """Count one message."""
-        self.num_messages += 1
+        """Count a message for each chunk that is like the present one."""
+        self.num_messages += self._times
         if self._host_of[src] != self._host_of[dst]:
-            self.bytes_across_hosts += piece.num_bytes
+            self.bytes_across_hosts += self._times * piece.num_bytes
         self._count(src, lane, "out", piece.num_bytes)
         self._count(dst, lane, "in", piece.num_bytes)
 
@@ -115,6 +134,13 @@ class ReshardWriter:
     @staticmethod
     def _target(piece: TensorPiece) -> View:
         return View(f"y{piece.tensor_index}", _box(piece.dst_offsets, piece.shape))
+
+    def chunks(
+        self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
+    ) -> Iterator[TensorPiece]:
+        """Yield all chunks."""
+        chunks = in_chunks(pieces, count)
+        return chunks if tail is None else with_tail(chunks, tail)
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
