@@ -153,9 +153,9 @@ def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers"
     )
     entries = [entry for entry in ranking.ranked if entry.algorithm.name == "atp" or _is_native(entry)]
     plain = replace(problem, mesh_shape=(problem.mesh_shape[0] * problem.mesh_shape[1], 1))
-    megatron = Megatron()
-    estimate = megatron.estimate(plain, BlockConfig(), block_machine(cluster, plain.mesh_shape), overlap)
-    last = [RankedConfig(megatron, plain, BlockConfig(), estimate)]
+    megatron, config = Megatron(), BlockConfig(overlap=overlap)
+    estimate = megatron.estimate(plain, config, block_machine(cluster, plain.mesh_shape))
+    last = [RankedConfig(megatron, plain, config, estimate)]
     return [*entries, *(last if overlap == "sites" else simulate_best(last, cluster, 1))]
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE))
 
 from machine import describe_environment  # noqa: E402
 
-from meshweave import Lab  # noqa: E402
+from meshweave_lab import Lab  # noqa: E402
 from meshweave_lab.bench.fused import NOT_RUN, FusedOp, bench_fused  # noqa: E402
 
 OPS: tuple[FusedOp, ...] = ("reduce-scatter", "all-gather")
