@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib.util
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import sampling
+from shared_launch import SharedLaunch
 
 sampling.register_profiles()
 
@@ -46,6 +48,13 @@ def warm_ranks() -> Iterator[None]:
     with fork_servers() as servers:
         servers.import_also(*IMPORTED_ONCE)
         yield
+
+
+@pytest.fixture(scope="session")
+def launch_once(tmp_path_factory: pytest.TempPathFactory) -> SharedLaunch:
+    """Return what starts ranks once for all workers of this run."""
+    own = tmp_path_factory.getbasetemp()
+    return SharedLaunch(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(autouse=True)

@@ -36,22 +36,22 @@ PROGRAMS = ["universal_b", "universal_c", "t3_ring", *FUSED, *IN_TILES, "views"]
 needs_shared = pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
 
 
-def remote(target, payload, **options):
-    return launch(f"memory_rank_functions:{target}", 4, payload, env=ENV, timeout_s=60.0, **options)
+def remote(target, payload, start=launch, **options):
+    return start(f"memory_rank_functions:{target}", 4, payload, env=ENV, timeout_s=60.0, **options)
 
 
 # --- shared memory, between processes --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(launch_once):
     """One launch for all that ends well: starting processes is what takes time."""
     payload = {
         "compare": {"kind": "shared", "programs": [*PROGRAMS, "operands"]},
         "stress": {"kind": "shared", "threads": 4, "turns": 50},
         "repeats": {"kind": "shared", "turns": 8},
     }
-    return remote("everything", payload)
+    return remote("everything", payload, launch_once)
 
 
 @pytest.mark.gloo

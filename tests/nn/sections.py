@@ -15,7 +15,6 @@ from hypothesis import settings
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.job import RankContext
-from meshweave.execute.ranks.launch import launch
 from meshweave.execute.torch.context import TorchContext
 
 Made = TypeVar("Made", bound="Findings")
@@ -68,9 +67,11 @@ def run(
     return found
 
 
-def launched(target: str, sections: Mapping[str, str], env: Mapping[str, str]) -> list[dict[str, list[str]]]:
-    """What four ranks say in function `target`, which calls `run`."""
-    answers: list[dict[str, list[str]]] = launch(
+def launched(
+    start: Callable[..., list[Any]], target: str, sections: Mapping[str, str], env: Mapping[str, str]
+) -> list[dict[str, list[str]]]:
+    """What four ranks say in function `target`, which calls `run`; `start` is a launch, or a shared one."""
+    answers: list[dict[str, list[str]]] = start(
         target,
         4,
         {"sections": list(sections.values()), "thorough": settings().max_examples > 100},

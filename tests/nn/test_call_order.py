@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from meshweave.execute.memory.shared import lacks
 from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 CLEAR = re.compile(
@@ -34,9 +35,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
+def answers(launch_once: SharedLaunch) -> list[dict[str, Any]]:
     """What each of four ranks says of all cases: one launch, for starting processes is what takes time."""
-    return launch(
+    return launch_once(
         "call_order_rank_functions:cases",
         4,
         {"cases": CASES, "thorough": THOROUGH},

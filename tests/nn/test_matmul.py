@@ -14,6 +14,7 @@ from sections import launched
 from meshweave.base.errors import RankLostError
 from meshweave.execute.memory.shared import lacks
 from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 SHARED = pytest.param("shared", marks=pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}"))
@@ -73,9 +74,9 @@ SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
+def found(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
     """One launch for all that ends well: starting processes is what takes time."""
-    return launched("matmul_rank_functions:sections", SECTIONS, HERE)
+    return launched(launch_once, "matmul_rank_functions:sections", SECTIONS, HERE)
 
 
 @pytest.mark.gloo

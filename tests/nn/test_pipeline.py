@@ -11,6 +11,7 @@ from sections import launched
 
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 RANKS = "pipeline_rank_functions"
@@ -31,9 +32,9 @@ MORE_SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[dict[str, list[str]]]:
+def answers(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
     """One launch for all that ends well: starting processes is what takes time."""
-    return launched(f"{RANKS}:sections", SECTIONS, HERE)
+    return launched(launch_once, f"{RANKS}:sections", SECTIONS, HERE)
 
 
 @pytest.mark.gloo
@@ -45,9 +46,9 @@ def test_gradients_are_those_of_the_unpipelined_model(
 
 
 @pytest.fixture(scope="module")
-def more_answers() -> list[dict[str, list[str]]]:
+def more_answers(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
     """One launch for the longer cases."""
-    return launched(f"{RANKS}:sections", MORE_SECTIONS, HERE)
+    return launched(launch_once, f"{RANKS}:sections", MORE_SECTIONS, HERE)
 
 
 @pytest.mark.gloo

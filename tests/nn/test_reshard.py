@@ -13,6 +13,7 @@ from sections import launched
 
 from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 MORE = "reshard_state_rank_functions"
@@ -36,9 +37,9 @@ SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[str]]]:
+def found(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
     """One launch for all that ends well: starting processes is what takes time."""
-    return launched("reshard_rank_functions:sections", SECTIONS, HERE)
+    return launched(launch_once, "reshard_rank_functions:sections", SECTIONS, HERE)
 
 
 @pytest.mark.gloo

@@ -10,6 +10,8 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from sections import launched
 
 from meshweave.execute.memory.shared import lacks
+from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 MODULE = "torch_mode_rank_functions"
@@ -22,9 +24,9 @@ SECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def findings() -> list[dict[str, list[str]]]:
+def findings(launch_once: SharedLaunch) -> list[dict[str, list[str]]]:
     """One launch for all of them: starting processes is what takes time."""
-    return launched("matmul_rank_functions:sections", SECTIONS, HERE)
+    return launched(launch_once, "matmul_rank_functions:sections", SECTIONS, HERE)
 
 
 @pytest.mark.gloo
@@ -39,7 +41,8 @@ def test_products_in_modes_of_torch(section: str, findings: list[dict[str, list[
 def test_products_in_graphs_of_every_backend() -> None:
     section = f"{MODULE}:compiled_by_inductor"
     assert [
-        one[section] for one in launched("matmul_rank_functions:sections", {"inductor": section}, HERE)
+        one[section]
+        for one in launched(launch, "matmul_rank_functions:sections", {"inductor": section}, HERE)
     ] == [[]] * 4
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from meshweave.execute.ranks.launch import launch
+from shared_launch import SharedLaunch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 WORDS = {
@@ -50,10 +50,12 @@ FEW |= dict.fromkeys(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(launch_once: SharedLaunch) -> list[dict[str, Any]]:
     names = ("refusals", "features", "harmless", "meta", "meta_activation", "plain_words", "one_optimizer")
-    payload = {"names": names, "kinds": list(FEW), "folder": str(tmp_path_factory.mktemp("weights"))}
-    return launch("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
+    folder = launch_once.folder / "taken"
+    folder.mkdir(exist_ok=True)
+    payload = {"names": names, "kinds": list(FEW), "folder": str(folder)}
+    return launch_once("taking_rank_functions:tried", 2, payload, timeout_s=300, env=HERE)
 
 
 @pytest.mark.gloo
