@@ -291,9 +291,10 @@ def needs_mpi():
 @pytest.mark.mpi
 def test_over_mpi():
     needs_mpi()
-    command = [mpiexec(), "-n", "4", sys.executable, str(HERE / "mpi_ranks.py")]
+    # Ranks of MPI wait by asking again and again: they leave the cores to who has work.
+    command = ["nice", "-n", "5", mpiexec(), "-n", "4", sys.executable, str(HERE / "mpi_ranks.py")]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "UCX_LOG_LEVEL": "error"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == ["right"], done.stdout + done.stderr
 
