@@ -84,9 +84,7 @@ def page() -> str:
         "and backward, every result compared with the dense reference. Products, norms, attention and activations",
         "are paced, torch's own likewise. The plan is `rank_blocks` with all entries simulated, on the described",
         "lab with the constants that were calibrated before. A product or call overruns where it really takes",
-        "longer than its paced time; the last column is the rank with most of that. `collective_2d` is the",
-        "earlier name of `collective_block`. The pairs and the torus were measured on links and at a pace twice",
-        "as fast as their files say now, without all strategies of 2D products and ring attention.",
+        "longer than its paced time; the last column is the rank with most of that.",
         "",
     ]
     for name in LABS:
