@@ -138,7 +138,7 @@ Edges local_edges(const Template& code, const Accesses& accesses, const std::vec
       const Memory& memory = memories.of(access);
       for (const Mode mode : {Mode::READ, Mode::WRITE, Mode::UPDATE})
         if (!both_alike(access.mode, mode))
-          budget.compare(memory[static_cast<size_t>(mode)].each(mine, [&](const Live& live) {
+          budget.spend_pairs(memory[static_cast<size_t>(mode)].each(mine, [&](const Live& live) {
             if (overlap(access, accesses.all[static_cast<size_t>(live.access)], budget.blocks_left)) before.push_back(live.op);
           }));
     }
@@ -174,7 +174,7 @@ Edges local_edges(const Template& code, const Accesses& accesses, const std::vec
     std::sort(before.begin(), before.end());
     before.erase(std::unique(before.begin(), before.end()), before.end());
     std::erase(before, op);
-    budget.keep(before.size());
+    budget.spend_edges(static_cast<i64>(before.size()) - ViewBudget::FREE_EDGES);
     edges.before.insert(edges.before.end(), before.begin(), before.end());
     edges.start.push_back(static_cast<i64>(edges.before.size()));
   }

@@ -25,23 +25,27 @@ struct Edges {
   std::vector<i64> start{0}, before;
 };
 
-// How much work the views of a program may make; ProgramFault is raised when that is used up.
+// How much work the views of a program may make, and how many edges it may have beyond those that grow with its ops.
+// ProgramFault is raised when that is used up.
 struct ViewBudget {
+  static constexpr i64 FREE_EDGES = 16;  // of an op
+
   i64 blocks_left = MAX_BLOCKS;
   i64 pairs_left = i64{1} << 32;  // of views that are compared: some seconds
   i64 edges_left = i64{1} << 25;  // some hundred megabytes
 
-  void compare(size_t pairs) {
+  void spend_pairs(size_t pairs) {
     pairs_left -= static_cast<i64>(pairs);
     if (pairs_left < 0) throw ProgramFault("too many ops access the same memory");
   }
-  void keep(size_t edges) {
-    edges_left -= static_cast<i64>(edges);
+  void spend_edges(i64 edges) {
+    edges_left -= edges;
     if (edges_left < 0) throw ProgramFault("too many ops wait for each other");
   }
 };
 
-// Returns the edges of one rank. `exposed` marks buffers that one-sided ops of other ranks access.
+// Returns the edges of one rank. `exposed` marks buffers that one-sided ops of other ranks access. Throws ProgramFault
+// where the budget is used up.
 Edges local_edges(const Template& code, const Accesses& accesses, const std::vector<char>& exposed, ViewBudget& budget);
 
 }  // namespace meshweave

@@ -215,11 +215,11 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
     for (i64 rank = 0; rank < code.num_ranks(); ++rank)
       each(rank, [&](i64 op, i64, const Access& access, const std::vector<i64>& key) {
         if (access.rank >= 0) return;
-        budget.compare(arriving[static_cast<size_t>(rank)].size());
+        budget.spend_pairs(arriving[static_cast<size_t>(rank)].size());
         for (const Release& write : arriving[static_cast<size_t>(rank)])
           if (write.access.buffer == access.buffer && write.access.slot == access.slot && write.key < key &&
               !(access.mode == Mode::UPDATE && write.access.mode == Mode::UPDATE) && overlap(access, write.access, budget.blocks_left)) {
-            budget.keep(1);
+            budget.spend_edges(1);
             tracked.push_back({write.op, op});
           }
       });

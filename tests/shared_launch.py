@@ -24,7 +24,10 @@ class SharedLaunch:
     folder: Path
 
     def __call__(self, target: str, num_ranks: int, payload: Mapping[str, Any], **options: Any) -> list[Any]:
-        """Return what `launch` does, of this worker or of another one."""
+        """Return the answers of `launch`. The first worker to ask runs it, others read its file.
+
+        Raises as `launch` does, in each worker anew.
+        """
         words = json.dumps([target, num_ranks, payload, options], sort_keys=True)
         answers = self.folder / f"{hashlib.sha256(words.encode()).hexdigest()}.json"
         with answers.with_suffix(".lock").open("w") as lock:

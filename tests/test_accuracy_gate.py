@@ -27,3 +27,11 @@ def test_a_median_that_is_scored_no_longer_fails() -> None:
     assert GATE["failures"](SAVED, now) == [f"gone: {name}: scored in the last release"]
     assert GATE["failures"](now, SAVED) == []
     assert f"only one release has {name}" in GATE["page"](SAVED, now)
+
+
+def test_a_row_that_is_scored_no_longer_fails() -> None:
+    name = "lab: torus-2x4, layers, simulation"
+    now = copy.deepcopy(SAVED)
+    row = sorted(now[name]["rows"])[0]
+    del now[name]["rows"][row]
+    assert GATE["failures"](SAVED, now) == [f"gone: {name}, row {row}: scored in the last release"]

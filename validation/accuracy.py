@@ -127,14 +127,16 @@ def page(before: Scores, now: Scores) -> str:
 
 
 def failures(before: Scores, now: Scores) -> list[str]:
-    """Return a line for each median that is worse by more than a point, or that is scored no longer."""
+    """Return a line for each median that is worse by more than a point, and each group or row that is gone."""
     worse = [drift for drift in drifts(before, now)[0] if drift.is_worse]
     lines = [
         f"worse: {each.name}: {100 * each.before:.1f} % before, {100 * each.now:.1f} % now" for each in worse
     ]
-    return lines + [
-        f"gone: {name}: scored in the last release" for name in sorted(before.keys() - now.keys())
-    ]
+    gone = sorted(before.keys() - now.keys())
+    for name in sorted(before.keys() & now.keys()):
+        rows = before[name].get("rows", {}).keys() - now[name].get("rows", {}).keys()
+        gone += [f"{name}, row {row}" for row in sorted(rows)]
+    return lines + [f"gone: {name}: scored in the last release" for name in gone]
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """What was measured in labs, predicted again with the models of today.
 
 A lab runs for hours, and what it measured stays; what `plan` and `simulate` say of the same runs is computed anew,
-so that a change of them shows. The constants of a lab are those that it was calibrated to when it ran.
+so that a change of them shows. A lab is described as when it ran, with the constants that it was calibrated to.
+That of reshards, which is not calibrated, is the file in `examples/labs`.
 """
 
 from __future__ import annotations
@@ -64,17 +65,20 @@ def products() -> Iterator[tuple[str, Errors]]:
 def steps() -> Iterator[tuple[str, Errors]]:
     """Yield the errors of whole training steps."""
     saved = _saved("step_lab")
+    assert (saved["model"], saved["batch"], saved["seq"]) == (step_lab.MODEL, step_lab.BATCH, step_lab.SEQ)
     made = step_lab.predicted(calibrated(_lab(saved).cluster(), saved["constants"]))
     predicted = {
         step_lab.name_of(fields): {"estimate": step.time_s, "simulation": simulated_s}
         for fields, (step, simulated_s) in zip(step_lab.CASES, made, strict=True)
     }
+    assert predicted.keys() >= {row["name"] for row in saved["rows"]}
     yield from _apart(f"{saved['lab']['name']}, training steps", saved["rows"], predicted)
 
 
 def blocks(name: str) -> Iterator[tuple[str, Errors]]:
-    """Yield the errors of layers, of the configurations that are the best of their strategy and mesh today."""
-    saved, lab = _saved(name), _lab(_saved(name))
+    """Yield the errors of layers. Where another configuration is the best of its strategy today, a row is gone."""
+    saved = _saved(name)
+    lab = _lab(saved)
     constants = block_lab.Constants(**saved["constants"])
     sizes = (saved["problem"][name] for name in ("batch", "sequence", "hidden", "heads"))
     problem = block_lab.problem_of(list(sizes))
@@ -91,7 +95,8 @@ def blocks(name: str) -> Iterator[tuple[str, Errors]]:
 def reshards(name: str) -> tuple[str, Errors]:
     """Return the errors of the closed form of reshards."""
     saved = _saved(name)
-    network = HostTopology.of(Lab.load(reshard_lab.LAB).cluster())
+    lab = Lab.load(reshard_lab.LAB)
+    network = HostTopology.of(lab.cluster())
     options = argparse.Namespace(
         shape=saved["shape"], width=256, strategies=reshard_lab.STRATEGIES, only=list(reshard_lab.CASES)
     )
@@ -102,13 +107,13 @@ def reshards(name: str) -> tuple[str, Errors]:
         plan = plan_reshard(problem, network, strategy=row["strategy"], order=row["order"])
         title = f"{row['setting']}, {row['strategy']}, {row['order']}"
         errors[title] = plan.predicted_s / row["median_s"] - 1
-    return f"hosts-5x4, {name.replace('_', ' ')}, estimate", errors
+    return f"{lab.description.name}, {name.replace('_', ' ')}, estimate", errors
 
 
 def _apart(title: str, rows: list[dict[str, Any]], predicted: dict[str, Any]) -> Iterator[tuple[str, Errors]]:
     for what in ("estimate", "simulation"):
         named = ((row["name"], row["median_s"]) for row in rows if row["name"] in predicted)
-        yield f"{title}, {what}", {name: predicted[name][what] / median_s - 1 for name, median_s in named}
+        yield f"{title}, {what}", {row: predicted[row][what] / median_s - 1 for row, median_s in named}
 
 
 def _saved(name: str) -> dict[str, Any]:

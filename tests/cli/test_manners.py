@@ -71,8 +71,18 @@ def test_an_option_given_an_empty_word_is_not_left_out(
     assert "is given an empty word: give it a value, or leave it out" in capsys.readouterr().err
 
 
-def test_a_command_after_two_dashes_may_have_empty_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_app(["plan", "gpt3", "--cluster", "nowhere", "--", "--x", ""]) == 2
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["plan", "gpt3", "--cluster", "nowhere", "--", "--x", ""],
+        ["lab", "run", "nowhere.toml", "python", "script.py", "--name", ""],
+        ["show", "--json", ""],
+    ],
+)
+def test_words_that_are_no_value_of_an_option_may_be_empty(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert run_app(args) == 2
     assert "empty word" not in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from meshweave import __version__
-from meshweave.base.errors import LayoutError, MeshweaveError, shortened, without_control_characters
+from meshweave.base.errors import DescriptionError, MeshweaveError, shortened, without_control_characters
 from meshweave.base.outputs import CommandOutputs, outputs_of_command, taken_notes
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -94,16 +94,20 @@ def run_app(args: list[str]) -> int:
 
 
 def _refuse_empty_value(args: list[str]) -> None:
-    """Raise LayoutError where an option is given an empty word, as a variable of a shell that is not set gives it.
+    """Raise DescriptionError where an option is given an empty word, as by a variable of a shell that is not set.
 
-    Many options stand for nothing then, and the command would do something else than was asked for.
+    An empty word is the default of many options: the command would silently do something else than was asked for.
     """
     own = args[: args.index("--")] if "--" in args else args
+    command = _command()
+    for word in own:
+        command = getattr(command, "commands", {}).get(word, command)
+    takers = {name for param in command.params if not getattr(param, "is_flag", True) for name in param.opts}
     for at, word in enumerate(own):
         option, equals, value = word.partition("=")
         given = [value] if equals else own[at + 1 : at + 2]
-        if option.startswith("--") and given == [""]:
-            raise LayoutError(f"{option} is given an empty word: give it a value, or leave it out")
+        if option in takers and given == [""]:
+            raise DescriptionError(f"{option} is given an empty word: give it a value, or leave it out")
 
 
 def _run(args: list[str], outputs: CommandOutputs) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import typer
 
@@ -24,7 +25,12 @@ from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_re
 from meshweave.cli.reshard_tables import print_comparison, to_json
 from meshweave.ir.program.text import to_text
 from meshweave.report.timeline import write_chrome
-from meshweave.tune.reshard import ReshardCandidate, ReshardComparison, compare_reshards
+from meshweave.tune.reshard import (
+    ReshardCandidate,
+    ReshardComparison,
+    compare_reshards,
+    simulate_candidate,
+)
 
 
 @with_options
@@ -61,9 +67,7 @@ def reshard(
     for rank in shown_ranks:
         if rank not in request.problem.ranks:
             raise LayoutError(f"rank {rank} is in neither mesh")
-    comparison = _compare(
-        request, *names, options.simulate, draws=options.svg is not None or options.trace is not None
-    )
+    comparison = _compare(request, *names, options)
     _write(comparison.chosen, request, shown_ranks, options)
     if options.json:
         print_json(to_json(request, comparison))
@@ -78,26 +82,35 @@ def _compare(
     request: ReshardRequest,
     strategies: tuple[str, ...],
     orders: tuple[str, ...],
-    simulates: bool,
-    draws: bool,
+    options: ReshardOptions,
 ) -> ReshardComparison:
-    """Compare plans under a progress bar. Raises UnsupportedError if there is nothing to draw."""
+    """Compare plans under a progress bar, and simulate the chosen one where it is to be drawn.
+
+    Raises UnsupportedError where it is too large for what is to be written of it.
+    """
     with progress_bar("planning") as on_planned, progress_bar("simulating") as on_simulated:
         comparison = compare_reshards(
             request.problem,
             request.cluster,
             strategies,
             orders,
-            simulate_all=simulates,
-            simulate_chosen=draws,
+            simulate_all=options.simulate,
             on_planned=on_planned,
             on_simulated=on_simulated,
         )
-    if draws and comparison.chosen.simulation is None:
+    chosen = comparison.chosen
+    num_messages = chosen.plan.num_messages
+    if options.out is not None and num_messages > RESHARD_MESSAGES.most:
+        refusal = RESHARD_MESSAGES.refusal(num_messages)
         raise UnsupportedError(
-            f"no picture: the chosen plan has {comparison.chosen.note}; give a smaller problem, or --out alone"
+            f"--out: the chosen plan {refusal}; give a smaller problem, or leave --out out"
         )
-    return comparison
+    if options.svg is None and options.trace is None:
+        return comparison
+    chosen = simulate_candidate(chosen, request.cluster)
+    if chosen.simulation is None:
+        raise UnsupportedError(f"no picture: the chosen plan has {chosen.note}; give a smaller problem")
+    return replace(comparison, chosen=chosen)
 
 
 def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -> tuple[str, ...]:
@@ -113,11 +126,6 @@ def _listed(text: str, table: Iterable[str], what: str, has_all: bool = False) -
 def _write(
     chosen: ReshardCandidate, request: ReshardRequest, ranks: tuple[int, ...], options: ReshardOptions
 ) -> None:
-    if options.out is not None and chosen.plan.num_messages > RESHARD_MESSAGES.most:
-        refusal = RESHARD_MESSAGES.refusal(chosen.plan.num_messages)
-        raise UnsupportedError(
-            f"--out: the chosen plan {refusal}; give a smaller problem, or leave --out out"
-        )
     shown = ranks or chosen.busiest_ranks()
     if chosen.simulation is not None:
         if options.svg is not None:

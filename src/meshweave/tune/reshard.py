@@ -93,7 +93,6 @@ def compare_reshards(
     orders: Sequence[str],
     *,
     simulate_all: bool = False,
-    simulate_chosen: bool = False,
     on_planned: Progress = no_progress,
     on_simulated: Progress = no_progress,
 ) -> ReshardComparison:
@@ -108,7 +107,6 @@ def compare_reshards(
         orders: names in `algorithms.reshard.order.ORDERS`.
         simulate_all: whether every candidate is simulated, message by message, unless its program is too
             large.
-        simulate_chosen: whether the chosen one is.
         on_planned, on_simulated: called after each candidate.
 
     Raises:
@@ -128,10 +126,7 @@ def compare_reshards(
         for number, candidate in enumerate(candidates):
             candidates[number] = simulate_candidate(candidate, cluster)
             on_simulated(number + 1, len(candidates))
-    chosen = fastest(candidates)
-    if simulate_chosen:
-        chosen = simulate_candidate(chosen, cluster)
-    return ReshardComparison(tuple(candidates), chosen, planning_s)
+    return ReshardComparison(tuple(candidates), fastest(candidates), planning_s)
 
 
 def plan_candidate(problem: ReshardProblem, cluster: Cluster, strategy: str, order: str) -> ReshardCandidate:
@@ -147,8 +142,8 @@ def plan_candidate(problem: ReshardProblem, cluster: Cluster, strategy: str, ord
     )
     if at_least > MAX_MESSAGES:
         raise UnsupportedError(
-            f"by {strategy} this takes about {at_least:,} messages, more than the {MAX_MESSAGES:,} that are "
-            "counted here; give a smaller problem"
+            f"by {strategy} this takes about {at_least:,} messages, more than the {MAX_MESSAGES:,} of a "
+            "plan; give a smaller problem"
         )
     return ReshardCandidate(plan)
 

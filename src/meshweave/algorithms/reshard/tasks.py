@@ -9,7 +9,6 @@ routes.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -141,25 +140,27 @@ def cut_piece(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
     Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can
     be.
     """
-    dim, bounds = _cuts(piece, most)
+    dim, count = _cuts(piece, most)
+    if not count:
+        return (piece,)
+    bounds = even_bounds(piece.shape[dim], count)
     out = []
     for lead in product(*(range(size) for size in piece.shape[:dim])):
         for lo, hi in pairwise(bounds):
             out.append(_row_part(piece, dim, lead, lo, hi))
-    return tuple(out) or (piece,)
+    return tuple(out)
 
 
-def _cuts(piece: TensorPiece, most: int) -> tuple[int, tuple[int, ...]]:
-    """Return the dim along which each index of the dims before it is cut, and the bounds; none for a whole box."""
+def _cuts(piece: TensorPiece, most: int) -> tuple[int, int]:
+    """Return the dim along which each index of the dims before it is cut, and into how many; 0 for a whole box."""
     shape, dim = piece.shape, 0
     if piece.num_bytes <= most or not shape:
-        return 0, ()
+        return 0, 0
     row = piece.num_bytes // shape[0]
     while dim < len(shape) - 1 and row > most:
         dim += 1
         row //= shape[dim]
-    parts = -(-shape[dim] // max(most // row, 1))
-    return dim, tuple(even_bounds(shape[dim], parts))
+    return dim, -(-shape[dim] // max(most // row, 1))
 
 
 def _row_part(piece: TensorPiece, dim: int, lead: Offsets, lo: int, hi: int) -> TensorPiece:
@@ -199,13 +200,13 @@ def kinds_of_chunks(
 
 def _kinds_of_parts(piece: TensorPiece, most: int) -> list[tuple[TensorPiece, int]]:
     """Return one part of each shape that `cut_piece` makes, with their number; that of the last part last."""
-    dim, bounds = _cuts(piece, most)
-    if not bounds:
+    dim, count = _cuts(piece, most)
+    if not count:
         return [(piece, 1)]
     num_rows = math.prod(piece.shape[:dim])
-    sizes = [hi - lo for lo, hi in pairwise(bounds)]
-    kinds = sorted(Counter(sizes).items(), key=lambda kind: kind[0] == sizes[-1])
-    return [(_row_part(piece, dim, (0,) * dim, 0, size), num_rows * times) for size, times in kinds]
+    size, num_longer = divmod(piece.shape[dim], count)
+    kinds = ((size, count - num_longer), (size + 1, num_longer))  # of `even_bounds`
+    return [(_row_part(piece, dim, (0,) * dim, 0, each), num_rows * times) for each, times in kinds if times]
 
 
 def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:

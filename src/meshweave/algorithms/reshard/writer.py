@@ -43,10 +43,11 @@ class MessageSink(Protocol):
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
-        """Yield pieces in chunks of at most a `count`-th of all bytes; messages come while each is there.
+        """Yield pieces in chunks of at most a `count`-th of all bytes.
 
-        The last chunk is cut so that its last part has at most `tail` bytes, unless that is None. Who only counts
-        messages yields one chunk of those that are alike.
+        The caller writes all messages of a chunk before it asks for the next. The last chunk is cut so that its
+        last part has at most `tail` bytes, unless that is None. A sink that only counts may yield one chunk for
+        many of equal shape.
         """
         ...
 
@@ -75,12 +76,14 @@ class TrafficCounter:
         self.largest: dict[tuple[int, str, str], int] = {}
         """Bytes of the largest view that a rank packs ("out") or unpacks ("in"), by rank, lane and direction."""
         self._times = 1
+        """How many chunks the present one stands for."""
 
     def chunks(
         self, pieces: Sequence[TensorPiece], count: int, tail: int | None = None
     ) -> Iterator[TensorPiece]:
         """Yield one chunk of those that are alike; its messages count for all of them."""
-        for chunk, self._times in kinds_of_chunks(pieces, count, tail):
+        for chunk, times in kinds_of_chunks(pieces, count, tail):
+            self._times = times
             yield chunk
         self._times = 1
 
