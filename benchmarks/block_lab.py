@@ -159,6 +159,11 @@ def planned(cluster: Cluster, problem: BlockProblem, overlap: Overlap = "layers"
     return [*entries, *(last if overlap == "sites" else simulate_best(last, cluster, 1))]
 
 
+def name_of(entry: RankedConfig) -> str:
+    """Return the words for a strategy on its mesh, with its configuration, in tables."""
+    return f"{entry.algorithm.name} {'x'.join(map(str, mesh_of(entry)))}, {entry.config}"
+
+
 def _is_native(entry: RankedConfig) -> bool:
     """Return whether a strategy differs on its mesh from another of the list: 2D products need two axes."""
     return entry.algorithm.name not in INCLUDED_2D or mesh_of(entry)[1] > 1
@@ -202,11 +207,10 @@ def measure(
             "config": "",
         }
         if entry is not None:
-            rows_, columns = mesh_of(entry)
             row = {
-                "name": f"{entry.algorithm.name} {rows_}x{columns}, {entry.config}",
+                "name": name_of(entry),
                 "algorithm": entry.algorithm.name,
-                "mesh": [rows_, columns],
+                "mesh": list(mesh_of(entry)),
                 "config": str(entry.config),
                 "estimated_s": entry.estimate.total_s,
                 "simulated_s": entry.seconds,

@@ -80,15 +80,13 @@ def blocks(name: str) -> Iterator[tuple[str, Errors]]:
     saved = _saved(name)
     lab = _lab(saved)
     constants = block_lab.Constants(**saved["constants"])
-    sizes = (saved["problem"][name] for name in ("batch", "sequence", "hidden", "heads"))
+    sizes = (saved["problem"][size] for size in ("batch", "sequence", "hidden", "heads"))
     problem = block_lab.problem_of(list(sizes))
-    predicted = {}
-    for entry in block_lab.planned(
-        block_lab.with_constants(lab.cluster(), constants, lab.num_ranks), problem
-    ):
-        rows, columns = block_lab.mesh_of(entry)
-        title = f"{entry.algorithm.name} {rows}x{columns}, {entry.config}"
-        predicted[title] = {"estimate": entry.estimate.total_s, "simulation": entry.seconds}
+    cluster = block_lab.with_constants(lab.cluster(), constants, lab.num_ranks)
+    predicted = {
+        block_lab.name_of(entry): {"estimate": entry.estimate.total_s, "simulation": entry.seconds}
+        for entry in block_lab.planned(cluster, problem)
+    }
     yield from _apart(f"{saved['lab']['name']}, layers", saved["rows"], predicted)
 
 
@@ -111,6 +109,7 @@ def reshards(name: str) -> tuple[str, Errors]:
 
 
 def _apart(title: str, rows: list[dict[str, Any]], predicted: dict[str, Any]) -> Iterator[tuple[str, Errors]]:
+    """Yield the errors of estimates, and of simulations, of the rows that are predicted by name."""
     for what in ("estimate", "simulation"):
         named = ((row["name"], row["median_s"]) for row in rows if row["name"] in predicted)
         yield f"{title}, {what}", {row: predicted[row][what] / median_s - 1 for row, median_s in named}

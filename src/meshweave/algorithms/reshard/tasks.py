@@ -179,11 +179,12 @@ def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece
 def kinds_of_chunks(
     pieces: Sequence[TensorPiece], count: int, tail: int | None = None
 ) -> Iterator[tuple[TensorPiece, int]]:
-    """Yield one of the chunks of each shape that `in_chunks` yields, with how many there are of it.
+    """Yield for each piece one chunk of each shape that `in_chunks` cuts it into, with the number of such chunks.
 
-    Work and memory do not grow with the tensors, as those of `in_chunks` do.
+    Work and memory grow with the number of pieces, and not with their sizes, as those of `in_chunks` do.
 
     Args:
+        count: a chunk has at most a `count`-th of all bytes, or one element.
         tail: the most bytes of the last part, where the last chunk is cut as by `with_tail`.
     """
     share = _chunk_bytes(pieces, count)
