@@ -150,28 +150,19 @@ class BoundProgram:
             self.run(self.inputs)
             take()
             return _nothing
-        order, sequence, has_ended = call.sequence.order, call.sequence, False
+        sequence = call.sequence
         with torch.no_grad():
             self._load_all(self.inputs)
             with call:
                 rest = lanes.begin()
 
         def finish() -> None:
-            nonlocal has_ended
             with torch.no_grad():
                 with sequence.resume():
                     rest()
                 take()
-            has_ended = True
 
-        def end() -> None:
-            if order.open is finish:
-                order.open = None
-            if not has_ended:
-                finish()
-
-        order.open = finish
-        return end
+        return sequence.order.leave_open(finish).end
 
     def _execute_on_copies(self) -> Mapping[int, tuple[int, int]]:
         for slot, value in self._copies_in:

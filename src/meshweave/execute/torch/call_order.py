@@ -152,6 +152,34 @@ _sessions = CountsPerWorld()
 """Contexts in which a set of ranks has called something: contexts come and go, and marks stay in the store."""
 
 
+class OpenCall:
+    """A call that runs beside what follows it; whoever needs its answer first waits for it.
+
+    Args:
+        finish: waits for the answer, and takes it.
+    """
+
+    def __init__(self, order: CallOrder, finish: Callable[[], None]) -> None:
+        self._order, self._finish = order, finish
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def end(self) -> None:
+        """Wait for the answer, once. Raises what that raises, each time."""
+        if self._order.open is self:
+            self._order.open = None
+        if self._error is not None:
+            raise self._error
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            self._finish()
+        except BaseException as error:
+            self._error = error
+            raise
+
+
 class BoundCall:
     """A bound program as a call; a context manager around each run of it."""
 
@@ -179,8 +207,8 @@ class CallOrder(ContextCalls):
 
     Attributes:
         title: what the calls under way belong to, in words; "" where nobody says.
-        open: waits for the answer to a call that runs beside what follows it; None where there is none. The next
-            call begins with that.
+        open: the call that runs beside what follows it; None where there is none. The next call begins with its
+            end.
     """
 
     def __init__(self, context: TorchContext) -> None:
@@ -189,7 +217,7 @@ class CallOrder(ContextCalls):
         self.world = dist.group.WORLD if context.is_distributed else None
         self.sequences: dict[tuple[int, ...], CallSequence] = {}
         self.title = ""
-        self.open: Callable[[], None] | None = None
+        self.open: OpenCall | None = None
         self._watched = WatchedCalls(self, context)
         self._watch: CallWatch | None = None
 
@@ -204,11 +232,15 @@ class CallOrder(ContextCalls):
             sequence = self.sequences[ranks] = CallSequence(self, ranks)
         return sequence
 
+    def leave_open(self, finish: Callable[[], None]) -> OpenCall:
+        """Let the call that was begun last run beside what follows, and return it; `finish` takes its answer."""
+        self.open = OpenCall(self, finish)
+        return self.open
+
     def finish_open(self) -> None:
         """Wait for the answer to the call that was left open, if there is one."""
-        finish, self.open = self.open, None
-        if finish is not None:
-            finish()
+        if self.open is not None:
+            self.open.end()
 
     def check(self) -> None:
         """Raise BindError where the context's process group is gone, UnsupportedError after a verdict."""

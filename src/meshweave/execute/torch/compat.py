@@ -235,6 +235,15 @@ def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
     return direct(*given)
 
 
+def plain_functions() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which functions of torch take subclasses of tensors as the tensors that they are.
+
+    It is `torch._C.DisableTorchFunctionSubclass`, which torch's notes on extending it name for this use.
+    """
+    plain: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return plain
+
+
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a tensor has no elements, for torch only traces what is computed with it.
 

@@ -81,7 +81,7 @@ class HostedModel(ParallelModel):
         limits = TokenLimits(self.embedding.words, self.head.site.units)
         draws = self._drops is not None and not strategy.is_alone
         self.agreement = StepAgreement(module, settings, limits, draws)
-        self.vocabulary.total.joint = self.agreement.sum_beside
+        self.vocabulary.sum_beside = self.agreement.sum_beside
         self._placed = PlacedModules(module, anatomy.names.layers)
         module.forward = with_own_signature(self.forward, module)
 

@@ -331,10 +331,6 @@ class NumberedSum:
 
     Args:
         terms: along which axes ranks have terms.
-
-    Attributes:
-        joint: sums (numbers,) over ranks in a message that carries something else as well, and returns None where
-            there is no such message now; None for sums by themselves.
     """
 
     def __init__(self, strategy: LayerStrategy, count: int, terms: AxisDims) -> None:
@@ -345,7 +341,6 @@ class NumberedSum:
         self._site = MoveSite((Side("", count + 1),), terms, strategy.roles.nowhere)
         site = PlacedMove(strategy, (Side("", count),), terms, strategy.roles.nowhere, has_tokens=False)
         self._traced = Mover(site)
-        self.joint: Callable[[Tensor], Tensor | None] | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the sums of (numbers,); all ranks call it."""
@@ -356,8 +351,6 @@ class NumberedSum:
 
     def run(self, values: Tensor) -> Tensor:
         """Return the sums, without a gradient."""
-        if self.joint is not None and (sums := self.joint(values)) is not None:
-            return sums
         bound = sized_move(self._site, self._strategy, values.dtype, True).bound(values.device)
         number = _number(bound, values.dtype, self._num_terms)
         bound.inputs["x"][:-1].copy_(values)

@@ -6,11 +6,14 @@ et al., Megatron-LM, 2019, section 3). A rank that has all words of its tokens c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side
 from meshweave.base.errors import UnsupportedError
+from meshweave.nn.parallel.awaited import awaited_mean
 from meshweave.nn.parallel.buckets import NumberedSum
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
@@ -25,6 +28,10 @@ class VocabularyLoss:
 
     Args:
         words: the size of the vocabulary.
+
+    Attributes:
+        sum_beside: begins to sum the terms () of all ranks in a message that carries something else as well, and
+            returns what waits for the sum; None where there is no such message now.
     """
 
     def __init__(self, words: int, strategy: LayerStrategy) -> None:
@@ -38,13 +45,14 @@ class VocabularyLoss:
         nowhere = strategy.roles.nowhere
         over_tokens = terms(self.token_dims, TOKENS)
         self.total = NumberedSum(strategy, 1, over_tokens)
+        self.sum_beside: Callable[[Tensor], Callable[[], float] | None] | None = None
         vocabulary = (self.words,)
         self.whole = Mover(
             PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
         )
 
     def __call__(self, logits: Tensor, targets: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Return the mean loss, equal on all ranks.
+        """Return the mean loss, equal on all ranks; where it travels beside the backward pass an `AwaitedTensor`.
 
         Args:
             logits: (batch, sequence, words) of what this rank has.
@@ -61,7 +69,9 @@ class VocabularyLoss:
         else:
             loss = self._shared(logits, here, sizes)
         count = (targets != IGNORED).sum() if num_items is None else num_items
-        return _once(self.total(loss[None])[0] / count)
+        begun = None if self.sum_beside is None or torch.compiler.is_compiling() else self.sum_beside(loss)
+        mean = self.total(loss[None])[0] / count if begun is None else awaited_mean(loss, count, begun)
+        return _once(mean)
 
     def _shared(self, logits: Tensor, here: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sum of losses of the tokens that this rank has, where ranks share the words."""

@@ -83,7 +83,7 @@ class ParallelModel(AroundModule):
         of_blocks = [(b.after_attention, b.after_feed_forward, b.core.dropout) for b in self.blocks]
         draws = any(each.is_shared for each in (self.dropout, *chain.from_iterable(of_blocks)))
         self.agreement = StepAgreement(module, settings, limits, draws)
-        self.vocabulary.total.joint = self.agreement.sum_beside
+        self.vocabulary.sum_beside = self.agreement.sum_beside
         self.blocks[-1].is_followed = False
         first: list[KeepsParameters] = (
             [self.embedding] if self.positions is None else [self.positions, self.embedding]
@@ -295,7 +295,7 @@ _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
 
 def is_compiled(layer: nn.Module) -> bool:
     """Return whether a layer runs compiled: its parameters are opened before it."""
-    return getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod")
+    return vars(layer).get("_compiled_call_impl") is not None or "_orig_mod" in layer._modules
 
 
 def dropout_of(module: nn.Module, path: str) -> float:

@@ -15,6 +15,7 @@ from meshweave.algorithms.block.problem import Overlap
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.host_memory import keep_freed_memory
 from meshweave.nn.hosted.adapters import all_trained, put_in, without_adapters
 from meshweave.nn.hosted.anatomy import names_of
 from meshweave.nn.hosted.expert_parts import is_experts
@@ -128,6 +129,8 @@ def parallelize(
         if not model.strategy.is_alone:  # ranks count calls alike, and have had some since the last model
             model.agreement.number = call_order(own).sequence(model.strategy.mesh.ranks).count
     share_generators(model.strategy)
+    if device == "cpu":
+        keep_freed_memory()
     model.context = context
     watch_optimizers(model.agreement, before)
     is_own = isinstance(model, HostedModel)

@@ -114,11 +114,9 @@ class StepAgreement:
                     raise LayoutError(problem)
             yield
         finally:
-            try:
-                if order is not None:
-                    order.finish_open()
-            finally:
-                self._joint = None
+            joint, self._joint = self._joint, None
+            if order is not None and (joint is None or joint.is_unsent):
+                order.finish_open()  # else it is waited for where its sum is looked at, or something else travels
 
     def _order(self) -> CallOrder:
         """Return the order of calls of the context in which programs run, on the current device."""
@@ -155,7 +153,6 @@ class StepAgreement:
             if self.strategy.only_splits_batch and self.strategy.device_mesh.device_type == "cpu":
                 order.finish_open()  # that of a call which this one runs inside of
                 self._joint = JointMessage(self, order, int(number), conclude)
-                order.open = self._joint.finish
             else:
                 answer = self._sent(order, number)
 
@@ -164,15 +161,16 @@ class StepAgreement:
                     conclude(is_same)
                     assert is_same, _NOT_ALIKE
 
-                order.open = finish
+                order.leave_open(finish)
 
-    def sum_beside(self, values: Tensor) -> Tensor | None:
-        """Return the sum of (1,) over ranks, in one message with what the running call compares.
+    def sum_beside(self, term: Tensor) -> Callable[[], float] | None:
+        """Begin to sum the terms () of all ranks, in one message with what the running call compares.
 
-        None where that was sent before, or nothing is compared now: it is to be summed by itself.
+        Returns what waits for the sum and returns it; the next call of these ranks waits for it too. None where
+        what is compared was sent before, or nothing is: the terms are to be summed by themselves.
         """
         joint = self._joint
-        return None if joint is None or not joint.is_open else joint.sum(values)
+        return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()))
 
     @property
     def _is_whole(self) -> bool:
@@ -269,7 +267,8 @@ class JointMessage:
     term, and some bits of what is compared. Where these are alike, their sum is that of this rank times the ranks;
     where not, each rank sees another one, but for chances of one in 2^40.
 
-    It is sent by itself where another call comes first, or the call ends without a loss.
+    It is sent by itself where another call comes first, or the call ends without a loss. Where it was sent with a
+    term, the next call waits for it, as the backward pass does before gradients travel, or who looks at the sum.
 
     Args:
         number: stands for what is compared; lower bits of it are sent.
@@ -286,36 +285,41 @@ class JointMessage:
         self._agreement, self._order, self._conclude = agreement, order, conclude
         self._ranks = agreement.strategy.mesh.ranks
         self._number = number % 2 ** (self._EXACT_BITS - len(self._ranks).bit_length())
+        self._unsent = order.leave_open(self._finish)
 
     @property
-    def is_open(self) -> bool:
+    def is_unsent(self) -> bool:
         """Return whether it has not been sent, and is what the next call begins with."""
-        return self._order.open == self.finish
+        return self._order.open is self._unsent
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Send it without a term, and compare."""
-        self._send(None)
+        self.begin(None)()
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Send it with the term (1,) of this rank, and return the sum (1,), with the same bits on all ranks.
+    def begin(self, term: float | None) -> Callable[[], float]:
+        """Send it with the term of this rank, or without; return what waits, compares, and returns the sum.
 
-        Raises:
-            BindError: ranks have ended the call without a loss, as others have one.
+        What is returned raises BindError where other ranks have ended the call without a loss.
         """
         self._order.open = None
-        return values.new_tensor([self._send(float(values))])
-
-    def _send(self, term: float | None) -> float:
-        """Send it, compare, and return the sum of the terms."""
         number = self._number ^ int(term is None)
         both = torch.tensor([term or 0.0, number], dtype=torch.float64, device="cpu")
-        self._agreement.reduced(self._order, both, dist.ReduceOp.SUM)()
-        total, numbers = both.tolist()
-        is_same = numbers == number * len(self._ranks)
-        self._conclude(is_same)
-        if not is_same:
-            self._check_terms(term is not None)
-        return float(total)
+        wait = self._agreement.reduced(self._order, both, dist.ReduceOp.SUM)
+
+        def finish() -> None:
+            wait()
+            is_same = float(both[1]) == number * len(self._ranks)
+            self._conclude(is_same)
+            if not is_same:
+                self._check_terms(term is not None)
+
+        call = self._order.leave_open(finish)
+
+        def answer() -> float:
+            call.end()
+            return float(both[0])
+
+        return answer
 
     def _check_terms(self, has_term: bool) -> None:
         """Raise BindError where this rank has a term, and others have none."""
