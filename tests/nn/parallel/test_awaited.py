@@ -53,7 +53,14 @@ def _methods() -> list[str]:
 
 
 _SPOKEN = ("__repr__", "__str__", "__float__", "__int__", "__bool__", "__neg__", "__abs__", "__hash__")
-_OF_THE_OBJECT = {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "__hash__", "_cdata"}  # another object has others
+_OF_THE_OBJECT = {
+    "data_ptr",
+    "const_data_ptr",
+    "untyped_storage",
+    "storage",
+    "__hash__",
+    "_cdata",
+}  # another object has others
 
 
 def test_every_method_and_attribute_says_what_a_plain_tensor_says() -> None:
@@ -102,7 +109,11 @@ def test_it_is_stored_and_sent_as_a_plain_tensor() -> None:
     file = io.BytesIO()
     torch.save(_made()[1], file)
     file.seek(0)
-    stored = [torch.load(file, weights_only=True), pickle.loads(pickle.dumps(_made()[1])), copy.copy(_made()[1])]
+    stored = [
+        torch.load(file, weights_only=True),
+        pickle.loads(pickle.dumps(_made()[1])),
+        copy.copy(_made()[1]),
+    ]
     assert [(type(each), each.item()) for each in stored] == [(torch.Tensor, TOTAL / COUNT)] * 3
 
 

@@ -15,12 +15,20 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from meshweave.execute.torch.call_order import CallOrder, OpenCall  # noqa: E402
 from meshweave.nn.parallel.step_agreement import JointMessage  # noqa: E402
 from sampling import examples  # noqa: E402
 
 
 class _AllAreSaid(Exception):
     """Ends a call of which only what it sends is wanted."""
+
+
+class OneOrder:
+    """The order of calls of one rank, of which only what runs beside others is used."""
+
+    open: OpenCall | None = None
+    leave_open, finish_open = CallOrder.leave_open, CallOrder.finish_open
 
 
 class SummedLater:
@@ -49,7 +57,7 @@ def test_all_ranks_see_whether_all_say_the_same(
     which: list[int], seed: int, has_terms: bool, data: st.DataObject
 ) -> None:
     terms = [data.draw(st.floats(-1e9, 1e9)) if has_terms else None for _ in which]
-    ranks, order = SummedLater(len(which)), SimpleNamespace(open=None)
+    ranks = SummedLater(len(which))
     seen: list[bool] = []
 
     def conclude(is_same: bool) -> None:
@@ -58,16 +66,19 @@ def test_all_ranks_see_whether_all_say_the_same(
             raise _AllAreSaid
 
     numbers = [_word(seed + each) for each in which]
-    messages = [JointMessage(ranks, order, number, conclude) for number in numbers]  # type: ignore[arg-type]
     sums = []
     for is_summed in (False, True):
-        for message, term in zip(messages, terms, strict=True):
+        for number, term in zip(numbers, terms, strict=True):
+            order: Any = OneOrder()
+            message = JointMessage(ranks, order, number, conclude)  # type: ignore[arg-type]
             try:
-                sums.append(
-                    message.finish()
-                    if term is None
-                    else message.sum(torch.tensor([term], dtype=torch.float64))
-                )
+                if term is None:
+                    order.finish_open()
+                else:
+                    answer = message.begin(term)
+                    assert not message.is_unsent and order.open is not None
+                    sums.append(answer())
+                    assert order.open is None
             except _AllAreSaid:
                 assert not is_summed or len(set(which)) > 1
         ranks.total = torch.stack(ranks.said).sum(0)
@@ -76,13 +87,10 @@ def test_all_ranks_see_whether_all_say_the_same(
 
 
 def test_a_loss_that_is_no_number_is_summed_and_compares_as_well() -> None:
-    ranks, order, seen = SummedLater(2), SimpleNamespace(open=None), []
-    messages = [JointMessage(ranks, order, _word(0), seen.append) for _ in range(2)]  # type: ignore[arg-type]
+    ranks, seen = SummedLater(2), []
+    messages = [JointMessage(ranks, OneOrder(), _word(0), seen.append) for _ in range(2)]  # type: ignore[arg-type]
     for message in messages:
         with pytest.raises(_AllAreSaid):
-            message.sum(torch.tensor([math.nan]))
+            message.begin(math.nan)
     ranks.total = torch.stack(ranks.said).sum(0)
-    assert (
-        all(message.sum(torch.tensor([math.nan])).isnan().all() for message in messages)
-        and seen == [True] * 2
-    )
+    assert all(math.isnan(message.begin(math.nan)()) for message in messages) and seen == [True] * 2

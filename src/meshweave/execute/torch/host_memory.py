@@ -1,9 +1,9 @@
 """Memory of the host that tensors free is kept for those of the next step, as torch keeps that of a GPU.
 
 Where a training step on a CPU frees its activations, glibc gives their pages back to the system, which then clears
-each page anew for the next step. Of a small transformer that is some tenth of a step. Its limits for this are
-settings of malloc (mallopt(3)). A step needs the same memory as the one before, so that keeping it costs nothing at
-the peak.
+each page anew for the next step. Its limits for this are settings of malloc (mallopt(3)). A step needs memory for
+the same tensors as the one before. Blocks that fit nothing which was freed make the peak somewhat higher than where
+each tensor is mapped by itself.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ class AwaitedTensor(Tensor):  # type: ignore[misc]
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return what a function of torch returns, once the values are there that it needs."""
         named = kwargs or {}
@@ -51,7 +55,17 @@ _WITHOUT_VALUES = {
     torch.ones_like,
     *(
         vars(torch._C.TensorBase)[name].__get__
-        for name in ("dtype", "device", "layout", "shape", "ndim", "grad", "requires_grad", "grad_fn", "is_leaf")
+        for name in (
+            "dtype",
+            "device",
+            "layout",
+            "shape",
+            "ndim",
+            "grad",
+            "requires_grad",
+            "grad_fn",
+            "is_leaf",
+        )
     ),
 }
 """What is asked of a tensor before a backward pass, or changes its place in the graph of autograd."""

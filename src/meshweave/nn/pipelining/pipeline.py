@@ -23,6 +23,7 @@ from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.host_memory import keep_freed_memory
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
 from meshweave.nn.parallel.agreed import agree as agree_on_words
@@ -112,6 +113,8 @@ def pipeline(
             )
         given = meshes_of(meshes)
         places = agreed_places(context, members, tuple(stages), given, tuple(data_axes), tuple(skips))
+    if context.device.type == "cpu":
+        keep_freed_memory()
     options = PipelineOptions(
         chosen,
         micro_batches if micro_batches is not None else chosen.num_micro_batches,  # type: ignore[union-attr]
