@@ -1,4 +1,4 @@
-"""A loss that is on its way is a tensor like any other: whoever looks at it waits, and a backward pass does not."""
+"""A loss that is on its way is a tensor like others: whoever looks at it waits, and a backward pass does not."""
 
 from __future__ import annotations
 
@@ -53,14 +53,8 @@ def _methods() -> list[str]:
 
 
 _SPOKEN = ("__repr__", "__str__", "__float__", "__int__", "__bool__", "__neg__", "__abs__", "__hash__")
-_OF_THE_OBJECT = {
-    "data_ptr",
-    "const_data_ptr",
-    "untyped_storage",
-    "storage",
-    "__hash__",
-    "_cdata",
-}  # another object has others
+_OF_THE_OBJECT = {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "__hash__"}
+"""What another object says otherwise."""
 
 
 def test_every_method_and_attribute_says_what_a_plain_tensor_says() -> None:

@@ -114,10 +114,10 @@ class OwnParameters:
             self.kept[key] = KeptParameter(strategy, layout, nowhere, terms(lies, _SPLITS))
         self._use = ParameterUse([entries_of([self])])
 
-    @property
-    def _parameters(self) -> Mapping[str, Any]:
-        parameters: Mapping[str, Any] = self._module._parameters
-        return parameters
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self.kept:
+            raise AttributeError(name)
+        return self._module._parameters[name]
 
     def call(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Return what a function of the module returns that reads this rank's parameters as attributes."""

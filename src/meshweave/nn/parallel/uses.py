@@ -7,7 +7,7 @@ has opened takes what it needs itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -33,10 +33,6 @@ class KeepsParameters(Protocol):
 
     kept: dict[str, KeptParameter]
     opened: dict[str, Tensor]
-
-    @property
-    def _parameters(self) -> Mapping[str, Any]:
-        """Return the parameters of the module, as those of an `nn.Module`."""
 
 
 Entry = tuple[KeepsParameters, str]
@@ -122,10 +118,7 @@ class ParameterUse:
 
     def _parameters(self) -> list[Tensor]:
         """Return the parameters as they are kept, as their modules have them now."""
-        try:
-            return [module._parameters[name] for module, name in self.entries]
-        except KeyError:  # what was a parameter is computed now
-            return [getattr(module, name) for module, name in self.entries]
+        return [getattr(module, name) for module, name in self.entries]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
         parameters = self._parameters()
