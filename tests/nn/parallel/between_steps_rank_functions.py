@@ -104,10 +104,22 @@ def _two_differences(rank: int) -> list[str]:
     model, rows = _made(), _rows()
     model.loss(rows, rows)
     return [
-        _said(lambda: model.loss(rows, rows) if rank else model.module(rows)),
-        _said(lambda: model.loss(rows if rank else rows.flip(0), rows)),
+        _said(lambda: model.loss(rows, rows).item() if rank else model.module(rows)),
+        _said(lambda: model.loss(rows if rank else rows.flip(0), rows).item()),
         f"{float(model.loss(rows, rows).detach()):.6f}",
     ]
+
+
+def _differences_that_nobody_looked_at(rank: int) -> list[str]:
+    """What a backward pass says, and a next call, of tokens that differ, where nobody has looked at the loss."""
+    model, rows = _made(), _rows()
+    model.loss(rows, rows)
+    other = rows if rank else rows.flip(0)
+    loss = model.loss(other, rows)
+    said = [_said(loss.backward), _said(loss.item)]
+    model.loss(other, rows)
+    said.append(_said(lambda: model.loss(rows, rows)))
+    return [*said, f"{model.loss(rows, rows).item():.6f}"]
 
 
 def _models_in_another_order(rank: int) -> list[str]:

@@ -20,6 +20,7 @@ def test_between_two_steps() -> None:
         "memory_between_steps",
         "states_after_a_failed_step",
         "two_differences",
+        "differences_that_nobody_looked_at",
         "models_in_another_order",
     )
     first, second = launch(
@@ -33,6 +34,11 @@ def test_between_two_steps() -> None:
         said, later, _ = answer["two_differences"]
         assert said.startswith("LayoutError: rank") and "targets" in said
         assert later.startswith("LayoutError: rank") and "tokens" in later
+        *said, last = answer["differences_that_nobody_looked_at"]
+        assert len(said) == 3 and all(
+            each.startswith("LayoutError: rank") and "tokens" in each for each in said
+        )
+        assert last == first["differences_that_nobody_looked_at"][-1]
         said, later = answer["models_in_another_order"]
         assert said.startswith("LayoutError: rank") and "call models in the same order on every rank" in said
         assert later == ""

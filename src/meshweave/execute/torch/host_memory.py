@@ -2,8 +2,8 @@
 
 Where a training step on a CPU frees its activations, glibc gives their pages back to the system, which then clears
 each page anew for the next step. Its limits for this are settings of malloc (mallopt(3)). A step needs memory for
-the same tensors as the one before. Blocks that fit nothing which was freed make the peak somewhat higher than where
-each tensor is mapped by itself.
+the same tensors as the one before. Blocks that fit nothing which was freed make the peak higher than where each
+tensor is mapped by itself.
 """
 
 from __future__ import annotations
