@@ -54,7 +54,7 @@ _WITHOUT_VALUES = {
     Tensor.is_complex,
     torch.ones_like,
     *(
-        vars(torch._C.TensorBase)[name].__get__
+        getattr(Tensor, name).__get__
         for name in (
             "dtype",
             "device",
