@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,19 @@ def local_tensor(tensor: DTensor) -> Tensor:
     ):
         local = local.wait()
     return local.detach() if local.requires_grad else local
+
+
+def local_tensors(values: Iterable[Any]) -> list[Any]:
+    """Return what `local_tensor` does of each DTensor among values, and the others as they are."""
+    from torch.distributed.tensor import DTensor
+
+    made = []
+    for value in values:
+        if isinstance(value, DTensor):
+            local = value._local_tensor
+            value = local if type(local) is Tensor and not local.requires_grad else local_tensor(value)
+        made.append(value)
+    return made
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

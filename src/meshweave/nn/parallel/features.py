@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import call, is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -100,7 +101,7 @@ class PlacedModules:
 
     def __init__(self, module: nn.Module, layers: str) -> None:
         self._placed = [
-            (owner, name, child, f"{path}.{name}" if path else name)
+            (owner._modules, name, child, f"{path}.{name}" if path else name)
             for path, owner in module.named_modules()
             for name, child in owner._modules.items()
             if path != layers
@@ -112,27 +113,40 @@ class PlacedModules:
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
+        self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where another module or other data stand in the place of one."""
-        for owner, name, child, path in self._placed:
-            now = owner._modules.get(name)
+        modules, names, children, _ = zip(*self._placed, strict=True)
+        if not all(map(is_, map(dict.get, modules, names), children)):
+            self._check_modules()
+        tables, keys, _ = zip(*self._owners, strict=True)
+        parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
+        numbers, held = _numbers(parameters), compat.local_tensors(parameters)
+        before, own = self._passed
+        if numbers != before or not all(map(is_, held, map(call, own))):
+            self._check_memory()
+            self._passed = numbers, list(map(weakref.ref, held))
+
+    def _check_modules(self) -> None:
+        for modules, name, child, path in self._placed:
+            now = modules.get(name)
             if now is not child:
                 raise UnsupportedError(
                     f"{path} is a {type(now).__name__} that was put there after parallelize, and is not computed; "
                     "adapters are merged before it, and wrappers go around whole layers"
                 )
+
+    def _check_memory(self) -> None:
         for parameters, key, name in self._owners:
             parameter = parameters.get(key)
             if isinstance(parameter, DTensor):
-                if (held := compat.local_tensor(parameter)).is_meta:
+                if compat.local_tensor(parameter).is_meta:
                     raise UnsupportedError(
                         f"{name} is on the meta device: to_empty() gives it memory, and load_weights or an "
                         "initialisation values, before a call"
                     )
-                number, own = self._memory.get(name, (0, _nothing))
-                if number != parameter.untyped_storage()._cdata or own() is not held:
-                    self._check_data(name, parameter)
+                self._check_data(name, parameter)
 
     def _check_data(self, name: str, parameter: DTensor) -> None:
         """Raise UnsupportedError where `.data` of a parameter was assigned: a DTensor takes no notice of it."""
@@ -155,13 +169,15 @@ def check_anomaly_mode() -> None:
         )
 
 
-def _nothing() -> None:
-    """Return the local tensor of a parameter that was none of the model's."""
-
-
 def _memory(parameter: DTensor) -> tuple[int, Callable[[], Tensor | None]]:
     """Return the number of a DTensor's own memory, in which nothing lies, and what says its local tensor."""
-    return parameter.untyped_storage()._cdata, weakref.ref(compat.local_tensor(parameter))
+    (number,) = _numbers([parameter])
+    return number, weakref.ref(compat.local_tensor(parameter))
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers of the memory of tensors: of a DTensor its own, not that of its local tensor."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 class _WithoutDdp:

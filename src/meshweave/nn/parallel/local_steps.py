@@ -13,6 +13,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -69,8 +70,10 @@ def _lies_alike(optimizer: Optimizer) -> bool:
 
 
 def _is_like(grad: Tensor, parameter: DTensor) -> bool:
-    places = compat.spec_of(parameter).placements
-    return isinstance(grad, DTensor) and compat.spec_of(grad).placements == places
+    if not isinstance(grad, DTensor):
+        return False
+    own, of_grad = compat.spec_of(parameter), compat.spec_of(grad)
+    return own is of_grad or own.placements == of_grad.placements
 
 
 def _step_on_parts(optimizer: Optimizer) -> None:
@@ -79,41 +82,47 @@ def _step_on_parts(optimizer: Optimizer) -> None:
     Nothing is kept from one step to the next: parameters and states are the optimizer's alone, to be moved or
     freed.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []
+    of_optimizer = optimizer.state
     state: defaultdict[Tensor, Any] = defaultdict(dict)
-    groups = []
+    groups, steps = [], []
+    num_kept = 0
     for group in optimizer.param_groups:
-        own = [(parameter, _local(parameter)) for parameter in group["params"]]
-        pairs += own
-        groups.append({**group, "params": [local for _, local in own]})
-    own_ids = {id(parameter) for parameter, _ in pairs}
-    state.update((key, value) for key, value in optimizer.state.items() if id(key) not in own_ids)
-    for parameter, local in pairs:
-        kept = optimizer.state.get(parameter)
-        if kept is not None:
-            state[local] = kept if local is parameter else {key: _local(value) for key, value in kept.items()}
-        if local is not parameter:
-            local.grad = None if parameter.grad is None else _local(parameter.grad)
+        parameters = group["params"]
+        own = compat.local_tensors(parameters)
+        groups.append({**group, "params": own})
+        grads = compat.local_tensors([parameter.grad for parameter in parameters])
+        for parameter, local, grad in zip(parameters, own, grads, strict=True):
+            kept, values = of_optimizer.get(parameter), None
+            if local is not parameter:
+                local.grad = grad
+            if kept is not None:
+                num_kept += 1
+                values = compat.local_tensors(kept.values())
+                state[local] = kept if local is parameter else dict(zip(kept, values, strict=True))
+            steps.append((parameter, local, values))
+    if num_kept < len(of_optimizer):  # what is of no parameter
+        own_ids = {id(parameter) for parameter, *_ in steps}
+        state.update((key, value) for key, value in of_optimizer.items() if id(key) not in own_ids)
     try:
         _run(optimizer, groups, state)
     finally:
-        for parameter, local in pairs:
+        for parameter, local, _ in steps:
             if local is not parameter:
                 local.grad = None
     for group, stepped in zip(optimizer.param_groups, groups, strict=True):
         group.update((key, value) for key, value in stepped.items() if key != "params")
-    for parameter, local in pairs:
+    for parameter, local, values in steps:
         made = state.pop(local, None)
         if made is None:
             continue
         if local is parameter:
-            optimizer.state[parameter] = made
-            continue
-        kept = optimizer.state[parameter]
-        for key, value in made.items():
-            if key not in kept or _local(kept[key]) is not value:
-                kept[key] = _like(value, parameter, local)
-    optimizer.state.update(state)  # what is of no parameter
+            of_optimizer[parameter] = made
+        elif values is None or len(made) != len(values) or not all(map(is_, made.values(), values)):
+            kept = of_optimizer[parameter]
+            for key, value in made.items():
+                if key not in kept or _local(kept[key]) is not value:
+                    kept[key] = _like(value, parameter, local)
+    of_optimizer.update(state)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -243,10 +243,13 @@ class ParallelModel(AroundModule):
             return self._run(input_ids, inputs)
 
     def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
-        if self.strategy.is_alone or torch.compiler.is_compiling() or not self.throughout.is_here:
+        if self.strategy.is_alone or torch.compiler.is_compiling():
+            return self._computed(input_ids, inputs)
+        parameters = self.throughout.parameters()
+        if not self.throughout.are_here(parameters):
             return self._computed(input_ids, inputs)
         compiled = map(is_compiled, self.module.get_submodule(self.names.layers))
-        with self.throughout.open([]) if any(compiled) else self.throughout.open_by_layer():
+        with self.throughout.open([]) if any(compiled) else self.throughout.open_by_layer(parameters):
             return self._computed(input_ids, inputs)
 
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:

@@ -55,11 +55,12 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
         """Return this rank's part of each parameter, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.last, ctx.specs = sums, last, [compat.spec_of(parameter) for parameter in parameters]
-        parts = [compat.local_tensor(parameter) for parameter in parameters]
-        own = [part.view_as(part) for part in parts]
+        parts = compat.local_tensors(parameters)
+        own = list(map(Tensor.view_as, parts, parts))
         ctx.shapes = [] if last is None else [part.shape for part in parts[-len(last.kept) :]]
-        frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        if not all(ctx.needs_input_grad[2:]):
+            frozen = [mine for mine, each in zip(own, parameters, strict=True) if not each.requires_grad]
+            ctx.mark_non_differentiable(*frozen)
         return tuple(own)
 
     @staticmethod

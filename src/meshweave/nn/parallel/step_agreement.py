@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _STRIDE = 0x9E3779B97F4A  # even, so that factors are odd: targets that are toke
 _WHAT = "all ranks to compare what they give a parallelised model"
 _NOT_ALIKE = "numbers of ranks differ, and nothing that they stand for"
 _SHOWN = 6
+_IS_TRAINING = attrgetter("training")
 
 
 @dataclass
@@ -233,7 +235,7 @@ class StepAgreement:
         is_cast = torch.is_autocast_enabled(device)
         modes = {
             "training": str(self.module.training),
-            "modules in training": str(sum(child.training for child in self._children)),
+            "modules in training": str(sum(map(_IS_TRAINING, self._children))),
             "gradients": str(torch.is_grad_enabled()),
             "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
             "recompute": str(self.recompute),

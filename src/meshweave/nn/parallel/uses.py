@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ Entry = tuple[KeepsParameters, str]
 """A module that keeps parameters, and the name of one of them."""
 
 
+_DTYPE, _IS_TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 _Divided = tuple[list[int], ParameterBucket | None]
 _Later = tuple[int, list[int], ParameterBucket]
 """The moment at which a bucket is opened, and the places of its parameters."""
@@ -106,22 +108,21 @@ class ParameterUse:
         """Return whether somebody has opened all parameters."""
         return all(name in module.opened for module, name in self.entries)
 
-    @property
-    def is_here(self) -> bool:
-        """Return whether all parameters lie as the strategy has laid them, and not as those of wrapped modules."""
-        for parameter, mesh in zip(self._parameters(), self._meshes, strict=True):
+    def are_here(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether the parameters lie as the strategy has laid them, and not as those of wrapped modules."""
+        for parameter, mesh in zip(parameters, self._meshes, strict=True):
             if not isinstance(parameter, DTensor):
                 return False
             if (own := compat.spec_of(parameter).mesh) is not mesh and own != mesh:
                 return False
         return True
 
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """Return the parameters as they are kept, as their modules have them now."""
         return [getattr(module, name) for module, name in self.entries]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
-        parameters = self._parameters()
+        parameters = self.parameters()
         if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
             kept = (module.kept[name] for module, name in self.entries)
             return [_alone(each, one) for each, one in zip(parameters, kept, strict=True)]
@@ -141,10 +142,10 @@ class ParameterUse:
         return used
 
     def _buckets_of(self, parameters: Sequence[Tensor]) -> list[_Divided]:
-        key = tuple([(each.dtype, each.requires_grad) for each in parameters])
-        if key not in self._buckets:
-            self._buckets[key] = self._divided(key)
+        key = *map(_DTYPE, parameters), *map(_IS_TRAINED, parameters)
         if key != self._last_kinds:  # as others are frozen, or cast
+            if key not in self._buckets:
+                self._buckets[key] = self._divided(list(zip(key, key[len(parameters) :], strict=False)))
             for _, bucket in self._buckets.get(self._last_kinds, ()):
                 if bucket is not None:
                     bucket.release()
@@ -191,9 +192,12 @@ class ThroughoutUse(ParameterUse):
         self._has_gradients = True
 
     @contextmanager
-    def open_by_layer(self) -> Iterator[None]:
-        """Open the parameters for a call that runs inside: those before the layers now, others in `reach`."""
-        parameters = self._parameters()
+    def open_by_layer(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Open the parameters for a call that runs inside: those before the layers now, others in `reach`.
+
+        Args:
+            parameters: what `parameters` returns.
+        """
         alone, later = self._order_of(self._buckets_of(parameters) if parameters else [])
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
         try:
