@@ -97,12 +97,10 @@ def _messages(step: Callable[[], None]) -> dict[str, int]:
     return counts
 
 
-def step_optimizers(context: RankContext, payload: Mapping[str, Any]) -> dict[str, tuple[int, float]]:
-    """Return by optimizer how many steps were made on local parts, and how far apart those on DTensors are."""
+def step_optimizers(context: RankContext, payload: Mapping[str, Any]) -> list[tuple[int, int, float]]:
+    """Return for each optimizer what `_stepped` returns."""
     torch.set_num_threads(1)
-    return {
-        name: _stepped(name, options, context.num_ranks) for name, options in payload["optimizers"].items()
-    }
+    return [_stepped(name, options, context.num_ranks) for name, options in payload["optimizers"]]
 
 
 def _change(optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -120,7 +118,8 @@ def _change(optimizer: torch.optim.Optimizer, number: int) -> None:
                 value.zero_()
 
 
-def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, float]:
+def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, int, float]:
+    """Return how many steps ran on local parts and how many by one kernel, and how far off those on DTensors are."""
     torch.manual_seed(0)
     model = reference_models.make("plain llama").float()
     tokens, targets = (torch.randint(0, reference_models.words(model), (2 * num_ranks, 8)) for _ in range(2))
@@ -128,13 +127,15 @@ def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int
     made = [parallelize(copy.deepcopy(model), "zero3", mesh, check=False) for _ in range(2)]
     plain, local = (getattr(torch.optim, name)(each.module.parameters(), **options) for each in made)
     plain.register_step_pre_hook(lambda *_: None)  # who looks at a step sees DTensors
-    counted, step = [0], local_steps._step_on_parts
+    counted: list[bool] = []
+    run = local_steps._run
 
-    def counting(optimizer: torch.optim.Optimizer) -> None:
-        counted[0] += 1
-        step(optimizer)
+    def counting(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+        if optimizer is local:  # and none that is tried
+            counted.append(groups[0].get("fused") is True)
+        run(optimizer, groups, state)
 
-    local_steps._step_on_parts = counting
+    local_steps._run = counting
     for number in range(5):
         for each, optimizer in zip(made, (plain, local), strict=True):
             _change(optimizer, number)
@@ -143,9 +144,10 @@ def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int
             norm = torch.nn.utils.clip_grad_norm_(each.module.parameters(), 0.5)
             assert float(norm.full_tensor()) > 0
             optimizer.step()
-    local_steps._step_on_parts = step
+    local_steps._run = run
+    assert all(group.get("fused") is options.get("fused") for group in local.param_groups)
     for one, other in zip(plain.state.values(), local.state.values(), strict=True):
         assert one.keys() == other.keys(), (one, other)
         assert [type(value) for value in one.values()] == [type(value) for value in other.values()]
     pairs = zip(*(each.module.parameters() for each in made), strict=True)
-    return counted[0], max(float((_whole(a) - _whole(b)).abs().max()) for a, b in pairs)
+    return len(counted), sum(counted), max(float((_whole(a) - _whole(b)).abs().max()) for a, b in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,22 +43,49 @@ def test_messages_of_a_step_are_no_more_than_those_of_torch(num_ranks: int) -> N
         assert len({tuple(answer["copies"]) for answer in answers}) == 1, case
 
 
-OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9},
-    "AdamW": {"lr": 0.01, "amsgrad": True},
-    "Adagrad": {"lr": 0.01},
-    "RMSprop": {"lr": 0.01, "centered": True},
-    "NAdam": {"lr": 0.01},
-}
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    ("Adagrad", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "centered": True}),
+    ("NAdam", {"lr": 0.01}),
+]
+"""Three have one kernel for all parameters on a CPU."""
+
+
+def stepped(optimizers: list[tuple[str, dict[str, Any]]]) -> list[list[list[Any]]]:
+    target, payload = "message_rank_functions:step_optimizers", {"optimizers": optimizers}
+    return launch(target, 2, payload, timeout_s=300, env=HERE)
 
 
 @pytest.mark.gloo
 def test_optimizers_step_on_local_parts_as_on_dtensors() -> None:
-    """Whoever looks at a step sees DTensors, and then they are stepped on: with the same bits."""
-    for answer in launch(
-        "message_rank_functions:step_optimizers", 2, {"optimizers": OPTIMIZERS}, timeout_s=300, env=HERE
-    ):
-        assert set(map(tuple, answer.values())) == {(5, 0.0)} and len(answer) == len(OPTIMIZERS), answer
+    """Whoever looks at a step sees DTensors, and then they are stepped on: the same bits by the same kernels."""
+    for answers in stepped([(name, {**options, "foreach": False}) for name, options in OPTIMIZERS]):
+        assert answers == [[5, 0, 0.0]] * len(OPTIMIZERS)
+
+
+@pytest.mark.gloo
+def test_one_kernel_steps_on_all_parameters_where_that_is_left_open() -> None:
+    for answers in stepped(OPTIMIZERS):
+        assert [by_kernel for _, by_kernel, _ in answers] == [5, 5, 5, 0, 0]
+        assert all(on_parts == 5 and apart < 1e-6 for on_parts, _, apart in answers), answers
+
+
+def test_one_kernel_takes_no_data_with_gaps_and_no_counts_in_double_precision() -> None:
+    import torch
+
+    from meshweave.nn.parallel import local_steps
+
+    whole, count = torch.ones(4, 6), torch.tensor(1.0)
+    assert local_steps._suit_kernel([whole, whole.double(), count, 3])
+    assert not local_steps._suit_kernel([whole, whole.t(), count])
+    assert not local_steps._suit_kernel([whole, count.double()])
+    assert not local_steps._suit_kernel([whole.half()])
+    left_open = {"lr": 0.1, "fused": None, "foreach": None}
+    assert local_steps._leaves_open(left_open)
+    for chosen in ({"foreach": True}, {"fused": False}, {"differentiable": True}, {"lr": torch.tensor(0.1)}):
+        assert not local_steps._leaves_open(left_open | chosen)
 
 
 def test_an_optimizer_that_mixes_elements_is_none_to_step_locally() -> None:
@@ -67,8 +95,16 @@ def test_an_optimizer_that_mixes_elements_is_none_to_step_locally() -> None:
 
     weights = [torch.nn.Parameter(torch.ones(4, 6))]
     on_parts, on_whole = local_steps._step_on_parts, local_steps._step_on_whole
-    assert local_steps._way(torch.optim.AdamW(weights, lr=1e-3)) is on_parts
-    assert local_steps._way(torch.optim.SGD(weights, lr=1e-3, momentum=0.9, fused=True)) is on_parts
+    kernels = {}
+    for kind, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"fused": True}),
+        (torch.optim.NAdam, {}),
+    ):
+        step: Any = local_steps._way(kind(weights, lr=1e-3, **options))  # type: ignore[arg-type]
+        assert step.func is on_parts
+        kernels[kind.__name__] = step.keywords["has_kernel"]
+    assert kernels == {"AdamW": True, "SGD": True, "NAdam": False}
     assert local_steps._way(torch.optim.Adafactor(weights, lr=1e-3)) is on_whole
     assert local_steps._way(torch.optim.Muon(weights, lr=1e-3)) is on_whole
     assert local_steps._way(torch.optim.LBFGS(weights, lr=1e-3)) is None

@@ -5,6 +5,10 @@ compute each element from those at the same place alone. Whether one does is tri
 Of these a step runs on the local parts. Others, as Adafactor and Muon, compute a matrix from all of it, by ops
 that DTensors lack in part. Where each parameter is stepped on by itself, which is tried too, every rank gathers it
 and steps on the whole. Parameters, gradients and states of their shape stay DTensors, to be read and saved.
+
+On CPUs torch steps by a dozen calls for each parameter unless it is told otherwise. It has one kernel for all
+parameters of the usual optimizers, which is taken where a user leaves the choice open: the same but for rounding,
+which is tried as well.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import is_
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -27,6 +32,7 @@ from meshweave.execute.torch import compat
 _STEPS, _LR = 2, 0.125
 _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
+_DTYPE, _IS_ON_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 _Step: TypeAlias = Callable[[Optimizer], None]
 _known: WeakKeyDictionary[Optimizer, _Step | None] = WeakKeyDictionary()
 _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -76,11 +82,14 @@ def _is_like(grad: Tensor, parameter: DTensor) -> bool:
     return own is of_grad or own.placements == of_grad.placements
 
 
-def _step_on_parts(optimizer: Optimizer) -> None:
+def _step_on_parts(optimizer: Optimizer, *, has_kernel: bool) -> None:
     """Make a step on local parts, and put states that it has made into the optimizer, as DTensors.
 
     Nothing is kept from one step to the next: parameters and states are the optimizer's alone, to be moved or
     freed.
+
+    Args:
+        has_kernel: whether one kernel of torch makes the same step of all parameters on a CPU.
     """
     of_optimizer = optimizer.state
     state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -89,8 +98,10 @@ def _step_on_parts(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         parameters = group["params"]
         own = compat.local_tensors(parameters)
-        groups.append({**group, "params": own})
+        stepped = {**group, "params": own}
+        groups.append(stepped)
         grads = compat.local_tensors([parameter.grad for parameter in parameters])
+        used = [*own, *grads]
         for parameter, local, grad in zip(parameters, own, grads, strict=True):
             kept, values = of_optimizer.get(parameter), None
             if local is not parameter:
@@ -98,8 +109,11 @@ def _step_on_parts(optimizer: Optimizer) -> None:
             if kept is not None:
                 num_kept += 1
                 values = compat.local_tensors(kept.values())
+                used += values
                 state[local] = kept if local is parameter else dict(zip(kept, values, strict=True))
             steps.append((parameter, local, values))
+        if has_kernel and _leaves_open(group) and _suit_kernel(used):
+            stepped["fused"] = True
     if num_kept < len(of_optimizer):  # what is of no parameter
         own_ids = {id(parameter) for parameter, *_ in steps}
         state.update((key, value) for key, value in of_optimizer.items() if id(key) not in own_ids)
@@ -110,7 +124,7 @@ def _step_on_parts(optimizer: Optimizer) -> None:
             if local is not parameter:
                 local.grad = None
     for group, stepped in zip(optimizer.param_groups, groups, strict=True):
-        group.update((key, value) for key, value in stepped.items() if key != "params")
+        group.update((key, value) for key, value in stepped.items() if key not in ("params", "fused"))
     for parameter, local, values in steps:
         made = state.pop(local, None)
         if made is None:
@@ -176,6 +190,26 @@ def _like(value: Any, parameter: Tensor, local: Tensor) -> Any:
     return value
 
 
+def _leaves_open(group: dict[str, Any]) -> bool:
+    """Return whether the settings of a group leave it to torch by which kernels it steps."""
+    left = all(name in group and group[name] is None for name in ("fused", "foreach"))
+    return left and not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
+
+
+def _suit_kernel(used: Sequence[Any]) -> bool:
+    """Return whether one kernel steps on these parameters, gradients and states: all lie without gaps on a CPU.
+
+    It takes data as if they lay so, and counts steps in single precision.
+    """
+    tensors = [each for each in used if isinstance(each, Tensor)]
+    kinds = set(map(_DTYPE, tensors))
+    if kinds != {torch.float32}:
+        counts_in_single = all(each.dtype == torch.float32 for each in tensors if not each.ndim)
+        if not counts_in_single or not kinds <= {torch.float32, torch.float64}:
+            return False
+    return all(map(_IS_ON_CPU, tensors)) and all(map(Tensor.is_contiguous, tensors))
+
+
 def _way(optimizer: Optimizer) -> _Step | None:
     """Return by which way an optimizer makes the same step on plain tensors; None where it is to have DTensors."""
     if not compat.bare_step(type(optimizer)).__module__.startswith(_STEPPED_ON_WHOLE):
@@ -184,7 +218,7 @@ def _way(optimizer: Optimizer) -> _Step | None:
     with contextlib.suppress(Exception):
         whole = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
         if all(_is_same_apart(optimizer, whole, whole.chunk(2, dim), dim) for dim in (0, 1)):
-            return cast(_Step, _step_on_parts)
+            return partial(_step_on_parts, has_kernel=_is_same_by_kernel(optimizer, whole))
         stepped = _tried(optimizer, [whole, whole.t()])
         by_itself = [_tried(optimizer, [each])[0] for each in (whole, whole.t())]
         if all(map(torch.equal, stepped, by_itself)):
@@ -199,11 +233,20 @@ def _is_same_apart(optimizer: Optimizer, whole: Tensor, parts: Sequence[Tensor],
     return bool(torch.allclose(stepped, apart, rtol=1e-12, atol=1e-15))
 
 
-def _tried(optimizer: Optimizer, values: Sequence[Tensor]) -> list[Tensor]:
-    """Return parameters of some values after steps by an optimizer of this kind and its settings."""
+def _is_same_by_kernel(optimizer: Optimizer, whole: Tensor) -> bool:
+    """Return whether an optimizer has one kernel for all parameters, which steps on a matrix as others do."""
+    with contextlib.suppress(Exception):
+        by_kernel = _tried(optimizer, [whole], fused=True)
+        return bool(torch.allclose(*_tried(optimizer, [whole]), *by_kernel, rtol=1e-12, atol=1e-15))
+    return False
+
+
+def _tried(optimizer: Optimizer, values: Sequence[Tensor], **settings: Any) -> list[Tensor]:
+    """Return parameters of some values after steps by an optimizer of this kind and its settings, or others."""
     leaves = [value.contiguous().clone().requires_grad_() for value in values]
     taken = inspect.signature(type(optimizer)).parameters
-    made = type(optimizer)(leaves, **{key: v for key, v in optimizer.defaults.items() if key in taken})
+    own = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    made = type(optimizer)(leaves, **{**own, **settings})
     group = made.param_groups[0]
     if isinstance(group.get("lr"), float):
         group["lr"] = _LR
