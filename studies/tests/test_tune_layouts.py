@@ -69,7 +69,7 @@ def test_it_finds_what_trying_everything_finds(
     sizes: tuple[int, int, int], rates: RankRates, num_ranks: int, memory_bytes: int | None
 ) -> None:
     options = [grid_layouts(range(num_ranks))] * 3
-    found = tune_layouts(*sizes, num_ranks, rates, memory_bytes=memory_bytes, count=3)
+    found = tune_layouts(sizes, num_ranks, rates, memory_bytes=memory_bytes, count=3)
     expected = brute_force(sizes, options, rates, memory_bytes)[:3]
     assert [one.tuned.estimate.total_s for one in found] == pytest.approx(expected, rel=1e-8)
     for one in found:
@@ -90,7 +90,7 @@ def test_it_finds_what_trying_everything_finds(
 def test_given_layouts_are_kept(case: tuple[dict[str, Layout], RankRates]) -> None:
     given, rates = case
     free = grid_layouts(range(4))
-    (found,) = tune_layouts(14, 11, 9, 4, rates, **given)  # type: ignore[arg-type]
+    (found,) = tune_layouts((14, 11, 9), 4, rates, given=given)  # type: ignore[arg-type]
     for operand, layout in given.items():
         assert found.problem.layout(operand) == layout  # type: ignore[arg-type]
     options = [(given[x],) if x in given else free for x in ("a", "b", "c")]
@@ -113,28 +113,28 @@ def test_no_estimate_is_below_its_bound(case: tuple[tuple[int, int, int], int, R
 
 
 def test_without_a_limit_nothing_moves_and_with_one_it_does() -> None:
-    free = tune_layouts(64, 64, 64, 4, SLOW)[0]
+    free = tune_layouts((64, 64, 64), 4, SLOW)[0]
     assert free.tuned.moved_bytes == 0
     least = 3 * 64 * 64 * 4 // 4
-    tight = tune_layouts(64, 64, 64, 4, SLOW, memory_bytes=least + 6000)[0]
+    tight = tune_layouts((64, 64, 64), 4, SLOW, memory_bytes=least + 6000)[0]
     assert tight.tuned.moved_bytes > 0 and tight.matrix_bytes + tight.extra_bytes <= least + 6000
 
 
 def test_nothing_that_fits_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="no layouts of 64 x 64 by 64 x 64 on 4 ranks") as error:
-        tune_layouts(64, 64, 64, 4, SLOW, memory_bytes=3 * 64 * 64 - 1)
+        tune_layouts((64, 64, 64), 4, SLOW, memory_bytes=3 * 64 * 64 - 1)
     with pytest.raises(UnsupportedError, match="the matrices alone take 384"):
-        tune_layouts(8, 8, 8, 2, SLOW, memory_bytes=400)
+        tune_layouts((8, 8, 8), 2, SLOW, memory_bytes=400)
     assert "\n" not in str(error.value)
     with pytest.raises(LayoutError, match="is on 4 ranks, not 6"):
-        tune_layouts(8, 8, 8, 6, SLOW, a=block_2d(4))
+        tune_layouts((8, 8, 8), 6, SLOW, given={"a": block_2d(4)})
     with pytest.raises(LayoutError, match="0 ranks"):
-        tune_layouts(8, 8, 8, 0, SLOW)
+        tune_layouts((8, 8, 8), 0, SLOW)
 
 
 def test_layouts_lie_on_the_ranks_that_are_given() -> None:
     mesh = Mesh("far", (4,), ("x",), (7, 5, 4, 6))
-    found = tune_layouts(8, 8, 8, 4, FREE, b=Layout(mesh, (Shard(1),)))[0]
+    found = tune_layouts((8, 8, 8), 4, FREE, given={"b": Layout(mesh, (Shard(1),))})[0]
     assert found.problem.ranks == (4, 5, 6, 7)
 
 
@@ -146,7 +146,6 @@ def test_every_grid_and_replication_factor_is_there() -> None:
 
 @pytest.mark.slow
 def test_twelve_ranks() -> None:
-    found = tune_layouts(
-        6144, 49152, 12288, 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
+    found = tune_layouts((6144, 49152, 12288), 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
     )
     assert found[0].tuned.moved_bytes > 0

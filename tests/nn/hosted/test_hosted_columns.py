@@ -20,9 +20,10 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.nn.hosted.anatomy import anatomy_of
 from meshweave.nn.hosted.columns import HeadColumns, feature_parts, head_columns
-from meshweave.nn.hosted.linears import attention_options, units_of
+from meshweave.nn.hosted.linears import attention_units, units_of
 from meshweave.nn.hosted.residual import _part_class
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.units import FeatureUnits
 
 HEADS, GROUPS, WIDTH, TOKENS = 4, 2, 3, 5
 
@@ -43,18 +44,18 @@ def test_queries_keys_and_values_apart() -> None:
     columns = head_columns(_attention(q, k, v), {"q": q, "k": k, "v": v}, HEADS, "attention")
     assert (columns.heads, columns.groups, columns.width) == (HEADS, GROUPS, WIDTH)
     assert columns.of["k"] == ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))
-    assert attention_options(columns, "q", GROUPS) == {"units": GROUPS}
-    assert attention_options(columns, "k", HEADS) == {"units": HEADS, "real_units": GROUPS}
+    assert attention_units(columns, "q", GROUPS) == FeatureUnits(GROUPS)
+    assert attention_units(columns, "k", HEADS) == FeatureUnits(HEADS, real=GROUPS)
 
 
 def test_side_by_side_with_equal_parts_and_with_fewer_keys() -> None:
     fused = _rows(3 * HEADS * WIDTH)
     columns = head_columns(_attention(*fused.chunk(3, -1)), {"qkv": fused}, HEADS, "attention")
-    assert attention_options(columns, "qkv", HEADS) == {"units": HEADS, "parts": 3}
+    assert attention_units(columns, "qkv", HEADS) == FeatureUnits(HEADS, parts=3)
     fused = _rows((HEADS + 2 * GROUPS) * WIDTH)
     parts = fused.split([HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH], -1)
     columns = head_columns(_attention(*parts), {"qkv": fused}, HEADS, "attention")
-    table = attention_options(columns, "qkv", GROUPS)["table"]
+    table = attention_units(columns, "qkv", GROUPS).table
     assert table[0] == (*range(6), 12, 13, 14, 18, 19, 20)
 
 
@@ -62,7 +63,7 @@ def test_by_turns() -> None:
     fused = _rows(3 * HEADS * WIDTH)
     q, k, v = (x.flatten(2) for x in fused.unflatten(-1, (HEADS, 3, WIDTH)).unbind(3))
     columns = head_columns(_attention(q, k, v), {"qkv": fused}, HEADS, "attention")
-    assert attention_options(columns, "qkv", HEADS) == {"units": HEADS}
+    assert attention_units(columns, "qkv", HEADS) == FeatureUnits(HEADS)
 
 
 def test_heads_that_share_keys_by_turns_are_refused() -> None:

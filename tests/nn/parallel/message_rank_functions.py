@@ -104,8 +104,12 @@ def step_optimizers(context: RankContext, payload: Mapping[str, Any]) -> list[tu
 
 
 def _change(optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Change what an optimizer has, as users do between steps: states from a file, settings, states by hand."""
-    first = optimizer.param_groups[0]["params"][0]
+    """Change what an optimizer has, as users do between steps: states from a file, settings, states by hand.
+
+    One parameter is frozen in the first step.
+    """
+    first, second = optimizer.param_groups[0]["params"][:2]
+    second.requires_grad_(number > 0)
     if number == 2:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if number == 3:
@@ -119,7 +123,7 @@ def _change(optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def _stepped(name: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, int, float]:
-    """Return how many steps ran on local parts and how many by one kernel, and how far off those on DTensors are."""
+    """Return the number of steps on local parts, of those by one kernel, and how far off DTensors are."""
     torch.manual_seed(0)
     model = reference_models.make("plain llama").float()
     tokens, targets = (torch.randint(0, reference_models.words(model), (2 * num_ranks, 8)) for _ in range(2))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
+import operator
 import pickle
+import threading
+import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +20,31 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 
 from torch import Tensor  # noqa: E402
 
+from meshweave.execute.torch.call_order import OpenCall  # noqa: E402
 from meshweave.nn.parallel.awaited import AwaitedTensor, awaited_mean  # noqa: E402
 
 COUNT, TOTAL = 4, 13.0
 
 
-def _made(total: Callable[[], float] | None = None) -> tuple[Tensor, Tensor, list[int]]:
+def _made(total: Callable[[], float] | None = None, count: Any = None) -> tuple[Tensor, Tensor, list[int]]:
     """Return a weight, the mean of twice it over ranks, and what gets a number where somebody has waited."""
     weight, waited = torch.tensor(3.0, requires_grad=True), []
 
-    def arrive() -> float:
-        waited.append(1)
-        return TOTAL if total is None else total()
+    def begin(term: Tensor, take: Callable[[float], object]) -> Callable[[], None]:
+        def wait() -> None:
+            if not waited:
+                take(TOTAL if total is None else total())
+                waited.append(1)
 
-    return weight, awaited_mean(weight * 2, torch.tensor(COUNT), arrive), waited
+        return wait
+
+    mean = awaited_mean(weight * 2, torch.tensor(COUNT) if count is None else count, begin)
+    assert mean is not None
+    return weight, mean, waited
 
 
 def _plain() -> Tensor:
-    return (torch.tensor(TOTAL / COUNT / 2, requires_grad=True) * 2).as_subclass(torch.Tensor)
+    return torch.tensor(TOTAL / COUNT / 2, requires_grad=True) * 2
 
 
 @pytest.mark.parametrize("run", [
@@ -49,11 +61,11 @@ def test_a_backward_pass_does_not_wait(run: Callable[[Tensor], None]) -> None:
 
 def _methods() -> list[str]:
     named = (name for name in dir(torch.Tensor) if not name.startswith("_") or name in _SPOKEN)
-    return [name for name in named if name != "set_"]  # torch hangs in it, of any subclass
+    return list(named)
 
 
 _SPOKEN = ("__repr__", "__str__", "__float__", "__int__", "__bool__", "__neg__", "__abs__", "__hash__")
-_OF_THE_OBJECT = {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "__hash__"}
+_OF_THE_OBJECT = {"data_ptr", "grad_fn", "const_data_ptr", "untyped_storage", "storage", "__hash__"}
 """What another object says otherwise."""
 
 
@@ -139,3 +151,86 @@ def test_without_gradients_the_value_is_there_at_once() -> None:
         _, loss, waited = _made()
     assert type(loss) is torch.Tensor and waited == [1] and loss == TOTAL / COUNT
     assert isinstance(_made()[1], AwaitedTensor)
+
+
+def test_where_nothing_is_begun_there_is_no_mean() -> None:
+    assert awaited_mean(torch.tensor(3.0, requires_grad=True), 4, lambda term, take: None) is None
+
+
+def test_what_takes_no_notice_of_subclasses_reads_nan_until_the_ranks_have_waited() -> None:
+    _, loss, _ = _made()
+    assert torch.tensor(loss).isnan() and torch.zeros(1).new_tensor(loss).isnan()
+    loss.__dict__["_arrive"]()  # as the next call of the ranks does
+    assert torch.tensor(loss) == TOTAL / COUNT == torch.as_tensor(loss)
+
+
+def test_hooks_in_a_backward_pass_see_tensors_as_ever() -> None:
+    weight, loss, waited = _made()
+    seen: list[Any] = []
+    weight.register_hook(lambda grad: seen.append((loss.item(), type(loss + 1))))
+    loss.backward()
+    assert seen == [(TOTAL / COUNT, Tensor)] and waited == [1]
+
+
+def test_gradients_that_are_given_are_waited_for() -> None:
+    for run in (
+        lambda loss, other: loss.backward(gradient=other),
+        lambda loss, other: torch.autograd.backward(tensors=[loss], grad_tensors=[other]),
+        lambda loss, other: torch.autograd.backward(loss, grad_tensors=other),
+    ):
+        (weight, loss, waited), (_, other, is_there) = _made(), _made()
+        run(loss, other)
+        assert weight.grad == 2 / COUNT * TOTAL / COUNT and is_there and not waited
+    (weight, loss, _), (_, other, _) = _made(), _made()
+    (grad,) = torch.autograd.grad(outputs=loss, inputs=[weight], grad_outputs=other)
+    assert grad == 2 / COUNT * TOTAL / COUNT
+
+
+def test_losses_in_tuples_with_names_are_waited_for() -> None:
+    losses = collections.namedtuple("losses", "one other")(_made()[1], _made()[1])
+    assert torch.stack(losses).tolist() == [TOTAL / COUNT] * 2
+
+
+def test_a_count_in_a_tensor_of_one_element() -> None:
+    _, loss, _ = _made(count=torch.tensor([COUNT]))
+    assert loss.shape == () and loss.item() == TOTAL / COUNT
+
+
+def test_what_changes_a_loss_in_place_changes_it_and_its_gradient() -> None:
+    for change in (lambda loss: loss.mul_(3), lambda loss: operator.imul(loss, 3)):
+        weight, loss, _ = _made()
+        change(loss)
+        assert loss.item() == 3 * TOTAL / COUNT
+        loss.backward()
+        assert weight.grad == 3 * 2 / COUNT
+    _, loss, _ = _made()
+    loss.data = torch.tensor(5.0)
+    assert loss.item() == 5.0
+
+
+def test_threads_that_look_at_once_get_the_same() -> None:
+    order = types.SimpleNamespace(open=None)
+    begun, release, seen = threading.Event(), threading.Event(), list[str]()
+
+    def finish() -> None:
+        begun.set()
+        assert release.wait(10)
+        seen.append("there")
+
+    call = OpenCall(order, finish)
+    order.open = call
+
+    def look() -> None:
+        call.end()
+        seen.append("looked")
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    time.sleep(0.05)
+    assert seen == [] and order.open is call  # whoever begins another call waits as well
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == ["there", "looked", "looked"] and order.open is None

@@ -66,7 +66,7 @@ def test_all_ranks_see_whether_all_say_the_same(
             raise _AllAreSaid
 
     numbers = [_word(seed + each) for each in which]
-    sums = []
+    sums = list[float]()
     for is_summed in (False, True):
         for number, term in zip(numbers, terms, strict=True):
             order: Any = OneOrder()
@@ -75,9 +75,9 @@ def test_all_ranks_see_whether_all_say_the_same(
                 if term is None:
                     order.finish_open()
                 else:
-                    answer = message.begin(term)
+                    wait = message.begin(term, sums.append)
                     assert not message.is_unsent and order.open is not None
-                    sums.append(answer())
+                    wait()
                     assert order.open is None
             except _AllAreSaid:
                 assert not is_summed or len(set(which)) > 1
@@ -87,10 +87,12 @@ def test_all_ranks_see_whether_all_say_the_same(
 
 
 def test_a_loss_that_is_no_number_is_summed_and_compares_as_well() -> None:
-    ranks, seen = SummedLater(2), []
+    ranks, seen, sums = SummedLater(2), [], list[float]()
     messages = [JointMessage(ranks, OneOrder(), _word(0), seen.append) for _ in range(2)]  # type: ignore[arg-type]
     for message in messages:
         with pytest.raises(_AllAreSaid):
-            message.begin(math.nan)
+            message.begin(math.nan, sums.append)
     ranks.total = torch.stack(ranks.said).sum(0)
-    assert all(math.isnan(message.begin(math.nan)()) for message in messages) and seen == [True] * 2
+    for message in messages:
+        message.begin(math.nan, sums.append)()
+    assert len(sums) == 2 and all(map(math.isnan, sums)) and seen == [True] * 2

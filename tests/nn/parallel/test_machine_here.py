@@ -39,15 +39,20 @@ def _alone_s(problem: StepProblem, rows: int) -> float:
     more=st.floats(1.05, 1.95),
     num_ranks=st.sampled_from([1, 2, 4]),
     ring_s=st.floats(1e-4, 1e-2),
+    few=st.floats(0.2, 1.2),
     gradients_s=st.floats(1e-4, 1e-1),
 )
 def test_estimates_are_what_was_measured(
-    rows: int, first_s: float, more: float, num_ranks: int, ring_s: float, gradients_s: float
+    rows: int, first_s: float, more: float, num_ranks: int, ring_s: float, few: float, gradients_s: float
 ) -> None:
     compute_s = {rows: first_s, 2 * rows: more * first_s}
-    measured = MeasuredStep(
-        compute_s, first_s / 10, {SMALL: ring_s, LARGE: 3 * ring_s}, gradients_s, 800_000, num_ranks
-    )
+    rings = {
+        (num_ranks, SMALL): ring_s,
+        (num_ranks, LARGE): 3 * ring_s,
+        (min(num_ranks, 2), SMALL): few * ring_s,
+    }
+    rings |= {(num_ranks, SMALL): ring_s}
+    measured = MeasuredStep(compute_s, first_s / 10, rings, gradients_s, 800_000, num_ranks)
     batch = 2 * rows * num_ranks
     problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
     assert problem.cluster.num_chips == num_ranks
@@ -55,7 +60,11 @@ def test_estimates_are_what_was_measured(
     if problem.cluster.chip.effective_flops_per_s < 1e15:  # else half the rows take less than they may
         assert _alone_s(problem, rows) == pytest.approx(first_s, rel=0.02)
     if num_ranks > 1:
-        assert problem.cluster.network.axis(0).link_latency_s == pytest.approx(ring_s / (2 * num_ranks - 2))
+        link = problem.cluster.network.axis(0)
+        taken = {ranks: 2 * link.launch_s + (2 * ranks - 2) * link.link_latency_s for ranks in (2, num_ranks)}
+        assert taken[num_ranks] == pytest.approx(ring_s) and link.link_latency_s > 0
+        if link.launch_s:
+            assert taken[2] == pytest.approx(few * ring_s)
         step = step_of(problem, Parallelism(data=num_ranks, micro_batch=2 * rows))
         taken_s = more * first_s + measured.optimizer_s + gradients_s
         if problem.stack.overlap < 0.99:  # else sums are hidden as far as they can be
@@ -66,7 +75,9 @@ def test_estimates_are_what_was_measured(
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
-    measured = MeasuredStep({4: 0.02, 8: 0.035}, 0.005, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 800_000, 2)
+    measured = MeasuredStep(
+        {4: 0.02, 8: 0.035}, 0.005, {(2, SMALL): 1e-3, (2, LARGE): 4e-3}, 2e-3, 800_000, 2
+    )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
     step = step_of(problem, stages)
@@ -81,7 +92,7 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
 
 
 def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:
-    measured = MeasuredStep({4: 0.02}, 0.01, {SMALL: 1e-3, LARGE: 2e-3}, 1e-3, 800_000, 1)
+    measured = MeasuredStep({4: 0.02}, 0.01, {(1, SMALL): 1e-3, (1, LARGE): 2e-3}, 1e-3, 800_000, 1)
     assert measured_problem(measured, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
     assert _alone_s(measured_problem(measured, MODEL, 4, 64, 4 << 30), 4) == pytest.approx(0.02, rel=0.03)
     steep = replace(measured, compute_s={2: 0.01, 4: 0.03})

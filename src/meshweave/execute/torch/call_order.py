@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -161,23 +162,26 @@ class OpenCall:
 
     def __init__(self, order: CallOrder, finish: Callable[[], None]) -> None:
         self._order, self._finish = order, finish
-        self._has_ended = False
+        self._lock = threading.RLock()  # an answer may be looked at by threads that write logs
+        self._has_begun = False
         self._error: BaseException | None = None
 
     def end(self) -> None:
-        """Wait for the answer, once. Raises what that raises, each time."""
-        if self._order.open is self:
-            self._order.open = None
-        if self._error is not None:
-            raise self._error
-        if self._has_ended:
-            return
-        self._has_ended = True
-        try:
-            self._finish()
-        except BaseException as error:
-            self._error = error
-            raise
+        """Wait for the answer, once. Raises what that raises, each time.
+
+        Inside of the wait, which is a call of these ranks itself, nothing is done.
+        """
+        with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                try:
+                    self._finish()
+                except BaseException as error:
+                    self._error = error
+                if self._order.open is self:
+                    self._order.open = None
+            if self._error is not None:
+                raise self._error
 
 
 class BoundCall:

@@ -15,12 +15,13 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.nn.hosted.experts import HostedExperts
 from meshweave.nn.hosted.heads import local_heads, take_heads
 from meshweave.nn.hosted.latent import HostedLatent
-from meshweave.nn.hosted.linears import HostedGroup, HostedLinear, attention_options, units_of
+from meshweave.nn.hosted.linears import HostedGroup, HostedLinear, attention_units, units_of
 from meshweave.nn.hosted.own_modules import OwnModule, OwnParameters, hosted_norm
 from meshweave.nn.hosted.parts import AttentionPart, InnerPart, LayerAnatomy
 from meshweave.nn.hosted.residual import Tokens
 from meshweave.nn.hosted.routers import HostedRouter, check_noise
 from meshweave.nn.parallel.parameters import on_meta
+from meshweave.nn.parallel.units import FeatureUnits
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
@@ -147,9 +148,12 @@ class LayerReplacements:
             )
             if self.shares_heads:
                 units = self.units[own.path]
-                options |= attention_options(own.columns, path, units) if part.enters else {"units": units}
+                options["units"] = (
+                    attention_units(own.columns, path, units) if part.enters else FeatureUnits(units)
+                )
             elif part.enters:
-                options["units"] = math.gcd(*(own.columns.features[each] for each in self.group_of[path]))
+                of_group = (own.columns.features[each] for each in self.group_of[path])
+                options["units"] = FeatureUnits(math.gcd(*of_group))
         elif part.enters:
             if part.leaving not in self.parts.features:
                 raise UnsupportedError(
@@ -157,7 +161,7 @@ class LayerReplacements:
                     "feed-forward part: linear attention and state spaces are not computed"
                 )
             features = self.parts.features[part.leaving]
-            options |= {"units": features, "parts": part.parts}
+            options["units"] = FeatureUnits(features, parts=part.parts)
         return HostedLinear(linear, self.tokens, name, **options)
 
     def _rows(self, module: nn.Module, part: InnerPart) -> dict[str, Tensor]:

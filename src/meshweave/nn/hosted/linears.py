@@ -15,6 +15,7 @@ from meshweave.nn.hosted.columns import HeadColumns
 from meshweave.nn.hosted.residual import Tokens, as_plain
 from meshweave.nn.parallel.linear import LinearGroup, ParallelLinear
 from meshweave.nn.parallel.strategy import LayerStrategy
+from meshweave.nn.parallel.units import FeatureUnits
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
 
 
@@ -129,19 +130,19 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
     return columns.groups
 
 
-def attention_options(columns: HeadColumns, name: str, units: int) -> dict[str, Any]:
-    """Return the options of `ParallelLinear` for a linear layer before attention, of which heads read columns."""
+def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits:
+    """Return the units of a linear layer before attention, of which heads read columns."""
     of_units = columns.of_units(name, units)
     features, width = columns.features[name], len(of_units[0])
     runs = [tuple(range(unit * width, (unit + 1) * width)) for unit in range(units)]
     if of_units == runs:
-        return {"units": units}
+        return FeatureUnits(units)
     distinct = sorted(set(of_units))
     width = features // len(distinct)
     if distinct == [tuple(range(n * width, (n + 1) * width)) for n in range(len(distinct))]:
         copies = units // len(distinct)
         if of_units == [own for own in distinct for _ in range(copies)]:
-            return {"units": units, "real_units": len(distinct)}
+            return FeatureUnits(units, real=len(distinct))
     for parts in range(2, len(of_units[0]) + 1):
         if len(of_units[0]) % parts or features % parts:
             continue
@@ -151,5 +152,5 @@ def attention_options(columns: HeadColumns, name: str, units: int) -> dict[str, 
             for unit in range(units)
         ]
         if of_units == spread and run * units == block:
-            return {"units": units, "parts": parts}
-    return {"units": units, "table": of_units}
+            return FeatureUnits(units, parts=parts)
+    return FeatureUnits(units, table=of_units)

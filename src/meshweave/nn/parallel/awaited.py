@@ -16,13 +16,14 @@ from meshweave.execute.torch import compat
 
 
 class AwaitedTensor(Tensor):  # type: ignore[misc]
-    """A tensor () whose value arrives later.
+    """A tensor () whose value arrives later; until then it is nan, and after it has arrived a plain tensor.
 
-    It is a tensor like others: every function of torch waits for the value first, and returns plain tensors. Those
-    that need no value, as `backward` does, do not wait.
+    Functions of torch wait for the value first. Those that need no value, as `backward` does, do not wait. What
+    takes no notice of subclasses, such as `torch.tensor` or an extension in C++, reads nan before the next call of
+    the ranks, which waits for the value as well.
     """
 
-    _arrive: Callable[[], None] | None
+    _arrive: Callable[[], None]
 
     @classmethod
     def __torch_function__(
@@ -33,17 +34,21 @@ class AwaitedTensor(Tensor):  # type: ignore[misc]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return what a function of torch returns, once the values are there that it needs."""
-        named = kwargs or {}
-        if function not in _WITHOUT_VALUES:
-            args, named = _arrived(args), _arrived(named)
-        with compat.plain_functions():
-            return function(*args, **named)
+        named = dict(kwargs or {})
+        if function in _WITHOUT_VALUES:
+            with compat.plain_functions():
+                return function(*args, **named)
+        if function in _OF_A_ROOT:
+            args = tuple(each if at else _unawaited(each) for at, each in enumerate(args))
+            named |= {key: _unawaited(named[key]) for key in _ROOTS if key in named}
+        _await([args, named])
+        return function(*args, **named)
 
 
+_OF_A_ROOT = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""What computes gradients of its first argument, which is named otherwise in each."""
+_ROOTS = ("self", "tensors", "outputs")
 _WITHOUT_VALUES = {
-    Tensor.backward,
-    torch.autograd.backward,
-    torch.autograd.grad,
     Tensor.register_hook,
     Tensor.retain_grad,
     Tensor.requires_grad_,
@@ -71,38 +76,55 @@ _WITHOUT_VALUES = {
 """What is asked of a tensor before a backward pass, or changes its place in the graph of autograd."""
 
 
-def awaited_mean(term: Tensor, count: Tensor | float, total: Callable[[], float]) -> Tensor:
+def awaited_mean(
+    term: Tensor,
+    count: Tensor | float,
+    begin: Callable[[Tensor, Callable[[float], object]], Callable[[], None] | None],
+) -> Tensor | None:
     """Return the sum of the terms () of all ranks divided by a number, differentiable in this rank's term.
 
     Args:
-        total: waits for the sum, and returns it.
+        count: the number, also in a tensor of one element.
+        begin: begins to sum the terms; it is given this rank's and what takes the sum, and returns what waits
+            until that has been done. Where it returns None nothing is summed, and None is returned.
     """
-    mean: Tensor = _Mean.apply(term, count)
-    memory, dtype = mean.data, term.dtype  # writing it later is no change that autograd knows of
+    divisor = count.reshape(()) if isinstance(count, Tensor) else count
+    mean: Tensor = _Mean.apply(term, divisor)
+    memory = mean.data  # writing it later is no change that autograd knows of
 
-    def arrive() -> None:
-        memory.copy_(torch.tensor(total(), dtype=dtype, device=memory.device) / count)
+    def take(total: float) -> None:
+        memory.copy_(memory.new_tensor(total) / divisor)
 
+    wait = begin(term, take)
+    if wait is None:
+        return None
     if not mean.requires_grad:
-        arrive()
+        wait()
         return mean
-    awaited = mean.as_subclass(AwaitedTensor)
-    awaited._arrive = arrive
-    return awaited
+    mean.__class__ = AwaitedTensor
+    mean.__dict__["_arrive"] = wait
+    return mean
 
 
-def _arrived(value: Any) -> Any:
-    """Return arguments of a function with plain tensors for those that were on their way."""
+def _await(value: Any) -> None:
+    """Wait for the values of the tensors in an argument, which then are plain ones."""
     if isinstance(value, AwaitedTensor):
-        arrive = value.__dict__.get("_arrive")
-        if arrive is not None:
-            arrive()
-            value._arrive = None
+        value.__dict__["_arrive"]()
+        value.__class__ = Tensor
+        value.__dict__.pop("_arrive", None)
+    elif isinstance(value, dict):
+        _await(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _await(each)
+
+
+def _unawaited(value: Any) -> Any:
+    """Return roots of a backward pass as plain tensors, without values yet: hooks in it may wait for these."""
+    if isinstance(value, AwaitedTensor):
         with compat.plain_functions():
             return value.as_subclass(Tensor)
-    if type(value) in (tuple, list):
-        return type(value)(map(_arrived, value))
-    return {name: _arrived(each) for name, each in value.items()} if type(value) is dict else value
+    return tuple(map(_unawaited, value)) if isinstance(value, tuple | list) else value
 
 
 class _Mean(torch.autograd.Function):  # type: ignore[misc]
@@ -112,7 +134,7 @@ class _Mean(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, term: Tensor, count: Tensor | float) -> Tensor:
         """Return memory for the value."""
         ctx.count = count
-        return torch.empty_like(term)
+        return torch.full_like(term, torch.nan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

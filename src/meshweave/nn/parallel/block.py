@@ -17,6 +17,7 @@ from meshweave.nn.parallel.norm import ParallelNorm
 from meshweave.nn.parallel.parameters import fill, on_meta
 from meshweave.nn.parallel.strategy import LayerStrategy
 from meshweave.nn.parallel.structure import LayerMap, check_heads, check_layer, dropout_after
+from meshweave.nn.parallel.units import FeatureUnits
 from meshweave.nn.parallel.uses import ParameterUse, entries_of, run_with
 
 
@@ -146,19 +147,14 @@ def _units(layer: nn.Module, names: LayerMap, heads: Heads, key_heads: int) -> d
         heads: as they are shared; `key_heads` heads of keys and values are there in fact.
     """
     features = int(layer.get_submodule(names.down).weight.shape[1])
-    attention: dict[str, Any] = {"units": heads.keys, "is_attention": True}
-    sizes: dict[str, dict[str, Any]] = {names.out: {"place": "out", **attention}}
+    of_features, of_heads = FeatureUnits(features), FeatureUnits(heads.keys)
+    sizes: dict[str, dict[str, Any]] = {names.out: {"place": "out", "units": of_heads, "is_attention": True}}
     for path in names.into_attention:
-        is_shared = path in (names.key, names.value)
-        parts = 3 if path == names.fused else 1
-        sizes[path] = {
-            "place": "in",
-            "parts": parts,
-            "real_units": key_heads if is_shared else None,
-            **attention,
-        }
-    sizes |= {path: {"place": "in", "units": features} for path in names.into_feed_forward}
-    sizes[names.down] = {"place": "out", "units": features}
+        real = key_heads if path in (names.key, names.value) else None
+        units = replace(of_heads, real=real, parts=3 if path == names.fused else 1)
+        sizes[path] = {"place": "in", "units": units, "is_attention": True}
+    sizes |= {path: {"place": "in", "units": of_features} for path in names.into_feed_forward}
+    sizes[names.down] = {"place": "out", "units": of_features}
     return sizes
 
 

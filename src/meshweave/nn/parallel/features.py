@@ -100,7 +100,7 @@ class PlacedModules:
     """
 
     def __init__(self, module: nn.Module, layers: str) -> None:
-        self._placed = [
+        placed = [
             (owner._modules, name, child, f"{path}.{name}" if path else name)
             for path, owner in module.named_modules()
             for name, child in owner._modules.items()
@@ -108,19 +108,20 @@ class PlacedModules:
         ]
         named = module.named_parameters()
         self._memory = {name: _memory(each) for name, each in named if isinstance(each, DTensor)}
-        self._owners = [
+        owners = [
             (owner._parameters, key, f"{path}.{key}" if path else key)
             for path, owner in module.named_modules()
             for key in owner._parameters
         ]
+        self._placed, self._owners = list(zip(*placed, strict=True)), list(zip(*owners, strict=True))
         self._passed: tuple[list[int], list[Callable[[], Tensor | None]]] = [], []
 
     def check(self) -> None:
         """Raise UnsupportedError, naming it, where another module or other data stand in the place of one."""
-        modules, names, children, _ = zip(*self._placed, strict=True)
+        modules, names, children, _ = self._placed
         if not all(map(is_, map(dict.get, modules, names), children)):
             self._check_modules()
-        tables, keys, _ = zip(*self._owners, strict=True)
+        tables, keys, _ = self._owners
         parameters = [each for each in map(dict.get, tables, keys) if isinstance(each, DTensor)]
         numbers, held = _numbers(parameters), compat.local_tensors(parameters)
         before, own = self._passed
@@ -129,7 +130,7 @@ class PlacedModules:
             self._passed = numbers, list(map(weakref.ref, held))
 
     def _check_modules(self) -> None:
-        for modules, name, child, path in self._placed:
+        for modules, name, child, path in zip(*self._placed, strict=True):
             now = modules.get(name)
             if now is not child:
                 raise UnsupportedError(
@@ -138,7 +139,7 @@ class PlacedModules:
                 )
 
     def _check_memory(self) -> None:
-        for parameters, key, name in self._owners:
+        for parameters, key, name in zip(*self._owners, strict=True):
             parameter = parameters.get(key)
             if isinstance(parameter, DTensor):
                 if compat.local_tensor(parameter).is_meta:

@@ -21,7 +21,7 @@ from meshweave.nn.parallel.moves import Mover, PlacedMove, terms
 from meshweave.nn.parallel.ops import SiteProduct, multiply
 from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.strategy import LayerStrategy
-from meshweave.nn.parallel.units import UnitChoice
+from meshweave.nn.parallel.units import FeatureUnits, UnitChoice
 from meshweave.nn.parallel.uses import Entry, ParameterUse
 
 Place = Literal["in", "out"]
@@ -48,14 +48,9 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         strategy: the name of a strategy, or one on its ranks.
         device_mesh: a mesh with a dim for each of its axes.
         place: whether it takes the residual to inner features, or these back.
-        units: into how many units the inner features fall, that are never divided: heads, or features.
-        real_units: how many units the weight has, where several of them get the same one of these: heads of keys
-            and values that more ranks need than there are heads. None for as many.
-        parts: how many weights are fused side by side: 3 of queries, keys and values in one.
+        units: what of the inner features is never divided, and how the weight has it.
         is_attention: whether it is next to attention, or in the feed-forward part.
         stored: how the weight is kept on the axes of the strategy, None as the strategy says.
-        table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
-            keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
 
     Raises:
         LayoutError: the strategy or the sizes do not fit the mesh.
@@ -69,12 +64,9 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         device_mesh: DeviceMesh | None = None,
         *,
         place: Place,
-        units: int | None = None,
-        real_units: int | None = None,
-        parts: int = 1,
+        units: FeatureUnits = FeatureUnits(),  # noqa: B008 (frozen)
         is_attention: bool = False,
         stored: AxisDims | None = None,
-        table: Sequence[tuple[int, ...]] | None = None,
         config: BlockConfig | None = None,
         name: str = "weight",
     ) -> None:
@@ -83,18 +75,18 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             if device_mesh is None:
                 raise LayoutError("ParallelLinear: give the device mesh of the strategy")
             strategy = LayerStrategy.of(strategy, device_mesh, config)
-        self.place, self.parts, self.is_transposed = place, parts, is_transposed(linear)
+        self.place, self.parts, self.is_transposed = place, units.parts, is_transposed(linear)
         weight = linear.weight
         rows, columns = weight.shape if self.is_transposed else weight.shape[::-1]
-        hidden, inner = (rows, columns // parts) if place == "in" else (columns, rows)
-        units = units or inner
-        self.real_units, self.table = real_units or units, table
-        if table is not None:
-            inner = sum(map(len, table))
+        hidden, inner = (rows, columns // units.parts) if place == "in" else (columns, rows)
+        count = units.count or inner
+        self.real_units, self.table = units.real or count, units.table
+        if units.table is not None:
+            inner = sum(map(len, units.table))
         if inner % self.real_units:
             raise LayoutError(f"{name}: {inner} features do not fall into {self.real_units} units")
         self.site = ProductSite(
-            place == "in", is_attention, hidden, units, inner // self.real_units, stored, stored is None
+            place == "in", is_attention, hidden, count, inner // self.real_units, stored, stored is None
         )
         self.layer_strategy = strategy
         self._lay_parameters(linear, name)

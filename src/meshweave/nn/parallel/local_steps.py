@@ -32,7 +32,7 @@ from meshweave.execute.torch import compat
 _STEPS, _LR = 2, 0.125
 _STEPPED_ON_WHOLE = ("torch.optim.", "transformers.optimization")
 """Where classes are from that are tried on whole parameters."""
-_DTYPE, _IS_ON_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_DTYPE, _IS_ON_CPU, _IS_SPARSE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("is_sparse")
 _Step: TypeAlias = Callable[[Optimizer], None]
 _known: WeakKeyDictionary[Optimizer, _Step | None] = WeakKeyDictionary()
 _set_aside: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
@@ -101,7 +101,10 @@ def _step_on_parts(optimizer: Optimizer, *, has_kernel: bool) -> None:
         stepped = {**group, "params": own}
         groups.append(stepped)
         grads = compat.local_tensors([parameter.grad for parameter in parameters])
-        used = [*own, *grads]
+        is_open = has_kernel and _leaves_open(group)
+        if is_open:  # a kernel takes data as if they had no gaps
+            grads = [grad if grad is None or grad.is_sparse else grad.contiguous() for grad in grads]
+        used = []
         for parameter, local, grad in zip(parameters, own, grads, strict=True):
             kept, values = of_optimizer.get(parameter), None
             if local is not parameter:
@@ -109,10 +112,11 @@ def _step_on_parts(optimizer: Optimizer, *, has_kernel: bool) -> None:
             if kept is not None:
                 num_kept += 1
                 values = compat.local_tensors(kept.values())
-                used += values
                 state[local] = kept if local is parameter else dict(zip(kept, values, strict=True))
             steps.append((parameter, local, values))
-        if has_kernel and _leaves_open(group) and _suit_kernel(used):
+            if is_open and grad is not None:
+                used.append((local, grad, *(values or ())))
+        if is_open and _suit_kernel(used):
             stepped["fused"] = True
     if num_kept < len(of_optimizer):  # what is of no parameter
         own_ids = {id(parameter) for parameter, *_ in steps}
@@ -196,18 +200,25 @@ def _leaves_open(group: dict[str, Any]) -> bool:
     return left and not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
 
 
-def _suit_kernel(used: Sequence[Any]) -> bool:
+def _suit_kernel(used: Sequence[tuple[Any, ...]]) -> bool:
     """Return whether one kernel steps on these parameters, gradients and states: all lie without gaps on a CPU.
 
-    It takes data as if they lay so, and counts steps in single precision.
+    It takes data as if they lay so, and counts steps in single precision. Of SGD it takes no parameter that has a
+    momentum beside one that has none yet.
+
+    Args:
+        used: of each parameter that has a gradient the parameter, the gradient and what its state has.
     """
-    tensors = [each for each in used if isinstance(each, Tensor)]
+    if len({tuple([each is None for each in of_one]) for of_one in used}) > 1:
+        return False
+    tensors = [each for of_one in used for each in of_one if isinstance(each, Tensor)]
     kinds = set(map(_DTYPE, tensors))
     if kinds != {torch.float32}:
         counts_in_single = all(each.dtype == torch.float32 for each in tensors if not each.ndim)
         if not counts_in_single or not kinds <= {torch.float32, torch.float64}:
             return False
-    return all(map(_IS_ON_CPU, tensors)) and all(map(Tensor.is_contiguous, tensors))
+    is_on_cpu = all(map(_IS_ON_CPU, tensors)) and not any(map(_IS_SPARSE, tensors))
+    return is_on_cpu and all(map(Tensor.is_contiguous, tensors))
 
 
 def _way(optimizer: Optimizer) -> _Step | None:

@@ -23,6 +23,9 @@ IGNORED = -100
 """The target of tokens that have no loss, as in torch."""
 
 
+SumBeside = Callable[[Tensor, Callable[[float], object]], Callable[[], None] | None]
+
+
 class VocabularyLoss:
     """Mean cross entropy over the tokens of all ranks.
 
@@ -31,7 +34,7 @@ class VocabularyLoss:
 
     Attributes:
         sum_beside: begins to sum the terms () of all ranks in a message that carries something else as well, and
-            returns what waits for the sum; None where there is no such message now.
+            returns what waits until `take` has been given the sum; None where there is no such message now.
     """
 
     def __init__(self, words: int, strategy: LayerStrategy) -> None:
@@ -45,7 +48,7 @@ class VocabularyLoss:
         nowhere = strategy.roles.nowhere
         over_tokens = terms(self.token_dims, TOKENS)
         self.total = NumberedSum(strategy, 1, over_tokens)
-        self.sum_beside: Callable[[Tensor], Callable[[], float] | None] | None = None
+        self.sum_beside: SumBeside | None = None
         vocabulary = (self.words,)
         self.whole = Mover(
             PlacedMove(strategy, vocabulary, dims, nowhere), PlacedMove(strategy, vocabulary, nowhere, dims)
@@ -69,9 +72,10 @@ class VocabularyLoss:
         else:
             loss = self._shared(logits, here, sizes)
         count = (targets != IGNORED).sum() if num_items is None else num_items
-        begun = None if self.sum_beside is None or torch.compiler.is_compiling() else self.sum_beside(loss)
-        mean = self.total(loss[None])[0] / count if begun is None else awaited_mean(loss, count, begun)
-        return _once(mean)
+        mean = None
+        if self.sum_beside is not None and not torch.compiler.is_compiling():
+            mean = awaited_mean(loss, count, self.sum_beside)
+        return _once(self.total(loss[None])[0] / count if mean is None else mean)
 
     def _shared(self, logits: Tensor, here: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sum of losses of the tokens that this rank has, where ranks share the words."""

@@ -2,8 +2,11 @@
 
 All ranks compute at once, as they will in training, each a micro-batch of two sizes by itself. What a layer takes
 for so many rows is seconds to launch its kernels, and those of products and memory: two sizes tell both. Messages
-go through a bound program, with what its lanes cost: a sum over all ranks by a ring takes twice as many messages
-as there are other ranks (Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005).
+go through a bound program, with what its lanes cost, and between products, as those of a layer do: ranks that
+share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks by a
+ring is two collectives of P - 1 messages (Thakur et al., Optimization of Collective Communication Operations in
+MPICH, 2005), each of launch + (P - 1) latency seconds (MeshSlice, ISCA '25, section 3.2.2): groups of two sizes
+tell both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
@@ -42,7 +46,9 @@ SUMMED_BYTES = (1 << 12, 1 << 22)
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
-_SUMS, _MOST_BYTES = 5, 64 << 20
+_SUMS, _REPEATS, _MOST_BYTES = 5, 5, 64 << 20
+_BETWEEN = 400
+"""Rows and columns of the products that sums are timed between: some milliseconds on one core."""
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
@@ -53,7 +59,9 @@ class MeasuredStep:
     Attributes:
         compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
-        ring_s: for each number of bytes, seconds of a sum of so many over all ranks by a ring of messages.
+        ring_s: for ranks of a group and bytes, seconds that a sum by a ring of messages adds between products,
+            while all groups of so many ranks have theirs: of all ranks, and of the smallest groups that divide
+            them. Empty for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         num_parameters: all of the model, each of which is trained.
         sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
@@ -61,7 +69,7 @@ class MeasuredStep:
 
     compute_s: Mapping[int, float]
     optimizer_s: float
-    ring_s: Mapping[int, float]
+    ring_s: Mapping[tuple[int, int], float]
     gradients_s: float
     num_parameters: int
     num_ranks: int
@@ -93,28 +101,54 @@ def measure_step(
     most, is_first = max(rows), among.context.rank in (0, None)
     one_s = among.median_s(lambda: compute(most) if is_first else None)
     optimizer_s = among.median_s(optimize)
-    ring_s = {num_bytes: _sum_s(among, num_bytes, context, is_whole=False) for num_bytes in SUMMED_BYTES}
-    gradients_s = _sum_s(among, torch.float32.itemsize * num_parameters, context, is_whole=True)
+    num_ranks = len(among.ranks)
+    small, large = SUMMED_BYTES
+    fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
+    ring_s = {
+        (ranks, num_bytes): _between_products_s(among, _sum(among, ranks, num_bytes, context, is_whole=False))
+        for ranks, num_bytes in sorted({(fewest, small), (num_ranks, small), (num_ranks, large)})
+        if num_ranks > 1
+    }
+    gradients_s = _gradients_s(among, torch.float32.itemsize * num_parameters, context)
     sharing = max(compute_s[most] / one_s, 1.0)
-    return MeasuredStep(
-        compute_s, optimizer_s, ring_s, gradients_s, num_parameters, len(among.ranks), sharing
-    )
+    return MeasuredStep(compute_s, optimizer_s, ring_s, gradients_s, num_parameters, num_ranks, sharing)
 
 
-def _sum_s(among: AllRanks, num_bytes: int, context: TorchContext | None, *, is_whole: bool) -> float:
-    """Return the seconds of a sum of so many bytes; of more than `_MOST_BYTES` as many times those of these."""
-    if len(among.ranks) == 1:
-        return 0.0
-    if num_bytes > _MOST_BYTES:
-        return num_bytes / _MOST_BYTES * _sum_s(among, _MOST_BYTES, context, is_whole=is_whole)
+def _sum(
+    among: AllRanks, ranks: int, num_bytes: int, context: TorchContext | None, *, is_whole: bool
+) -> Callable[[], object]:
+    """Return what sums so many bytes over each group of so many ranks that follow each other.
+
+    Args:
+        is_whole: by one collective, and not by a ring of messages.
+    """
     device = among.context.device
-    mesh = init_device_mesh(device.type, (len(among.ranks),))
+    mesh = init_device_mesh(
+        device.type, (len(among.ranks) // ranks, ranks), mesh_dim_names=("groups", "summed")
+    )["summed"]
     strategy = LayerStrategy.of(DataParallel.name, mesh, context=context)
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
     site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
     bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
     bound.inputs["x"].zero_()
-    return among.median_s(lambda: [bound.run(bound.inputs) for _ in range(_SUMS)], 5) / _SUMS
+    return lambda: bound.run(bound.inputs)
+
+
+def _between_products_s(among: AllRanks, run: Callable[[], object]) -> float:
+    """Return the seconds that a sum adds to products which it runs between."""
+    square = torch.ones(_BETWEEN, _BETWEEN, device=among.context.device)
+    alone_s = among.median_s(lambda: [square @ square for _ in range(_SUMS)], _REPEATS)
+    both_s = among.median_s(lambda: [(square @ square, run()) for _ in range(_SUMS)], _REPEATS)
+    return max(both_s - alone_s, 0.0) / _SUMS
+
+
+def _gradients_s(among: AllRanks, num_bytes: int, context: TorchContext | None) -> float:
+    """Return the seconds of one collective sum; of more than `_MOST_BYTES` as many times those of these."""
+    if len(among.ranks) == 1:
+        return 0.0
+    run = _sum(among, len(among.ranks), min(num_bytes, _MOST_BYTES), context, is_whole=True)
+    seconds = among.median_s(lambda: [run() for _ in range(_SUMS)], _REPEATS) / _SUMS
+    return seconds * max(num_bytes / _MOST_BYTES, 1.0)
 
 
 def measured_problem(
@@ -174,16 +208,11 @@ def step_here_s(problem: StepProblem, parallelism: Parallelism, sharing: float =
 
 def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_bytes: int) -> Cluster:
     """Return the machine as a cluster."""
-    messages = 2 * (measured.num_ranks - 1)
-    (_, small_s), (large_bytes, large_s) = sorted(measured.ring_s.items())
     local = load_cluster("local-cpu")
     assert isinstance(local.network, SwitchNetwork)
     switch, link = local.network, local.network.axis(0)
-    if messages:
-        rate = messages * large_bytes / measured.num_ranks / max(large_s - small_s, 1e-9)
-        link = replace(
-            link, link_bytes_per_s=rate, link_latency_s=small_s / messages, name="messages", source="measured"
-        )
+    if measured.num_ranks > 1:
+        link = _link_of_messages(measured, link)
     memory_rate = OPTIMIZER_BYTES * measured.num_parameters / max(measured.optimizer_s, 1e-9)
 
     def cluster(launch_s: float, flops_per_s: float, num_chips: int) -> Cluster:
@@ -203,6 +232,26 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
         return step.time_s - step.optimizer_s
 
     return cluster(*_fitted(estimated_s, measured.compute_s), measured.num_ranks)
+
+
+def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
+    """Return a link with rate and latency of messages, and seconds to launch a collective, by timed sums.
+
+    Where the smallest groups are all ranks, or sums of more ranks take no longer, no launch is told from messages.
+    """
+    small, large = SUMMED_BYTES
+    most, (fewest, _) = measured.num_ranks, min(measured.ring_s)
+    small_s, fewest_s = measured.ring_s[most, small], measured.ring_s[fewest, small]
+    latency_s = (small_s - fewest_s) / 2 / (most - fewest) if fewest < most else 0.0
+    launch_s = fewest_s / 2 - (fewest - 1) * latency_s
+    if latency_s <= 0 or launch_s < 0:
+        latency_s, launch_s = small_s / 2 / (most - 1), 0.0
+    messages = 2 * (most - 1)
+    rate = messages * large / most / max(measured.ring_s[most, large] - small_s, 1e-9)
+    return replace(
+        link, name="messages", source="measured", link_bytes_per_s=max(rate, 1.0), link_latency_s=latency_s,
+        launch_s=launch_s,
+    )  # fmt: skip
 
 
 def _fitted(

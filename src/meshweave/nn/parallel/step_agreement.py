@@ -165,14 +165,14 @@ class StepAgreement:
 
                 order.leave_open(finish)
 
-    def sum_beside(self, term: Tensor) -> Callable[[], float] | None:
+    def sum_beside(self, term: Tensor, take: Callable[[float], object]) -> Callable[[], None] | None:
         """Begin to sum the terms () of all ranks, in one message with what the running call compares.
 
-        Returns what waits for the sum and returns it; the next call of these ranks waits for it too. None where
-        what is compared was sent before, or nothing is: the terms are to be summed by themselves.
+        Returns what waits until `take` has been given the sum; the next call of these ranks waits for it too. None
+        where what is compared was sent before, or nothing is: the terms are to be summed by themselves.
         """
         joint = self._joint
-        return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()))
+        return None if joint is None or not joint.is_unsent else joint.begin(float(term.detach()), take)
 
     @property
     def _is_whole(self) -> bool:
@@ -296,10 +296,10 @@ class JointMessage:
 
     def _finish(self) -> None:
         """Send it without a term, and compare."""
-        self.begin(None)()
+        self.begin(None, lambda _: None)()
 
-    def begin(self, term: float | None) -> Callable[[], float]:
-        """Send it with the term of this rank, or without; return what waits, compares, and returns the sum.
+    def begin(self, term: float | None, take: Callable[[float], object]) -> Callable[[], None]:
+        """Send it with the term of this rank, or none; return what waits, compares, and gives `take` the sum.
 
         What is returned raises BindError where other ranks have ended the call without a loss.
         """
@@ -314,14 +314,9 @@ class JointMessage:
             self._conclude(is_same)
             if not is_same:
                 self._check_terms(term is not None)
+            take(float(both[0]))
 
-        call = self._order.leave_open(finish)
-
-        def answer() -> float:
-            call.end()
-            return float(both[0])
-
-        return answer
+        return self._order.leave_open(finish).end
 
     def _check_terms(self, has_term: bool) -> None:
         """Raise BindError where this rank has a term, and others have none."""

@@ -9,6 +9,7 @@ ranks, several ranks have copies of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,25 @@ from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import layout_of
 from meshweave.describe.layout import Tile
 from meshweave.nn.parallel.strategy import LayerStrategy
+
+
+@dataclass(frozen=True)
+class FeatureUnits:
+    """Into which units the inner features of a linear layer fall, that are never divided: heads, or features.
+
+    Attributes:
+        count: how many there are; None for as many as features.
+        real: how many the weight has, where several of them get the same one of these: heads of keys and values
+            that more ranks need than there are heads. None for as many.
+        parts: how many weights are fused side by side: 3 of queries, keys and values in one.
+        table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
+            keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
+    """
+
+    count: int | None = None
+    real: int | None = None
+    parts: int = 1
+    table: Sequence[tuple[int, ...]] | None = None
 
 
 class UnitChoice:

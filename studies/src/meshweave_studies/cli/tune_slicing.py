@@ -89,17 +89,15 @@ def layouts(options: LayoutsOptions) -> None:
     )
     kept = {
         name: read_grid(text, target.num_chips)
-        for name, text in zip("abc", (options.a, options.b, options.c), strict=True)
+        for name, text in zip(OPERANDS, (options.a, options.b, options.c), strict=True)
         if text
     }
     with progress_bar("trying layouts", plain_lines=True) as progress:
         results = tune_layouts(
-            m,
-            n,
-            k,
+            (m, n, k),
             target.num_chips,
             RankRates.of(target, read_dtype(options.dtype)),
-            **kept,
+            given=kept,
             dtype=read_dtype(options.dtype),
             memory_bytes=limit,
             count=options.count,

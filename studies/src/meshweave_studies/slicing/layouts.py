@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,15 +60,11 @@ def grid_layouts(ranks: Sequence[int]) -> tuple[Layout, ...]:
 
 
 def tune_layouts(
-    m: int,
-    n: int,
-    k: int,
+    sizes: tuple[int, int, int],
     num_ranks: int,
     rates: RankRates,
     *,
-    a: Layout | None = None,
-    b: Layout | None = None,
-    c: Layout | None = None,
+    given: Mapping[Operand, Layout] | None = None,
     dtype: str = "float32",
     memory_bytes: int | None = None,
     count: int = 1,
@@ -83,23 +79,23 @@ def tune_layouts(
     the memory.
 
     Args:
+        sizes: m, n and k.
         num_ranks: the number of ranks; 0, 1, 2, ... unless a given layout is over others.
         rates: rates of the ranks; `RankRates.of(cluster)` for a described cluster.
-        a: layout of A if it is given; else it is chosen, over the same ranks as the others.
-        b: likewise of B.
-        c: likewise of C.
+        given: layouts of "a", "b" and "c" that are not chosen; others are chosen over the same ranks.
         memory_bytes: the most that a rank may hold of the matrices and besides; None for no limit.
         progress: called after each combination that is tuned; the search may end long before all are.
     """
-    given: dict[Operand, Layout | None] = {"a": a, "b": b, "c": c}
-    ranks = _ranks(given.values(), num_ranks)
+    kept = given or {}
+    ranks = _ranks(kept.values(), num_ranks)
     free = grid_layouts(ranks)
     options: dict[Operand, Sequence[Layout]] = {
-        operand: free if (layout := given[operand]) is None else (layout,) for operand in OPERANDS
+        operand: (kept[operand],) if operand in kept else free for operand in OPERANDS
     }
-    search = _LayoutSearch((m, n, k), options, rates, dtype, memory_bytes, count)
+    search = _LayoutSearch(sizes, options, rates, dtype, memory_bytes, count)
     best = search.run(progress)
     if not best:
+        m, n, k = sizes
         raise UnsupportedError(
             f"no layouts of {m} x {k} by {k} x {n} on {len(ranks)} ranks need at most {memory_bytes} bytes a "
             f"rank; the matrices alone take {search.least_bytes}"
@@ -195,12 +191,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.9g}")
 
 
-def _ranks(given: Iterable[Layout | None], num_ranks: int) -> tuple[int, ...]:
+def _ranks(given: Iterable[Layout], num_ranks: int) -> tuple[int, ...]:
     for layout in given:
-        if layout is not None:
-            if layout.mesh.num_ranks != num_ranks:
-                raise LayoutError(f"{layout} is on {layout.mesh.num_ranks} ranks, not {num_ranks}")
-            return tuple(sorted(layout.mesh.ranks))
+        if layout.mesh.num_ranks != num_ranks:
+            raise LayoutError(f"{layout} is on {layout.mesh.num_ranks} ranks, not {num_ranks}")
+        return tuple(sorted(layout.mesh.ranks))
     if num_ranks < 1:
         raise LayoutError(f"{num_ranks} ranks; give at least 1")
     return tuple(range(num_ranks))
