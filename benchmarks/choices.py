@@ -29,7 +29,7 @@ import meshweave as mw
 from meshweave.nn.parallel.trials import mesh_for
 
 SIZE = "small"
-ROUNDS, STEPS = 7, 2
+ROUNDS, STEPS = 15, 2
 NEAR = 0.15
 """How far off a prediction may be."""
 WITHIN, WITHOUT_TRIALS = 0.05, 0.15

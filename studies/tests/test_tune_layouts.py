@@ -146,6 +146,6 @@ def test_every_grid_and_replication_factor_is_there() -> None:
 
 @pytest.mark.slow
 def test_twelve_ranks() -> None:
-    found = tune_layouts((6144, 49152, 12288), 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
-    )
+    rates = RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12)
+    found = tune_layouts((6144, 49152, 12288), 12, rates, memory_bytes=450_000_000)
     assert found[0].tuned.moved_bytes > 0

@@ -93,7 +93,7 @@ def awaited_mean(
     memory = mean.data  # writing it later is no change that autograd knows of
 
     def take(total: float) -> None:
-        memory.copy_(memory.new_tensor(total) / divisor)
+        memory.fill_(total / float(divisor))
 
     wait = begin(term, take)
     if wait is None:

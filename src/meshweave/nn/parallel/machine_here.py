@@ -104,29 +104,33 @@ def measure_step(
     num_ranks = len(among.ranks)
     small, large = SUMMED_BYTES
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    ring_s = {
-        (ranks, num_bytes): _between_products_s(among, _sum(among, ranks, num_bytes, context, is_whole=False))
-        for ranks, num_bytes in sorted({(fewest, small), (num_ranks, small), (num_ranks, large)})
-        if num_ranks > 1
-    }
-    gradients_s = _gradients_s(among, torch.float32.itemsize * num_parameters, context)
+    ring_s, gradients_s = dict[tuple[int, int], float](), 0.0
+    if num_ranks > 1:
+        groups = {ranks: _groups(among, ranks, context) for ranks in (fewest, num_ranks)}
+        for ranks, num_bytes in sorted({(fewest, small), (num_ranks, small), (num_ranks, large)}):
+            ring_s[ranks, num_bytes] = _between_products_s(among, _sum(groups[ranks], num_bytes))
+        gradients_s = _gradients_s(among, groups[num_ranks], torch.float32.itemsize * num_parameters)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(compute_s, optimizer_s, ring_s, gradients_s, num_parameters, num_ranks, sharing)
 
 
-def _sum(
-    among: AllRanks, ranks: int, num_bytes: int, context: TorchContext | None, *, is_whole: bool
-) -> Callable[[], object]:
-    """Return what sums so many bytes over each group of so many ranks that follow each other.
+def _groups(among: AllRanks, ranks: int, context: TorchContext | None) -> LayerStrategy:
+    """Return data parallelism in each group of so many ranks that follow each other."""
+    device = among.context.device.type
+    if ranks == len(among.ranks):
+        return LayerStrategy.of(DataParallel.name, init_device_mesh(device, (ranks,)), context=context)
+    shape = (len(among.ranks) // ranks, ranks)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("groups", "summed"))["summed"]
+    return LayerStrategy.of(DataParallel.name, mesh, context=context)
+
+
+def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
+    """Return what sums so many bytes over the ranks of a strategy.
 
     Args:
         is_whole: by one collective, and not by a ring of messages.
     """
-    device = among.context.device
-    mesh = init_device_mesh(
-        device.type, (len(among.ranks) // ranks, ranks), mesh_dim_names=("groups", "summed")
-    )["summed"]
-    strategy = LayerStrategy.of(DataParallel.name, mesh, context=context)
+    device = torch.empty(0, device=strategy.device_mesh.device_type).device
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
     site = MoveSite((Side("", num_bytes // torch.float32.itemsize),), terms, strategy.roles.nowhere)
     bound = SizedMove(site, strategy, torch.float32, is_whole).bound_apart(device)
@@ -142,11 +146,9 @@ def _between_products_s(among: AllRanks, run: Callable[[], object]) -> float:
     return max(both_s - alone_s, 0.0) / _SUMS
 
 
-def _gradients_s(among: AllRanks, num_bytes: int, context: TorchContext | None) -> float:
+def _gradients_s(among: AllRanks, strategy: LayerStrategy, num_bytes: int) -> float:
     """Return the seconds of one collective sum; of more than `_MOST_BYTES` as many times those of these."""
-    if len(among.ranks) == 1:
-        return 0.0
-    run = _sum(among, len(among.ranks), min(num_bytes, _MOST_BYTES), context, is_whole=True)
+    run = _sum(strategy, min(num_bytes, _MOST_BYTES), is_whole=True)
     seconds = among.median_s(lambda: [run() for _ in range(_SUMS)], _REPEATS) / _SUMS
     return seconds * max(num_bytes / _MOST_BYTES, 1.0)
 

@@ -194,6 +194,9 @@ class ParallelModel(AroundModule):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over all tokens, equal on all ranks, to call `backward` of.
 
+        Where its sum travels beside the backward pass it is an `AwaitedTensor`: what reads it waits, and raises
+        where ranks find that they differ.
+
         Args:
             tokens: (batch, sequence), the same on every rank of the mesh.
             targets: as tokens: for each the token that is to be foretold, or -100 for none.

@@ -93,6 +93,8 @@ class StepAgreement:
 
         What ranks say of themselves travels beside the call, and is compared before anything else of it travels: a
         rank waits for the others where the call has it wait anyway. The first call and each `debug_every`-th wait.
+        Where nothing travels before the loss it goes with the loss, and errors come where the loss is read, in the
+        backward pass, or by the next call.
 
         Args:
             inputs: what it is given beside tokens.
