@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import re
@@ -464,6 +465,28 @@ def test_the_error_of_pipelines_in_the_limits(monkeypatch: pytest.MonkeyPatch) -
     tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "pipeline_lab_tables.py"))
     committed = (pages.ROOT / "benchmarks/results/pipeline_lab.md").read_text()
     assert tables["page"]() == committed, "run python benchmarks/pipeline_lab_tables.py"
+
+
+def test_steps_of_data_parallelism_beside_ddp() -> None:
+    rows = MEASURED["load"]("rivals_data_parallel")["rows"]
+    assert {(row["model"], row["size"], row["ranks"]) for row in rows} == set(
+        itertools.product(("gpt2", "llama", "gemma2"), ("small", "large"), (2, 4))
+    )
+    page = guide("training")
+    for key, words in (("ratio", "it makes {} to {} times as many. Where"), ("ratio_kept", "it makes {} to {} times")):
+        ratios = [row[key] for row in rows]
+        assert words.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in page
+
+
+def test_choices_beside_what_else_a_user_would_take() -> None:
+    rows = MEASURED["load"]("choices")["rows"]
+    near = sum(row["slower"] <= 0.05 for row in rows)
+    errors = [abs(error) for row in rows for error in row["errors"].values()]
+    page = guide("training")
+    assert f"{near} of {len(rows)} choices are at most 5 % slower than the fastest of these" in page
+    right = [pair for row in rows for pair in row["pairs"]]
+    assert f"{sum(right)} of {len(right)} pairs that differ by 20 % have the predicted order" in page
+    assert f"{statistics.median(errors):.0%} off in the median".replace("%", " %") in page
 
 
 def test_what_parallelised_layers_cost() -> None:
