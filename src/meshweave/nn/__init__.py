@@ -25,6 +25,7 @@ _HOME = {
     "nn.step_watch": "FallingBehindWarning StepComparison",
     "nn.reshard_state": "reshard_state_dict",
     "nn.parallel.linear": "ParallelLinear",
+    "nn.parallel.units": "FeatureUnits",
     "nn.pipelining.pipeline": "Pipeline",
     "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     "nn.parallel.model": "ParallelModel",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from meshweave.nn.parallel.trials import Trials as Trials
     from meshweave.nn.parallel.trials import TrialTable as TrialTable
     from meshweave.nn.parallel.trials import run_trials as run_trials
+    from meshweave.nn.parallel.units import FeatureUnits as FeatureUnits
     from meshweave.nn.parallel_style import UniversalParallel as UniversalParallel
     from meshweave.nn.pipelining.parallel_stage import ParallelStage as ParallelStage
     from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline

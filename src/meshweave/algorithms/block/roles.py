@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from meshweave.base.errors import LayoutError
@@ -219,12 +220,12 @@ class Roles:
         """Return whether tokens are one dim, as 2D products have them, and not batch and sequence."""
         return bool(self.product_2d)
 
-    @property
+    @cached_property
     def nowhere(self) -> AxisDims:
         """Return the layout of what every rank has whole: "" for each mesh axis."""
         return tuple("" for _ in self.axes)
 
-    @property
+    @cached_property
     def residual(self) -> AxisDims:
         """Return the layout of the residual stream."""
         return tuple(role.residual for role in self.axes)
@@ -285,7 +286,7 @@ class Roles:
         """Return whether gathered operands stay in memory for the backward part, else they are gathered again."""
         return any(role.keeps_gathered for role in self.axes)
 
-    @property
+    @cached_property
     def keeps_weights(self) -> bool:
         """Return whether gathered weights stay in memory for the backward part, else they are gathered again."""
         return any(role.keeps_weights for role in self.axes)

@@ -107,6 +107,8 @@ class HostedLayer:
         """Return what the layer returns, which may be computed again by the model's own means or the plan's."""
         layer, sizes, own = vars(self._layer), self._model.tokens.sizes, "_gradient_checkpointing_func"
         run = layer.get(own)
+        if run is None and not self._model.recompute:
+            return self._again(sizes, self._forward, *given, **named)
         if run is not None:  # transformers' layers call it with their forward
             layer[own] = lambda inner, *args, **kwargs: run(
                 partial(self._again, sizes, inner), *args, **kwargs

@@ -99,7 +99,7 @@ class LayerStrategy:
         """Return the context in which programs on a device run."""
         return context_of(self.context_number, str(device))
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
         """Return whether the mesh has a single rank, which then has all of each layer."""
         return math.prod(self.mesh.shape) == 1

@@ -53,6 +53,8 @@ class TokenLimits:
         if tokens is not None and targets.shape != tokens.shape:
             shapes = f"targets are of shape {tuple(targets.shape)}, tokens of {tuple(tokens.shape)}"
             return f"{shapes}; give one for each token"
+        if targets is tokens and self.targets >= self.words:
+            return ""  # they were looked at
         least, most = torch.stack(targets.aminmax()).tolist()
         if least >= 0 and most < self.targets:
             return ""
