@@ -109,7 +109,8 @@ def awaited_mean(
 def _await(value: Any) -> None:
     """Wait for the values of the tensors in an argument, which then are plain ones."""
     if isinstance(value, AwaitedTensor):
-        value.__dict__["_arrive"]()
+        if arrive := value.__dict__.get("_arrive"):  # else another thread has waited
+            arrive()
         value.__class__ = Tensor
         value.__dict__.pop("_arrive", None)
     elif isinstance(value, dict):
