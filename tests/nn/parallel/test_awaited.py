@@ -181,6 +181,10 @@ def test_gradients_that_are_given_are_waited_for() -> None:
         (weight, loss, waited), (_, other, is_there) = _made(), _made()
         run(loss, other)
         assert weight.grad == 2 / COUNT * TOTAL / COUNT and is_there and not waited
+    _, other, is_there = _made()
+    plain = torch.tensor(1.0, requires_grad=True)
+    (plain * 2).backward(gradient=other)
+    assert plain.grad == 2 * TOTAL / COUNT and is_there
     (weight, loss, _), (_, other, _) = _made(), _made()
     (grad,) = torch.autograd.grad(outputs=loss, inputs=[weight], grad_outputs=other)
     assert grad == 2 / COUNT * TOTAL / COUNT
@@ -191,9 +195,20 @@ def test_losses_in_tuples_with_names_are_waited_for() -> None:
     assert torch.stack(losses).tolist() == [TOTAL / COUNT] * 2
 
 
-def test_a_count_in_a_tensor_of_one_element() -> None:
-    _, loss, _ = _made(count=torch.tensor([COUNT]))
-    assert loss.shape == () and loss.item() == TOTAL / COUNT
+def test_a_count_is_that_of_the_call() -> None:
+    count = torch.tensor([COUNT])
+    weight, loss, _ = _made(count=count)
+    count += 100
+    loss.backward()
+    assert loss.shape == () and loss.item() == TOTAL / COUNT and weight.grad == 2 / COUNT
+    assert _made(count=torch.tensor(0))[1].isinf() and _made(count=0)[1].isinf()
+
+
+def test_a_backward_pass_where_no_graph_is_made() -> None:
+    weight, loss, waited = _made()
+    with torch.no_grad():
+        loss.backward()
+    assert weight.grad == 2 / COUNT and not waited
 
 
 def test_what_changes_a_loss_in_place_changes_it_and_its_gradient() -> None:

@@ -65,6 +65,8 @@ def test_estimates_are_what_was_measured(
         assert taken[num_ranks] == pytest.approx(ring_s) and link.link_latency_s > 0
         if link.launch_s:
             assert taken[2] == pytest.approx(few * ring_s)
+        else:
+            assert num_ranks == 2 or not 0.34 < few < 0.99
         step = step_of(problem, Parallelism(data=num_ranks, micro_batch=2 * rows))
         taken_s = more * first_s + measured.optimizer_s + gradients_s
         if problem.stack.overlap < 0.99:  # else sums are hidden as far as they can be

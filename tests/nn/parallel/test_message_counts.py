@@ -60,12 +60,12 @@ def test_optimizers_step_on_local_parts_as_on_dtensors() -> None:
     One kernel steps on all parameters where that is left open.
     """
     by_calls = [(name, {**options, "foreach": False}) for name, options in OPTIMIZERS]
-    payload = {"optimizers": by_calls + OPTIMIZERS[:3]}
+    payload = {"optimizers": by_calls + OPTIMIZERS}
     for answers in launch("message_rank_functions:step_optimizers", 2, payload, timeout_s=300, env=HERE):
         assert answers[: len(by_calls)] == [[5, 0, 0.0]] * len(by_calls)
         left_open = answers[len(by_calls) :]
         # In the second step one parameter has no momentum yet; Adagrad's have states from the start.
-        assert [by_kernel for _, by_kernel, _ in left_open] == [4, 4, 5]
+        assert [by_kernel for _, by_kernel, _ in left_open] == [4, 4, 5, 0, 0]
         assert all(on_parts == 5 and apart < 1e-6 for on_parts, _, apart in left_open), answers
 
 
@@ -91,6 +91,34 @@ def test_one_kernel_takes_no_data_with_gaps_and_no_counts_in_double_precision() 
     assert local_steps._leaves_open(left_open)
     for chosen in ({"foreach": True}, {"fused": False}, {"differentiable": True}, {"lr": torch.tensor(0.1)}):
         assert not local_steps._leaves_open(left_open | chosen)
+
+
+def test_a_gradient_with_gaps_that_was_assigned_is_stepped_by_as_it_lies() -> None:
+    import torch
+
+    from meshweave.nn.parallel import local_steps
+
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.arange(16.0).view(4, 4).t()
+    theirs, ours = (torch.optim.SGD([weight], lr=0.1) for weight in weights)
+    theirs.step()
+    local_steps._step_on_parts(ours, has_kernel=True)
+    assert torch.equal(*weights)
+
+
+def test_a_layer_that_was_compiled_and_then_wrapped_is_compiled() -> None:
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    from meshweave.nn.parallel.model import is_compiled
+
+    layer = torch.nn.Linear(2, 2)
+    assert not is_compiled(layer) and not is_compiled(checkpoint_wrapper(layer))
+    compiled = torch.compile(layer, backend="eager")
+    assert is_compiled(compiled) and is_compiled(checkpoint_wrapper(compiled))
+    layer.compile(backend="eager")
+    assert is_compiled(layer)
 
 
 def test_an_optimizer_that_mixes_elements_is_none_to_step_locally() -> None:

@@ -169,7 +169,7 @@ class OpenCall:
     def end(self) -> None:
         """Wait for the answer, once. Raises what that raises, each time.
 
-        Inside of the wait, which is a call of these ranks itself, nothing is done.
+        Called from within its own wait, which begins calls itself, it returns at once.
         """
         with self._lock:
             if not self._has_begun:
@@ -237,14 +237,16 @@ class CallOrder(ContextCalls):
         return sequence
 
     def leave_open(self, finish: Callable[[], None]) -> OpenCall:
-        """Let the call that was begun last run beside what follows, and return it; `finish` takes its answer."""
+        """Have the next call of this context begin with `finish`, in the place of what was open; return what runs
+        it earlier.
+        """
         self.open = OpenCall(self, finish)
         return self.open
 
     def finish_open(self) -> None:
         """Wait for the answer to the call that was left open, if there is one."""
-        if self.open is not None:
-            self.open.end()
+        if (call := self.open) is not None:  # which a thread that writes logs may end meanwhile
+            call.end()
 
     def check(self) -> None:
         """Raise BindError where the context's process group is gone, UnsupportedError after a verdict."""

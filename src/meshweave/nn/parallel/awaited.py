@@ -16,11 +16,11 @@ from meshweave.execute.torch import compat
 
 
 class AwaitedTensor(Tensor):  # type: ignore[misc]
-    """A tensor () whose value arrives later; until then it is nan, and after it has arrived a plain tensor.
+    """A tensor () whose value arrives later; its memory is nan until the ranks have waited.
 
-    Functions of torch wait for the value first. Those that need no value, as `backward` does, do not wait. What
-    takes no notice of subclasses, such as `torch.tensor` or an extension in C++, reads nan before the next call of
-    the ranks, which waits for the value as well.
+    The first function of torch that needs the value waits, and makes it a plain tensor. Those that need none, as
+    `backward` does, do not wait. What takes no notice of subclasses, such as `torch.tensor` or an extension in
+    C++, reads nan before the next call of the ranks, which waits as well.
     """
 
     _arrive: Callable[[], None]
@@ -52,9 +52,6 @@ _WITHOUT_VALUES = {
     Tensor.register_hook,
     Tensor.retain_grad,
     Tensor.requires_grad_,
-    Tensor.numel,
-    Tensor.dim,
-    Tensor.size,
     Tensor.is_floating_point,
     Tensor.is_complex,
     torch.ones_like,
@@ -64,8 +61,6 @@ _WITHOUT_VALUES = {
             "dtype",
             "device",
             "layout",
-            "shape",
-            "ndim",
             "grad",
             "requires_grad",
             "grad_fn",
@@ -73,7 +68,10 @@ _WITHOUT_VALUES = {
         )
     ),
 }
-"""What is asked of a tensor before a backward pass, or changes its place in the graph of autograd."""
+"""What is asked of a tensor before a backward pass, or changes its place in the graph of autograd.
+
+Its shape is not among them: of a gradient that torch is given it asks nothing else that it needs.
+"""
 
 
 def awaited_mean(
@@ -83,17 +81,19 @@ def awaited_mean(
 ) -> Tensor | None:
     """Return the sum of the terms () of all ranks divided by a number, differentiable in this rank's term.
 
+    It is an `AwaitedTensor`, or a plain one that was waited for where the term has no gradient.
+
     Args:
         count: the number, also in a tensor of one element.
-        begin: begins to sum the terms; it is given this rank's and what takes the sum, and returns what waits
-            until that has been done. Where it returns None nothing is summed, and None is returned.
+        begin: begins to sum the terms; it is given this rank's term and what takes the sum, and returns what
+            waits until that has been done. Where it returns None nothing is summed, and None is returned.
     """
-    divisor = count.reshape(()) if isinstance(count, Tensor) else count
+    divisor = count.detach().reshape(()).clone() if isinstance(count, Tensor) else count  # read later
     mean: Tensor = _Mean.apply(term, divisor)
     memory = mean.data  # writing it later is no change that autograd knows of
 
     def take(total: float) -> None:
-        memory.fill_(total / float(divisor))
+        memory.fill_(total).div_(divisor)
 
     wait = begin(term, take)
     if wait is None:
@@ -123,7 +123,7 @@ def _await(value: Any) -> None:
 def _unawaited(value: Any) -> Any:
     """Return roots of a backward pass as plain tensors, without values yet: hooks in it may wait for these."""
     if isinstance(value, AwaitedTensor):
-        with compat.plain_functions():
+        with torch.enable_grad(), compat.plain_functions():
             return value.as_subclass(Tensor)
     return tuple(map(_unawaited, value)) if isinstance(value, tuple | list) else value
 

@@ -115,7 +115,7 @@ def _step_on_parts(optimizer: Optimizer, *, has_kernel: bool) -> None:
                 state[local] = kept if local is parameter else dict(zip(kept, values, strict=True))
             steps.append((parameter, local, values))
             if is_open and grad is not None:
-                used.append((local, grad, *(values or ())))
+                used.append((local, local.grad, *(values or ())))
         if is_open and _suit_kernel(used):
             stepped["fused"] = True
     if num_kept < len(of_optimizer):  # what is of no parameter

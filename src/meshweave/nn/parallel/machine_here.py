@@ -47,6 +47,8 @@ OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
 _SUMS, _REPEATS, _MOST_BYTES = 5, 5, 64 << 20
+_LEAST_SHARE = 0.1
+"""Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
@@ -60,10 +62,11 @@ class MeasuredStep:
         compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
         ring_s: for ranks of a group and bytes, seconds that a sum by a ring of messages adds between products,
-            while all groups of so many ranks have theirs: of all ranks, and of the smallest groups that divide
-            them. Empty for one rank.
+            while all groups of so many ranks have theirs: a small sum in groups of the fewest ranks, from two on,
+            that divide all of them, a small and a large one over all. Empty for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         num_parameters: all of the model, each of which is trained.
+        num_ranks: all that measured together.
         sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
     """
 
@@ -139,11 +142,12 @@ def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> 
 
 
 def _between_products_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that a sum adds to products which it runs between."""
+    """Return the seconds that a sum adds to products which it runs between, at least those of sums alone."""
     square = torch.ones(_BETWEEN, _BETWEEN, device=among.context.device)
     alone_s = among.median_s(lambda: [square @ square for _ in range(_SUMS)], _REPEATS)
     both_s = among.median_s(lambda: [(square @ square, run()) for _ in range(_SUMS)], _REPEATS)
-    return max(both_s - alone_s, 0.0) / _SUMS
+    sums_s = among.median_s(lambda: [run() for _ in range(_SUMS)], _REPEATS)
+    return max(both_s - alone_s, sums_s) / _SUMS
 
 
 def _gradients_s(among: AllRanks, strategy: LayerStrategy, num_bytes: int) -> float:
@@ -158,9 +162,9 @@ def measured_problem(
 ) -> StepProblem:
     """Return the problem of a step on this machine, in fp32, whose predicted times are those measured.
 
-    On one rank `step_of` then takes what was measured. By data parallelism alone it takes compute, optimizer
-    and one sum of all gradients, or as near to that as sums can be hidden: `overlap` of the stack is found
-    so.
+    On one rank `step_of` then takes what was measured. By data parallelism alone, with the larger rows that were
+    measured, it takes compute, optimizer and one sum of all gradients, or as near to that as sums can be hidden:
+    `overlap` of the stack is found so. With other rows of a rank nothing is hidden.
 
     Args:
         model: whose parts were measured.
@@ -248,8 +252,8 @@ def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     launch_s = fewest_s / 2 - (fewest - 1) * latency_s
     if latency_s <= 0 or launch_s < 0:
         latency_s, launch_s = small_s / 2 / (most - 1), 0.0
-    messages = 2 * (most - 1)
-    rate = messages * large / most / max(measured.ring_s[most, large] - small_s, 1e-9)
+    messages, large_s = 2 * (most - 1), measured.ring_s[most, large]
+    rate = messages * large / most / max(large_s - small_s, _LEAST_SHARE * large_s, 1e-9)
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=max(rate, 1.0), link_latency_s=latency_s,
         launch_s=launch_s,

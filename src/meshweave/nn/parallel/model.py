@@ -301,7 +301,7 @@ _OURS = (ParallelLinear, ParallelNorm, ParallelEmbedding, ParallelPositions)
 
 def is_compiled(layer: nn.Module) -> bool:
     """Return whether a layer runs compiled, wrapped by torch or not: its parameters are opened before it."""
-    layer = layer._modules.get("_checkpoint_wrapped_module") or layer
+    layer = layer._modules.get("_checkpoint_wrapped_module", layer)
     return vars(layer).get("_compiled_call_impl") is not None or "_orig_mod" in layer._modules
 
 

@@ -98,7 +98,7 @@ class StepAgreement:
 
         Args:
             inputs: what it is given beside tokens.
-            refused: why this rank does not take its arguments, which it raises where no rank does.
+            refused: why this rank does not take its arguments: raised where all ranks refuse for that reason.
 
         Raises:
             LayoutError: they do not, or there are tokens that the model has no words for: on all ranks.
@@ -271,8 +271,9 @@ class JointMessage:
     term, and some bits of what is compared. Where these are alike, their sum is that of this rank times the ranks;
     where not, each rank sees another one, but for chances of one in 2^40.
 
-    It is sent by itself where another call comes first, or the call ends without a loss. Where it was sent with a
-    term, the next call waits for it, as the backward pass does before gradients travel, or who looks at the sum.
+    It is sent by itself, without a term, where another call comes first, or the call ends without a loss: the
+    lowest bit then differs from that of ranks with a term. Where it was sent with a term, the next call waits for
+    it, as the backward pass does before gradients travel, or who looks at the sum.
 
     Args:
         number: stands for what is compared; lower bits of it are sent.

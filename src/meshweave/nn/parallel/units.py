@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import layout_of
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Tile
 from meshweave.nn.parallel.strategy import LayerStrategy
 
@@ -25,18 +26,25 @@ class FeatureUnits:
     """Into which units the inner features of a linear layer fall, that are never divided: heads, or features.
 
     Attributes:
-        count: how many there are; None for as many as features.
-        real: how many the weight has, where several of them get the same one of these: heads of keys and values
-            that more ranks need than there are heads. None for as many.
+        count: how many there are, in each of the parts; None for as many as features, or as the table has.
+        stored: how many the weight has, each of which serves count / stored of them: heads of keys and values,
+            of which more ranks need one than there are. None for as many.
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
         table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
             keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
+
+    Raises:
+        LayoutError: there is a table, and parts.
     """
 
     count: int | None = None
-    real: int | None = None
+    stored: int | None = None
     parts: int = 1
     table: Sequence[tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.table is not None and self.parts > 1:
+            raise LayoutError("units have a table, or parts side by side: a table lists the columns of all parts")
 
 
 class UnitChoice:
