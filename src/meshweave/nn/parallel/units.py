@@ -44,7 +44,9 @@ class FeatureUnits:
 
     def __post_init__(self) -> None:
         if self.table is not None and self.parts > 1:
-            raise LayoutError("units have a table, or parts side by side: a table lists the columns of all parts")
+            raise LayoutError(
+                "units have a table, or parts side by side: a table lists the columns of all parts"
+            )
 
 
 class UnitChoice:
