@@ -97,6 +97,32 @@ def test_local_tensor(mesh):
     assert not compat.local_tensor(tensor).requires_grad
 
 
+def test_local_tensors(mesh, monkeypatch):
+    local = torch.ones(2, 3, requires_grad=True)
+    tensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+    made, *others = compat.local_tensors([tensor, local, None, 3])
+    assert made.data_ptr() == local.data_ptr() and not made.requires_grad
+    assert others[0] is local and others[1:] == [None, 3]
+    arriving = tensor.detach().redistribute(mesh, [Replicate(), Replicate()], async_op=True)
+    assert [type(each) for each in compat.local_tensors([arriving])] == [torch.Tensor]
+    del tensor._local_tensor
+    with pytest.raises(UnsupportedError, match="_local_tensor"):
+        compat.local_tensors([tensor])
+
+
+def test_plain_functions():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(AssertionError):
+        loud + 1
+    with compat.plain_functions():
+        assert type(loud + 1) is torch.Tensor
+
+
 def test_local_tensor_waits_for_what_is_still_arriving(mesh):
     """A DTensor that was redistributed without waiting holds an AsyncCollectiveTensor."""
     tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()], run_check=False)

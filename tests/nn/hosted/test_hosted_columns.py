@@ -45,7 +45,7 @@ def test_queries_keys_and_values_apart() -> None:
     assert (columns.heads, columns.groups, columns.width) == (HEADS, GROUPS, WIDTH)
     assert columns.of["k"] == ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))
     assert attention_units(columns, "q", GROUPS) == FeatureUnits(GROUPS)
-    assert attention_units(columns, "k", HEADS) == FeatureUnits(HEADS, stored=GROUPS)
+    assert attention_units(columns, "k", HEADS) == FeatureUnits(HEADS, weight_count=GROUPS)
 
 
 def test_side_by_side_with_equal_parts_and_with_fewer_keys() -> None:

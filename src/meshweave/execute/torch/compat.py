@@ -154,7 +154,7 @@ def local_tensors(values: Iterable[Any]) -> list[Any]:
     made = []
     for value in values:
         if isinstance(value, DTensor):
-            local = value._local_tensor
+            local: Any = getattr(value, "_local_tensor", None)  # where it is gone `local_tensor` says so
             value = local if type(local) is Tensor and not local.requires_grad else local_tensor(value)
         made.append(value)
     return made
@@ -251,9 +251,10 @@ def apply_directly(function: type[torch.autograd.Function], *given: Any) -> Any:
 def plain_functions() -> contextlib.AbstractContextManager[None]:
     """Return a context in which functions of torch take subclasses of tensors as the tensors that they are.
 
-    It is `torch._C.DisableTorchFunctionSubclass`, which torch's notes on extending it name for this use.
+    It is `torch._C.DisableTorchFunctionSubclass` (torch 2.9 and 2.13), which torch's notes on extending it name
+    for this use. Raises UnsupportedError where it is gone.
     """
-    plain: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    plain: contextlib.AbstractContextManager[None] = _private("torch._C", "DisableTorchFunctionSubclass")()
     return plain
 
 

@@ -142,7 +142,7 @@ def attention_units(columns: HeadColumns, name: str, units: int) -> FeatureUnits
     if distinct == [tuple(range(n * width, (n + 1) * width)) for n in range(len(distinct))]:
         copies = units // len(distinct)
         if of_units == [own for own in distinct for _ in range(copies)]:
-            return FeatureUnits(units, stored=len(distinct))
+            return FeatureUnits(units, weight_count=len(distinct))
     for parts in range(2, len(of_units[0]) + 1):
         if len(of_units[0]) % parts or features % parts:
             continue

@@ -150,8 +150,8 @@ def _units(layer: nn.Module, names: LayerMap, heads: Heads, key_heads: int) -> d
     of_features, of_heads = FeatureUnits(features), FeatureUnits(heads.keys)
     sizes: dict[str, dict[str, Any]] = {names.out: {"place": "out", "units": of_heads, "is_attention": True}}
     for path in names.into_attention:
-        stored = key_heads if path in (names.key, names.value) else None
-        units = replace(of_heads, stored=stored, parts=3 if path == names.fused else 1)
+        weight_count = key_heads if path in (names.key, names.value) else None
+        units = replace(of_heads, weight_count=weight_count, parts=3 if path == names.fused else 1)
         sizes[path] = {"place": "in", "units": units, "is_attention": True}
     sizes |= {path: {"place": "in", "units": of_features} for path in names.into_feed_forward}
     sizes[names.down] = {"place": "out", "units": of_features}

@@ -80,7 +80,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
         rows, columns = weight.shape if self.is_transposed else weight.shape[::-1]
         hidden, inner = (rows, columns // units.parts) if place == "in" else (columns, rows)
         count = units.count or (inner if units.table is None else len(units.table))
-        self.real_units, self.table = units.stored or count, units.table
+        self.real_units, self.table = units.weight_count or count, units.table
         if units.table is not None:
             inner = sum(map(len, units.table))
         if inner % self.real_units:

@@ -27,8 +27,8 @@ class FeatureUnits:
 
     Attributes:
         count: how many there are, in each of the parts; None for as many as features, or as the table has.
-        stored: how many the weight has, each of which serves count / stored of them: heads of keys and values,
-            of which more ranks need one than there are. None for as many.
+        weight_count: how many the weight has, each of which serves count / weight_count of them: heads of keys and
+            values, of which more ranks need one than there are. None for as many.
         parts: how many weights are fused side by side: 3 of queries, keys and values in one.
         table: per unit the columns that it takes, where units do not lie one after the other, as those of queries,
             keys and values side by side with fewer keys; such a weight is kept whole. None where they do.
@@ -38,7 +38,7 @@ class FeatureUnits:
     """
 
     count: int | None = None
-    stored: int | None = None
+    weight_count: int | None = None
     parts: int = 1
     table: Sequence[tuple[int, ...]] | None = None
 
