@@ -113,6 +113,24 @@ def test_ctrl_c_is_one_line(delay_s: float) -> None:
     assert err.strip().splitlines()[-1] == "interrupted; nothing was written" and "Traceback" not in err
 
 
+def test_ctrl_c_that_meets_a_finalizer_is_not_lost() -> None:
+    """Python drops what a finalizer raises, and with it the interrupt of a Ctrl-C that came while it ran."""
+    code = (
+        "import signal, time\nimport meshweave.cli, meshweave.cli.app as app\n"
+        "class Module:\n"
+        "    def __del__(self):\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "        time.sleep(0)\n"
+        "def run_app(args):\n"
+        "    Module()\n"
+        "    time.sleep(60)\n"
+        "app.run_app = run_app\nmeshweave.cli.main(['plan'])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+
+
 def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "PLAIN_LINES_EVERY_S", 0.0)
     with options.progress_bar("checking", plain_lines=True) as progress:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+
+_AGAIN_S = 0.02
+"""Seconds until a lost Ctrl-C is sent again: until the code that dropped it has returned."""
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the `meshweave` command and exit with its status."""
+    sys.unraisablehook = _interrupt_again
     try:
         from meshweave.cli.app import run_app
 
@@ -20,3 +26,15 @@ def main(args: list[str] | None = None) -> None:
         print("interrupted; nothing was written", file=sys.stderr)
         status = 130
     sys.exit(status)
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Interrupt the main thread once more where Python dropped its KeyboardInterrupt; else report as Python does.
+
+    The importer's callbacks and finalizers raise to nobody: a Ctrl-C that met one of them would be gone.
+    """
+    if lost.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident
+        threading.Timer(_AGAIN_S, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
