@@ -24,7 +24,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU: as it was when this module was imported."""
 
 _ADDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-_ADD_BLOCK = (8, 256)
+_ADD_ROWS, _ADD_COLUMNS = tl.constexpr(8), tl.constexpr(256)
 
 _one_at_a_time: Any = threading.Lock() if INTERPRETED else nullcontext()  # the interpreter has global state
 
@@ -135,23 +135,14 @@ def _tracked_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(  # type: ignore[no-untyped-def]
-    out,
-    value,
-    rows,
-    columns,
-    num_programs,
-    out_row,
-    out_column,
-    value_row,
-    value_column,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    out, value, rows, columns, out_row, out_column, value_row, value_column
 ):
     """Add a matrix to another by atomic additions, every so many blocks in one program."""
-    blocks_across = tl.cdiv(columns, BLOCK_N)
-    for number in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * blocks_across, num_programs):
-        row = (number // blocks_across) * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        column = (number % blocks_across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks_across = tl.cdiv(columns, _ADD_COLUMNS)
+    num_blocks = tl.cdiv(rows, _ADD_ROWS) * blocks_across
+    for number in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        row = (number // blocks_across) * _ADD_ROWS + tl.arange(0, _ADD_ROWS).to(tl.int64)
+        column = (number % blocks_across) * _ADD_COLUMNS + tl.arange(0, _ADD_COLUMNS)
         is_inside = (row[:, None] < rows) & (column[None, :] < columns)
         term = tl.load(value + row[:, None] * value_row + column[None, :] * value_column, mask=is_inside)
         target = out + row[:, None] * out_row + column[None, :] * out_column
@@ -195,18 +186,10 @@ def accumulate(out: Tensor, value: Tensor, num_programs: int = ADDING_PROGRAMS) 
         one.reshape(1, 1) if one.ndim == 0 else one.unsqueeze(0) if one.ndim == 1 else one
         for one in (out, value)
     )
-    blocks = triton.cdiv(matrix.shape[0], _ADD_BLOCK[0]) * triton.cdiv(matrix.shape[1], _ADD_BLOCK[1])
-    grid = min(num_programs, blocks)
+    blocks = triton.cdiv(matrix.shape[0], _ADD_ROWS.value) * triton.cdiv(matrix.shape[1], _ADD_COLUMNS.value)
     with _one_at_a_time:
-        _accumulate[(grid,)](
-            matrix,
-            term,
-            *matrix.shape,
-            grid,
-            *matrix.stride(),
-            *term.stride(),
-            BLOCK_M=_ADD_BLOCK[0],
-            BLOCK_N=_ADD_BLOCK[1],
+        _accumulate[(min(num_programs, blocks),)](
+            matrix, term, *matrix.shape, *matrix.stride(), *term.stride()
         )
 
 
