@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
-from meshweave.execute.torch import compat  # noqa: E402
+from meshweave.execute.torch import compat, compat_groups  # noqa: E402
 from meshweave_lab.bench import observing  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -38,9 +38,13 @@ def test_a_name_that_is_gone_is_an_error_with_the_version_of_torch():
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        ("distributed_c10d", "_get_default_store", compat.default_store),
-        ("distributed_c10d", "_resolve_process_group", lambda: compat.group_by_name("0")),
-        ("distributed_c10d", "_process_group_name", lambda: compat.override_group_names(str).__enter__()),
+        ("distributed_c10d", "_get_default_store", compat_groups.default_store),
+        ("distributed_c10d", "_resolve_process_group", lambda: compat_groups.group_by_name("0")),
+        (
+            "distributed_c10d",
+            "_process_group_name",
+            lambda: compat_groups.override_group_names(str).__enter__(),
+        ),
         ("tensor._dtensor_spec", "DTensorSpec", lambda: compat.make_spec(None, (), (), torch.float32)),
         ("tensor.placement_types", "_StridedShard", lambda: compat.strided_shard(0, 2)),
         (
@@ -64,24 +68,24 @@ def test_default_store(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
-        compat.default_store().set("key", "value")
-        assert compat.default_store().get("key") == b"value"
-        assert compat.default_store().check(["key"])
+        compat_groups.default_store().set("key", "value")
+        assert compat_groups.default_store().get("key") == b"value"
+        assert compat_groups.default_store().check(["key"])
     finally:
         dist.destroy_process_group()
     with pytest.raises(ValueError, match="not been initialized"):
-        compat.default_store()
+        compat_groups.default_store()
 
 
 def test_group_by_name(mesh):
     group = mesh.get_group("tp")
-    assert compat.group_by_name(group.group_name) is group
+    assert compat_groups.group_by_name(group.group_name) is group
 
 
 def test_naming_groups():
     """Groups that form among their own ranks take the name that is made for them, others torch's."""
     with observing.fake_default_group(1, 4):
-        with compat.override_group_names(lambda ranks: f"ranks {list(ranks)}"):
+        with compat_groups.override_group_names(lambda ranks: f"ranks {list(ranks)}"):
             own = dist.new_group([1, 3], use_local_synchronization=True)
             of_all = dist.new_group([0, 1])
         after = dist.new_group([1, 3], use_local_synchronization=True)
@@ -217,7 +221,7 @@ def test_watching_ops(mesh):
     assert len(gathers) == 1
     assert gathers[0][0].shape == (2, 3)
     group = gathers[0][-1]
-    assert (compat.group_by_name(group) if isinstance(group, str) else group).size() == 2
+    assert (compat_groups.group_by_name(group) if isinstance(group, str) else group).size() == 2
 
 
 def test_watching_shard_dim_alltoall(mesh):

@@ -245,13 +245,13 @@ def _count_collectives() -> Iterator[list[DTensorCollective]]:
 
 
 def _collectives(name: str, args: tuple[Any, ...]) -> Iterator[DTensorCollective]:
-    from meshweave.execute.torch import compat
+    from meshweave.execute.torch import compat_groups
 
     if name in _MOVE_NOTHING:
         return
     if name not in _KINDS:
         raise UnsupportedError(f"what DTensor's collective {name} moves is not known here")
-    group = compat.group_by_name(args[-1]) if isinstance(args[-1], str) else args[-1]
+    group = compat_groups.group_by_name(args[-1]) if isinstance(args[-1], str) else args[-1]
     for tensor in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
         yield DTensorCollective(_KINDS[name], group.size(), tensor.numel() * tensor.element_size())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -57,72 +57,6 @@ def import_all_of_dtensor() -> None:
     """Import what torch imports at the first use of a DTensor, `torch._dynamo` too; takes 1 to 2 s of a core."""
     importlib.import_module("torch.distributed.tensor")
     importlib.import_module("torch._dynamo")
-
-
-# --- process groups ---------------------------------------------------------------------------------------------
-
-_C10D = "torch.distributed.distributed_c10d"
-
-
-def default_store() -> Any:
-    """Return the store that the default process group was made with, a `torch.distributed.Store`.
-
-    Relies on `distributed_c10d._get_default_store` (torch 2.9 and 2.13); torch has no public name for it.
-
-    Raises:
-        UnsupportedError: the function is gone.
-        ValueError: there is no default process group.
-    """
-    return _private(_C10D, "_get_default_store")()
-
-
-def process_groups() -> list[Any]:
-    """Return the process groups of this process, the default one included.
-
-    Relies on `distributed_c10d._world.pg_map` (torch 2.9 and 2.13); torch has no public list of them.
-
-    Raises:
-        UnsupportedError: the name is gone.
-    """
-    return list(_private(_C10D, "_world").pg_map)
-
-
-def group_by_name(name: str) -> Any:
-    """Return the process group of a name that a functional collective was given.
-
-    Relies on `distributed_c10d._resolve_process_group` (torch 2.9 and 2.13).
-
-    Raises:
-        UnsupportedError: the function is gone.
-    """
-    return _private(_C10D, "_resolve_process_group")(name)
-
-
-@contextlib.contextmanager
-def override_group_names(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
-    """Let `name_of` name the groups that are formed inside by their own ranks alone.
-
-    torch names a group of `new_group(use_local_synchronization=True)` after its ranks and how many groups its
-    maker is in. The ranks of two meshes are in unequally many, and each would wait for the others under a name of
-    its own.
-
-    Replaces `distributed_c10d._process_group_name(ranks, use_hashed_name)` (torch 2.9 and 2.13) within the
-    block. Groups that all ranks of the world form keep torch's name.
-
-    Raises:
-        UnsupportedError: the function is gone.
-    """
-    module = importlib.import_module(_C10D)
-    torch_name_of = _private(_C10D, "_process_group_name")
-
-    def group_name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-        return name_of(ranks) if use_hashed_name else torch_name_of(ranks, use_hashed_name)
-
-    module._process_group_name = group_name  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module._process_group_name = torch_name_of  # type: ignore[attr-defined]
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------

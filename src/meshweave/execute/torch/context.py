@@ -32,7 +32,7 @@ from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.ranks.peers import RanksEndedError
-from meshweave.execute.torch import compat
+from meshweave.execute.torch import compat_groups
 from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
 from meshweave.execute.torch.lanes import LaneThreads
@@ -277,7 +277,7 @@ class TorchContext:
         return group
 
     def _new_group(self, channel: int, ranks: Sequence[int], among_members: bool) -> Any:
-        naming = compat.override_group_names(group_name) if among_members else contextlib.nullcontext()
+        naming = compat_groups.override_group_names(group_name) if among_members else contextlib.nullcontext()
         with naming:
             return dist.new_group(
                 list(ranks),

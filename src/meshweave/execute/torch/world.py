@@ -24,7 +24,7 @@ from meshweave.execute.ranks.last_words import install_last_words
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.ranks.signing import sign, verify
-from meshweave.execute.torch import compat
+from meshweave.execute.torch import compat_groups
 
 _Result = TypeVar("_Result")
 
@@ -44,7 +44,7 @@ def world_liveness() -> Liveness | None:
     with _lock:
         if _current is None or _current[0]() is not world or _current[1].is_closed:
             try:
-                store = compat.default_store()
+                store = compat_groups.default_store()
             except ValueError:
                 return None
             reference = weakref.ref(world)
@@ -165,7 +165,7 @@ def close_connections(groups: Sequence[Any] | None = None) -> None:
 
     A receive with a timeout of 1 ms does it: at a timeout gloo closes all connections of its group.
     """
-    for group in compat.process_groups() if groups is None else groups:
+    for group in compat_groups.process_groups() if groups is None else groups:
         with contextlib.suppress(RuntimeError, ValueError):
             if dist.get_backend(group) != "gloo":
                 continue
@@ -237,4 +237,4 @@ def signed_store(limit_s: float | None = None) -> SignedStore:
 
     Raises ValueError where there is no default process group.
     """
-    return SignedStore(compat.default_store(), limit_s)
+    return SignedStore(compat_groups.default_store(), limit_s)
