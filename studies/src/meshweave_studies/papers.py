@@ -33,7 +33,7 @@ from meshweave_studies.meshslice.readings import PUBLIC, READINGS, PaperReading
 from meshweave_studies.meshslice.study import MeshSliceStudy
 from meshweave_studies.meshslice.times import Reading, Timer
 from meshweave_studies.published import StudyT, published_rows, reading_named, select_rows
-from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection
+from meshweave_studies.reproduction import PaperSummary, Reproduction, Selection, file_stem
 from meshweave_studies.slicing import figures as slicing_figures
 from meshweave_studies.slicing import readings as slicing_readings
 from meshweave_studies.slicing import rows as slicing_rows
@@ -202,7 +202,7 @@ def reproduce_slicing(
     said = {"name": chosen.name, "title": chosen.title}
     inputs = _inputs(summary.machines, "clusters", batches=list(BATCHES), reading=said)
     names = [cluster.name for cluster in machines.values()]
-    stem = _stem(SLICING, chosen.name, names, ["pvc-node", "h100-node"], slicing_readings.ALL_FACTORS)
+    stem = file_stem(SLICING, chosen.name, names, ["pvc-node", "h100-node"], slicing_readings.ALL_FACTORS)
     return Reproduction(SLICING, summary, inputs, rows, figures, stem)
 
 
@@ -229,7 +229,7 @@ def reproduce_alpacomm(
     """
     chosen = reading_named(alpacomm_readings.READINGS, reading)
     if chosen.rows:
-        selection = _without_figures(chosen.name, selection)
+        selection = selection.without_figures(chosen.name)
     where = cluster or chosen.cluster
     hosts = load_cluster(where) if isinstance(where, str) else where
     study = AlpaCommStudy(hosts, rivals=chosen.rivals)
@@ -251,25 +251,8 @@ def reproduce_alpacomm(
     )
     said = {"name": chosen.name, "title": chosen.title}
     inputs = _inputs(summary.machines, "cluster", reading=said, findings=list(summary.findings))
-    stem = _stem(ALPACOMM, chosen.name, [hosts.name], [chosen.cluster], alpacomm_readings.BANDWIDTH)
+    stem = file_stem(ALPACOMM, chosen.name, [hosts.name], [chosen.cluster], alpacomm_readings.BANDWIDTH)
     return Reproduction(ALPACOMM, summary, inputs, rows, figures, stem)
-
-
-def _stem(paper: str, reading: str, machines: Sequence[str], usual: Sequence[str], default: str) -> str:
-    """Return the beginning of the names of files: paper and machines, or paper and reading.
-
-    The machines follow a reading that is not the default where they are not its usual ones.
-    """
-    if reading == default:
-        return "-".join([paper, *machines])
-    return "-".join([paper, reading, *(machines if list(machines) != list(usual) else [])])
-
-
-def _without_figures(reading: str, selection: Selection) -> Selection:
-    """Return a selection without figures. Raises UnsupportedError where it names some."""
-    if selection.figures:
-        raise UnsupportedError(f"reading {reading} has no figures: it is of some rows alone")
-    return replace(selection, figures=None)
 
 
 def reproduce_atp(
@@ -290,7 +273,7 @@ def reproduce_atp(
     """
     chosen = reading_named(atp_readings.READINGS, reading)
     if chosen.rows:
-        selection = _without_figures(chosen.name, selection)
+        selection = selection.without_figures(chosen.name)
     study = AtpStudy(reading=chosen)
     rows, figures = _compute(
         study, selection, partial(atp_rows.rows, reading=chosen), atp_figures.figures, progress_bar
@@ -306,7 +289,7 @@ def reproduce_atp(
     )
     said = {"name": chosen.name, "title": chosen.title}
     inputs = _inputs(summary.machines, "clusters", reading=said, findings=list(summary.findings))
-    stem = _stem(ATP, chosen.name, [], [], atp_readings.RATES)
+    stem = file_stem(ATP, chosen.name, [], [], atp_readings.RATES)
     return Reproduction(ATP, summary, inputs, rows, figures, stem)
 
 
@@ -360,7 +343,7 @@ def reproduce_t3(
     """
     chosen = reading_named(t3_readings.READINGS, reading)
     if chosen.rows:
-        selection = _without_figures(chosen.name, selection)
+        selection = selection.without_figures(chosen.name)
     study = T3Study(chosen)
     if () in (selection.rows, selection.figures):
         with progress_bar("simulations") as progress:
@@ -383,7 +366,7 @@ def reproduce_t3(
     said = {"name": chosen.name, "title": chosen.title}
     inputs = _inputs(summary.machines, "gpus", reading=said, findings=list(summary.findings))
     orderings = t3_orderings.orderings(study) if selection.rows == () and not chosen.rows else ()
-    stem = _stem(T3, chosen.name, [], [], t3_readings.TABLE_1)
+    stem = file_stem(T3, chosen.name, [], [], t3_readings.TABLE_1)
     return Reproduction(T3, summary, inputs, rows, figures, stem, orderings)
 
 

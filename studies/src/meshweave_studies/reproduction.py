@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from meshweave.base.errors import UnsupportedError
 from meshweave_studies.figures import Figure
 from meshweave_studies.verdict import JudgedRow
 
@@ -20,6 +22,22 @@ class Selection:
 
     rows: tuple[str, ...] | None = ()
     figures: tuple[int, ...] | None = ()
+
+    def without_figures(self, reading: str) -> Selection:
+        """Return this selection without figures. Raises UnsupportedError where it names some."""
+        if self.figures:
+            raise UnsupportedError(f"reading {reading} has no figures: it is of some rows alone")
+        return replace(self, figures=None)
+
+
+def file_stem(paper: str, reading: str, machines: Sequence[str], usual: Sequence[str], default: str) -> str:
+    """Return the beginning of the names of files: paper and machines, or paper and reading.
+
+    The machines follow a reading that is not the default where they are not its usual ones.
+    """
+    if reading == default:
+        return "-".join([paper, *machines])
+    return "-".join([paper, reading, *(machines if list(machines) != list(usual) else [])])
 
 
 @dataclass(frozen=True)
