@@ -15,7 +15,7 @@ from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.pipeline.action_times import time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.step import check_step, least_memory, least_step_s, memory_of
-from meshweave.algorithms.step.data_parallel import exposed_after
+from meshweave.algorithms.step.data_parallel import exposed_s
 from meshweave.algorithms.step.placement import axis_machine, replica_groups, sharding_groups
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import mesh_machine
@@ -172,8 +172,8 @@ def test_collectives_beside_layers_are_two_lanes(
     turn = (Task("layer", "a", layer), Task("sync", "b", sync, (("layer", 0),)))
     skeleton = Skeleton((Phase(1, (Task("head", "b", head),)), Phase(layers, turn)))
     total = TimedSkeleton(skeleton, works.__getitem__).total_ps()
-    assert exposed_after(layers, compute, communication, 1.0, queued) == total - layers * compute
-    assert exposed_after(layers, compute, communication, 0.0, queued) == layers * communication + queued
+    assert exposed_s(layers, compute, communication, 1.0, queued) == total - layers * compute
+    assert exposed_s(layers, compute, communication, 0.0, queued) == layers * communication + queued
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,18 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
 
 
-def exposed_after(
+def exposed_s(
     layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
 ) -> float:
     """Return the seconds that communication adds to the computing of all layers, if each layer's follows it.
+
+    As many as where each layer's precedes it, which is the same in reverse.
 
     Args:
         layers: number of layers.
         compute_s, communication_s: seconds of one layer.
         overlap: share (0 to 1) of the communication that may run beside the computing of other layers.
-        queued_s: seconds of communication that comes before it in the same lane.
+        queued_s: seconds of communication that comes before it in the same lane (or after it, in reverse).
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
     hidden, before = overlap * communication_s, overlap * queued_s
@@ -134,17 +136,3 @@ def exposed_after(
     if layers:
         tail = max(tail, hidden, compute_s + layers * (hidden - compute_s))
     return max(tail, 0.0) + waits_s
-
-
-def exposed_before(
-    layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
-) -> float:
-    """Return the seconds that communication adds to the computing of all layers, if each layer's precedes it.
-
-    Args:
-        layers: number of layers.
-        compute_s, communication_s: seconds of one layer.
-        overlap: share (0 to 1) of the communication that may run beside the computing of other layers.
-        queued_s: seconds of communication that comes after it in the same lane.
-    """
-    return exposed_after(layers, compute_s, communication_s, overlap, queued_s)

@@ -9,8 +9,7 @@ from meshweave.algorithms.step.block_tasks import PartTime
 from meshweave.algorithms.step.data_parallel import (
     DataParallelTime,
     data_parallel_time,
-    exposed_after,
-    exposed_before,
+    exposed_s,
 )
 from meshweave.algorithms.step.host import IssueCounts
 from meshweave.algorithms.step.layers import (
@@ -164,7 +163,7 @@ class Stages:
         of = self.data_parallel
         has_head = self.stage_ranks[-1] == 0 and not self.problem.model.tied_embeddings
         head_s = of.table_gather_s if has_head else 0.0
-        ahead_s = exposed_before(first, self.layer.forward.total_s, of.gather_s, overlap, head_s)
+        ahead_s = exposed_s(first, self.layer.forward.total_s, of.gather_s, overlap, head_s)
         return of.table_gather_s + ahead_s + others * of.gather_s * (1 - overlap)
 
     def reductions_s(self, rank: int) -> float:
@@ -179,7 +178,7 @@ class Stages:
         after_all_s += self.data_parallel.table_s if rank == 0 else 0.0
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
         last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
-        after_s = exposed_after(last, back_s, self.data_parallel.reduce_s, overlap, head_s)
+        after_s = exposed_s(last, back_s, self.data_parallel.reduce_s, overlap, head_s)
         return after_s + others * self.data_parallel.reduce_s * (1 - overlap) + after_all_s
 
 
@@ -229,13 +228,13 @@ def _sharded_s(
     if zero == 3 or (zero == 2 and stack.regathers):
         of_table_s = data_parallel.table_gather_s
         numbers = count, layer.forward.total_s, data_parallel.gather_s, stack.overlap
-        gathers_s = before * of_table_s + exposed_before(*numbers, queued * of_table_s)
+        gathers_s = before * of_table_s + exposed_s(*numbers, queued * of_table_s)
     if zero >= 2:
         back_s = layer.backward.total_s + layer.recompute.total_s
         again_s = data_parallel.gather_s if zero == 3 else 0.0
         of_table_s = data_parallel.table_s
         numbers = count, back_s, data_parallel.reduce_s + again_s, stack.overlap
-        reduces_s = before * of_table_s + exposed_after(*numbers, queued * of_table_s)
+        reduces_s = before * of_table_s + exposed_s(*numbers, queued * of_table_s)
     return gathers_s, reduces_s
 
 
