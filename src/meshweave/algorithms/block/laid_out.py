@@ -11,7 +11,7 @@ from meshweave.algorithms.block.assembly import batch_dims, write_skeleton
 from meshweave.algorithms.block.nodes import record_of
 from meshweave.algorithms.block.pieces import LayersPiece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, ExpertRanks
-from meshweave.algorithms.block.roles import TOKENS, Roles
+from meshweave.algorithms.block.roles import TOKENS, Roles, num_parts
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
 from meshweave.algorithms.block.writer import COMPUTE, Stored
 from meshweave.describe.layout.mesh import Mesh
@@ -147,8 +147,7 @@ def _parts(tasks: tuple[Task | Part, ...]) -> tuple[tuple[Task | Part, ...], ...
 
 
 def _edge(stored: Stored, mesh: Mesh) -> Shards:
-    tokens = [size for dim, size in zip(stored.dims, mesh.shape, strict=True) if dim in TOKENS]
-    return Shards((prod(tokens), _cut(stored, -1, mesh)))
+    return Shards((num_parts(stored.dims, mesh.shape, TOKENS), _cut(stored, -1, mesh)))
 
 
 def _weight(weight: NodeWeight, stored: Stored, mesh: Mesh, experts: ExpertRanks | None) -> Shards:
@@ -161,4 +160,4 @@ def _weight(weight: NodeWeight, stored: Stored, mesh: Mesh, experts: ExpertRanks
 
 def _cut(stored: Stored, number: int, mesh: Mesh) -> int:
     own = stored.sides[number].dim
-    return prod(size for dim, size in zip(stored.dims, mesh.shape, strict=True) if dim and dim == own)
+    return num_parts(stored.dims, mesh.shape, (own,)) if own else 1

@@ -11,6 +11,7 @@ gradient is replicated. So the backward part needs no role of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -161,6 +162,11 @@ BLOCK_ROLES = {
     )
 }
 """The roles above by name, to combine to strategies."""
+
+
+def num_parts(dims: AxisDims, shape: tuple[int, ...], of: Iterable[Dim]) -> int:
+    """Return into how many parts the axes of a mesh of a shape split a tensor along some dims together."""
+    return math.prod(size for dim, size in zip(dims, shape, strict=True) if dim in of)
 
 
 def product(a: AxisDims, b: AxisDims, contracted: Iterable[Dim]) -> AxisDims:

@@ -7,7 +7,6 @@ where the batch is in one chunk; included 2D products are filled in for a size a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem, Overlap
 from meshweave.algorithms.block.products import product_skeleton
-from meshweave.algorithms.block.roles import AxisDims
+from meshweave.algorithms.block.roles import AxisDims, num_parts
 from meshweave.algorithms.block.skeleton_writer import Pending, SkeletonWriter
 from meshweave.algorithms.block.writer import Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -200,8 +199,7 @@ class SizedWriter(SkeletonWriter):
     def __init__(
         self, problem: BlockProblem, mesh: Mesh, batch_dims: AxisDims, overlap: Overlap = "layers"
     ) -> None:
-        sizes = zip(batch_dims, mesh.shape, strict=True)
-        self._batch_parts = math.prod(size for dim, size in sizes if dim == "batch")
+        self._batch_parts = num_parts(batch_dims, mesh.shape, ("batch",))
         super().__init__(
             replace(problem, batch=self._batch_parts), BlockConfig(overlap=overlap), mesh, batch_dims
         )

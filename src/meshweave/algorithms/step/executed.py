@@ -5,9 +5,7 @@ The rules are those of modules that run a model's own code (`nn.hosted`), said o
 
 from __future__ import annotations
 
-import math
-
-from meshweave.algorithms.block.roles import IDLE, AxisDims, Roles
+from meshweave.algorithms.block.roles import IDLE, Roles, num_parts
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.step.checks import check_laid_out
 from meshweave.algorithms.step.problem import Parallelism, StepProblem
@@ -45,7 +43,7 @@ def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:
     Where ranks of the residual have fewer tokens than those of attention, their shares are to be even.
     """
     roles, mesh = layer_roles(parallelism)
-    whole, core = _ranks_of_tokens(roles.residual, mesh), _ranks_of_tokens(roles.core(True), mesh)
+    whole, core = (num_parts(dims, mesh, ("sequence",)) for dims in (roles.residual, roles.core(True)))
     if whole // core <= 1 or sequence % whole == 0:
         return ""
     return (
@@ -63,7 +61,3 @@ def layer_roles(parallelism: Parallelism) -> tuple[Roles, tuple[int, ...]]:
     entry = STRATEGIES.named(parallelism.strategy)
     product_2d = entry.product_2d if isinstance(entry, IncludedProducts) else ""
     return Roles(tuple(role if size > 1 else IDLE for role, size in axes), product_2d), mesh
-
-
-def _ranks_of_tokens(dims: AxisDims, mesh: tuple[int, ...]) -> int:
-    return math.prod(size for dim, size in zip(dims, mesh, strict=True) if dim == "sequence")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Dim, Side, num_parts
 from meshweave.algorithms.step.executed import splits_rows
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.experts import ExpertExchange
@@ -202,8 +202,7 @@ class BoundaryMoves:
             there.append(own if size == 1 else lies)
             sums.append("partial" if is_inner else there[-1])
         self._there, self._sums = tuple(there), tuple(sums)
-        axes = zip(sums, strategy.mesh.shape, strict=True)
-        self._num_terms = math.prod(size for dim, size in axes if dim == "partial")
+        self._num_terms = num_parts(self._sums, strategy.mesh.shape, ("partial",))
         self.are_needed = self._sums != self._residual
 
     def _pair(self, width: int) -> tuple[PlacedMove, PlacedMove]:

@@ -57,7 +57,9 @@ class LayerReplacements:
         self._plan_latent()
         made = {path: self._linear(path) for path in self.group_of}
         for group in self.parts.groups:
-            HostedGroup([made[path] for path in group])
+            joined = HostedGroup([made[path] for path in group])
+            for linear in joined.linears:
+                linear.join(joined)
         self.new |= {f"{self.where}.{path}": linear for path, linear in made.items()}
         hidden = next(iter(made.values())).site.hidden
         for path, kind in self.parts.norms.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.algorithms.block.roles import Side
+from meshweave.algorithms.block.roles import Side, num_parts
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.hosted.columns import HeadColumns
 from meshweave.nn.hosted.residual import Tokens, as_plain
@@ -75,8 +75,6 @@ class HostedGroup:
         self.product = LinearGroup(self.linears)
         self._operand: Tensor | None = None
         self._results: dict[int, Tensor] = {}
-        for linear in self.linears:
-            linear.join(self)
 
     def __call__(self, linear: HostedLinear, x: Tensor) -> Tensor:
         """Return the result of one of the layers; with the first that is called all are computed."""
@@ -115,7 +113,7 @@ def units_of(columns: HeadColumns, strategy: LayerStrategy, where: str) -> int:
     without heads.
     """
     dims, mesh = strategy.roles.core(True), strategy.mesh
-    ranks = math.prod(size for dim, size in zip(dims, mesh.shape, strict=True) if dim == "inner")
+    ranks = num_parts(dims, mesh.shape, ("inner",))
     copies = math.lcm(columns.groups, ranks)
     if columns.groups % ranks and columns.heads % copies == 0:
         return copies

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.block.roles import TOKENS, AxisDims
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, num_parts
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.strategy import LayerStrategy
@@ -93,13 +93,15 @@ class Tokens:
     place: AxisDims = ()
     held: tuple[int, int] = (0, 0)
     last: int = 0
-    _shares: tuple[tuple[int, int], tuple[int, int]] = field(init=False)
+    ratio: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         roles, mesh = self.strategy.roles, self.strategy.mesh.shape
-        self._shares = _share(roles.residual, mesh), _share(roles.core(True), mesh)
-        (rows, tokens), (core_rows, core_tokens) = self._shares
-        self.ratio = rows // core_rows, tokens // core_tokens
+        rows, tokens = (
+            num_parts(roles.residual, mesh, (word,)) // num_parts(roles.core(True), mesh, (word,))
+            for word in TOKENS
+        )
+        self.ratio = rows, tokens
 
     def check(self, ids: Tensor) -> None:
         """Raise LayoutError where a rank would have no tokens, or ranks are to have even shares and cannot."""
@@ -110,7 +112,7 @@ class Tokens:
                 left = size
                 for parts in (n for dim, n in zip(dims, shape, strict=True) if dim == word):
                     left -= -(-left // parts) * (parts - 1)
-                most = _share(dims, shape)[at]
+                most = num_parts(dims, shape, (word,))
                 if left <= 0 or (self.ratio[at] > 1 and size % most):
                     raise LayoutError(
                         f"{word} {size} is not shared out to {most} ranks as layers that run the model's own code "
@@ -176,12 +178,3 @@ class Tokens:
         if self.ids is None:
             raise UnsupportedError("a part of a parallelised model is called by itself: call the whole model")
         return self.ids
-
-
-def _share(dims: AxisDims, mesh: tuple[int, ...]) -> tuple[int, int]:
-    """Return among how many ranks rows and tokens are shared."""
-    shares = dict.fromkeys(TOKENS, 1)
-    for dim, size in zip(dims, mesh, strict=True):
-        if dim in shares:
-            shares[dim] *= size
-    return shares["batch"], shares["sequence"]
