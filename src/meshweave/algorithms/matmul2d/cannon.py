@@ -24,8 +24,9 @@ from meshweave.algorithms.matmul2d.common.extents import (
     chunk_extent,
     largest_extent,
     local_extent,
-    slice_work,
+    product_task,
 )
+from meshweave.algorithms.matmul2d.common.ops import local_product, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -38,10 +39,9 @@ from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, chunk_bounds
-from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement, When
+from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary
-from meshweave.ir.program.ops import Add, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.program.ops import Add, Op, Permute, ReduceScatter
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, move_work
@@ -126,7 +126,7 @@ class _CannonProgramBuilder:
         """Yield the skews of operands that move, then a product at each step, with shifts between."""
         steps = self.steps
         if steps.side == 1:
-            yield self._product("c", "a", "b")
+            yield local_product(self.problem.dataflow, {name: full_matrix(name) for name in "abc"}, 0)
             return
         for moving in self.moving:
             if not moving.scattered:
@@ -143,8 +143,8 @@ class _CannonProgramBuilder:
         operand["c"] = full_matrix(self.target)
         for moving in self.moving:
             operand[moving.operand] = self._part(moving, "p" if moving.scattered else "s", step)
-        adds = binary(">", step, 0) if self.problem.dataflow == "os" else 0
-        yield self._product(operand["c"], operand["a"], operand["b"], adds)
+        dataflow = self.problem.dataflow
+        yield local_product(dataflow, operand, binary(">", step, 0) if dataflow == "os" else 0)
         for moving in self.moving:
             if moving.scattered:
                 yield from self._send_sum(moving, step, last, operand["c"])
@@ -168,19 +168,6 @@ class _CannonProgramBuilder:
             # One slot is enough: the lane adds what has arrived before it receives the next.
             received = replace(self._part(moving, "in", step + 1), slot=0)
             yield self._permute(moving, "shift", received, sum_, -1)
-
-    def _product(self, c: View | str, a: View | str, b: View | str, accumulate: Index = 0) -> Op:
-        out, left, right = (full_matrix(view) if isinstance(view, str) else view for view in (c, a, b))
-        dataflow = self.problem.dataflow
-        return Matmul(
-            out=out,
-            a=left,
-            b=right,
-            transpose_a=dataflow == "rs",
-            transpose_b=dataflow == "ls",
-            accumulate=accumulate,
-            lane="compute",
-        )
 
     def _part(self, moving: MovingMatrix, suffix: str, step: Index) -> View:
         size, side = self.problem.sliced_size, self.steps.side
@@ -224,13 +211,7 @@ def build(
             name="sum_c",
         )
         body = (*body, total)
-    declared = problem.declarations(name, placed)
-    return replace(
-        declared,
-        buffers=declared.buffers + tuple(buffers),
-        lanes=tuple(Lane(lane) for lane in lanes),
-        body=(On(MESH, body),),
-    )
+    return with_ops(problem.declarations(name, placed), buffers, lanes, body)
 
 
 # --- skeleton -------------------------------------------------------------------------------------------
@@ -256,8 +237,7 @@ def _tasks(problem: Matmul2dProblem, steps: CannonSteps, first: bool, last: bool
     """Return the tasks of one step, with the skew before the first and what ends the product after the last."""
     placed = two_d_placements(problem)
     each = -(-problem.sliced_size // steps.side)
-    first_dim, second_dim = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
-    product = Task("matmul", "compute", slice_work(problem, first_dim, second_dim, each))
+    product = product_task(problem, placed, each)
     if steps.side == 1:
         return (product,)
     parts = {
@@ -359,12 +339,6 @@ class Cannon(Matmul2d):
         """Return the square mesh shape of `num_chips` chips, or () if their number is no square."""
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
-
-    def candidates(
-        self, problem: Matmul2dProblem, cluster: Cluster | None = None
-    ) -> Iterator[Matmul2dConfig]:
-        """Yield the only config: there is nothing to choose."""
-        yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program: a skew, then P products with a shift by one chip between two."""

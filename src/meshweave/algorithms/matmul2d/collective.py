@@ -7,13 +7,10 @@ single slice, which needs no copy into slices, and is written as such.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.slices import Slices
 from meshweave.algorithms.matmul2d.meshslice import build, build_skeleton
-from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
@@ -31,12 +28,6 @@ class CollectiveProduct(Matmul2d):
     name = "collective"
     title = "Collective"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
-
-    def candidates(
-        self, problem: Matmul2dProblem, cluster: Cluster | None = None
-    ) -> Iterator[Matmul2dConfig]:
-        """Yield the only config: there is nothing to choose."""
-        yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program: all-gathers of moving inputs, the product, reduce-scatter of a moving output."""

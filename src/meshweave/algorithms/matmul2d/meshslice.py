@@ -20,7 +20,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
+from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, product_task
+from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -33,9 +34,9 @@ from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
+from meshweave.ir.program import Buffer, Program, Repeat
 from meshweave.ir.program.expressions import Index, Var, binary
-from meshweave.ir.program.ops import AllGather, Copy, Matmul, Op, ReduceScatter
+from meshweave.ir.program.ops import Copy, Op
 from meshweave.ir.program.views import FULL, Range, View
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, move_work
@@ -104,16 +105,8 @@ class _MeshSliceProgramBuilder:
             operand[moving.operand] = view
             (after if moving.scattered else before).extend(ops)
         sums = problem.dataflow == "os" and self.sliced
-        product = Matmul(
-            out=operand["c"],
-            a=operand["a"],
-            b=operand["b"],
-            transpose_a=problem.dataflow == "rs",
-            transpose_b=problem.dataflow == "ls",
-            accumulate=binary(">", number, 0) if sums else 0,
-            lane="compute",
-        )
-        return [*before, product, *after]
+        accumulate = binary(">", number, 0) if sums else 0
+        return [*before, local_product(problem.dataflow, operand, accumulate), *after]
 
     def _move(
         self, moving: MovingMatrix, slot: Index, start: Index, width: Index, total: Index
@@ -132,32 +125,12 @@ class _MeshSliceProgramBuilder:
             return [Copy(out=pair[0], src=pair[1], lane=moving.axis, name=_copy_name(moving))], gathered
         piece = matrix_slice(f"{name}_s", moving.dim, Range(0, part), slot) if self.sliced else shard
         sizes = self.slices.part(size, PEER, start, width)[0]
-        over = f"{MESH}.{moving.axis}"
         copy: list[Op] = []
         if self.sliced:
             pair = (shard, piece) if moving.scattered else (piece, shard)
             copy = [Copy(out=pair[0], src=pair[1], lane=moving.axis, name=_copy_name(moving))]
-        if moving.scattered:
-            scatter = ReduceScatter(
-                over=over,
-                out=piece,
-                src=gathered,
-                dim=moving.dim,
-                sizes=sizes,
-                lane=moving.axis,
-                name=f"scatter_{name}",
-            )
-            return [scatter, *copy], gathered
-        gather = AllGather(
-            over=over,
-            out=gathered,
-            src=piece,
-            dim=moving.dim,
-            sizes=sizes,
-            lane=moving.axis,
-            name=f"gather_{name}",
-        )
-        return [*copy, gather], gathered
+        moved = collective_of(moving, gathered, piece, sizes)
+        return ([moved, *copy] if moving.scattered else [*copy, moved]), gathered
 
 
 def _copy_name(moving: MovingMatrix) -> str:
@@ -187,11 +160,7 @@ def build(
             start, stop = slices.bounds(number)
             listed += builder.step_ops(number, start, stop - start, slices.total(number))
         body = tuple(listed)
-    declared = problem.declarations(name, placed)
-    lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
-    return replace(
-        declared, buffers=declared.buffers + tuple(builder.buffers), lanes=lanes, body=(On(MESH, body),)
-    )
+    return with_ops(problem.declarations(name, placed), builder.buffers, ("compute", "row", "col"), body)
 
 
 # --- skeleton -------------------------------------------------------------------------------------------
@@ -241,9 +210,7 @@ def _step_tasks(
             continue
         (after if moving.scattered else before).extend(tasks)
         waits.append((tasks[0].name, SLOTS) if moving.scattered else (tasks[-1].name, 0))
-    first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
-    product = Task("matmul", "compute", slice_work(problem, first, second, total), tuple(waits))
-    return (*before, product, *after)
+    return (*before, replace(product_task(problem, placements, total), after=tuple(waits)), *after)
 
 
 def _move_tasks(
@@ -268,8 +235,7 @@ def _move_tasks(
 
 def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
     """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix."""
-    first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
-    tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
+    tasks = [product_task(problem, placements, problem.sliced_size)]
     for moving in (problem.horizontal, problem.vertical):
         size = problem.axis_size(moving.axis)
         if size > 1:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import (
     Dataflow,
     Matmul2dConfig,
@@ -30,17 +29,11 @@ from meshweave.algorithms.matmul2d.common.problem import (
     MovingMatrix,
     Placements,
 )
-from meshweave.algorithms.matmul2d.common.ring import RingProduct, build
-from meshweave.algorithms.matmul2d.common.ring_costs import (
-    build_skeleton,
-    iteration_counts,
-    peak_bytes,
-    traffic,
-)
+from meshweave.algorithms.matmul2d.common.ring import RingProduct
+from meshweave.algorithms.matmul2d.common.ring_algorithm import RingAlgorithm
+from meshweave.algorithms.matmul2d.common.ring_costs import iteration_counts
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Program
-from meshweave.ir.skeleton import Skeleton
 
 _TENSOR_DIMS: dict[Dataflow, tuple[int, int, int]] = {"os": (0, 1, 1), "ls": (1, 1, 0), "rs": (0, 1, 1)}
 """Sharded dim of A, B, C as stored."""
@@ -63,13 +56,12 @@ def fsdp_placements(problem: Matmul2dProblem) -> Placements:
     return _placements((0, 0, 0))
 
 
-class _RingAlgorithm(Matmul2d):
+class _OneRing(RingAlgorithm):
     """A product on a ring of all chips, along which one matrix travels.
 
     A config chooses the number of products.
     """
 
-    estimate_accuracy = "upper_bound"
     moves: ClassVar[dict[Dataflow, str]]
     """The operand that travels, by dataflow."""
 
@@ -84,31 +76,14 @@ class _RingAlgorithm(Matmul2d):
         for count in iteration_counts(problem.axis_size("col")):
             yield Matmul2dConfig((1,) * count)
 
-    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        """Return the program of the ring."""
-        return build(self._ring(problem, config), self.name)
-
-    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the tasks of the program, every part as large as the largest."""
-        return build_skeleton(self._ring(problem, config))
-
-    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank receives, by "mesh.axis"."""
-        return traffic(self._ring(problem, config), rank)
-
-    def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
-        """Return the most bytes that a rank holds at once, operands and results included."""
-        if rank:
-            return super().peak_bytes(problem, config, rank)
-        return peak_bytes(self._ring(problem, config))
-
-    def _ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
+    def ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
+        """Return the ring of all chips, around which the operand of `moves` travels."""
         operand = self.moves[problem.dataflow]
         moving = MovingMatrix(operand, "col", 0, operand == "c")
         return RingProduct(problem, self.operand_placements(problem), moving, None, config.slice_count)
 
 
-class TensorParallel1d(_RingAlgorithm):
+class TensorParallel1d(_OneRing):
     """Tensor parallelism with sequence sharding: activations travel around the ring, weights stay."""
 
     name = "tp1d"
@@ -122,7 +97,7 @@ class TensorParallel1d(_RingAlgorithm):
         return tensor_placements(problem)
 
 
-class FullyShardedDataParallel(_RingAlgorithm):
+class FullyShardedDataParallel(_OneRing):
     """FSDP: weights, or their gradient, travel around the ring; activations stay."""
 
     name = "fsdp"

@@ -26,8 +26,8 @@ from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Lane, On, Program
 from meshweave.ir.program.ops import AllReduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task

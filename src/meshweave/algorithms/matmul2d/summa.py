@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
+from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, product_task
+from meshweave.algorithms.matmul2d.common.ops import local_product, with_ops
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
     Matmul2dConfig,
@@ -34,9 +34,9 @@ from meshweave.algorithms.matmul2d.summa_steps import SliceStep, are_alike, slic
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
+from meshweave.ir.program import Buffer, Program, Repeat
 from meshweave.ir.program.expressions import Index, Var, binary, equal
-from meshweave.ir.program.ops import Broadcast, Matmul, Op, Reduce
+from meshweave.ir.program.ops import Broadcast, Op, Reduce
 from meshweave.ir.program.views import Range
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, matmul_work
@@ -79,7 +79,6 @@ class _SummaProgramBuilder:
 
     def step_ops(self, number: Index, step: SliceStep) -> list[Op]:
         """Return the ops of one step. Where `number` is an expression, these are the ops of any equal step."""
-        dataflow = self.problem.dataflow
         slot = number % self.num_slots if self.num_slots > 1 else 0
         operand = {name: full_matrix(name) for name in "abc"}
         before: list[Op] = []
@@ -95,16 +94,8 @@ class _SummaProgramBuilder:
             panels = step.panels(self.problem, moving)
             ops = [self._move(moving, number, step, slot, *panel) for panel in panels]
             (after if moving.scattered else before).extend(ops)
-        product = Matmul(
-            out=operand["c"],
-            a=operand["a"],
-            b=operand["b"],
-            transpose_a=dataflow == "rs",
-            transpose_b=dataflow == "ls",
-            accumulate=binary(">", number, 0) if dataflow == "os" else 0,
-            lane="compute",
-        )
-        return [*before, product, *after]
+        accumulate = binary(">", number, 0) if self.problem.dataflow == "os" else 0
+        return [*before, local_product(self.problem.dataflow, operand, accumulate), *after]
 
     def _move(
         self, moving: MovingMatrix, number: Index, step: SliceStep, slot: Index, offset: int, width: int
@@ -313,11 +304,7 @@ class Summa(Matmul2d):
             body = (Repeat("p", len(steps), tuple(builder.step_ops(Var("p"), steps[0]))),)
         else:
             body = tuple(op for number, step in enumerate(steps) for op in builder.step_ops(number, step))
-        declared = problem.declarations("summa")
-        lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
-        return replace(
-            declared, buffers=declared.buffers + builder.buffers(), lanes=lanes, body=(On(MESH, body),)
-        )
+        return with_ops(problem.declarations("summa"), builder.buffers(), ("compute", "row", "col"), body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return the tasks of rank (0, 0), which has the largest shards; broadcasts are chains."""
@@ -332,9 +319,7 @@ class Summa(Matmul2d):
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return a skeleton no slower than the config: all products as one task, broadcasts as two per axis."""
-        placed = two_d_placements(problem)
-        first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
-        tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
+        tasks = [product_task(problem, two_d_placements(problem), problem.sliced_size)]
         for moving in (problem.horizontal, problem.vertical):
             if problem.axis_size(moving.axis) > 1:
                 tasks += _pipelined_chains(problem, moving, config)

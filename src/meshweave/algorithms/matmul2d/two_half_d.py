@@ -12,7 +12,6 @@ whose bytes are reported for all, is not the one that needs no skew.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from meshweave.algorithms.matmul2d.cannon import CannonSteps, build, build_skeleton, traffic
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
@@ -26,7 +25,6 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
-from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Var
 from meshweave.ir.skeleton import Skeleton
@@ -74,12 +72,6 @@ class TwoHalfD(Matmul2d):
         """Return placements: A and B replicated over `depth`, rows of C sharded over `row` and then `depth`."""
         replicated = (Shard(0), Shard(1), Replicate())
         return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
-
-    def candidates(
-        self, problem: Matmul2dProblem, cluster: Cluster | None = None
-    ) -> Iterator[Matmul2dConfig]:
-        """Yield the only config: there is nothing to choose."""
-        yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         """Return the program. Raises LayoutError for a mesh that is not P x P x c, see `depth_steps`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
@@ -58,11 +57,14 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         """
         return skeleton_of(self.program(problem, config))
 
-    @abstractmethod
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield the configs that a tuner may try, that with the fewest slices first."""
+        """Yield the configs that a tuner may try, that with the fewest slices first.
+
+        This default yields the only config of an algorithm with nothing to choose.
+        """
+        yield Matmul2dConfig()
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         """Return the mesh shapes of `num_chips` chips that the algorithm can use."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, Placements
 from meshweave.describe.layout import Shard
 from meshweave.ir.program.expressions import Index, Var, minimum
-from meshweave.ir.work import Compute, matmul_work
+from meshweave.ir.skeleton import Task
+from meshweave.ir.work import matmul_work
 
 
 def chunk_extent(size: Index, parts: int, at: Index) -> Index:
@@ -36,7 +37,8 @@ def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: st
     return size
 
 
-def slice_work(problem: Matmul2dProblem, first: int, second: int, width: int) -> Compute:
-    """Return the work of a product of a stationary shard, `first` x `second`, with a slice of `width`."""
+def product_task(problem: Matmul2dProblem, placements: Placements, width: int) -> Task:
+    """Return the task of a product of the largest stationary shard with a slice of `width`."""
+    first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
     dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
-    return matmul_work(*dims[problem.dataflow], problem.dtype)
+    return Task("matmul", "compute", matmul_work(*dims[problem.dataflow], problem.dtype))

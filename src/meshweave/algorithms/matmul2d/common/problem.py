@@ -23,7 +23,7 @@ from meshweave.base.errors import LayoutError, require_known
 from meshweave.base.units import DTYPES, dtype_bytes
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.links import factorisations
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.ir.program import Buffer, Product, Program, Tensor
 
 Dataflow = Literal["os", "ls", "rs"]

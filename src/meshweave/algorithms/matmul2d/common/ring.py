@@ -20,16 +20,17 @@ around the end of the matrix; then they are two products. This module writes the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from meshweave.algorithms.matmul2d.common.extents import chunk_extent, largest_extent, local_extent
+from meshweave.algorithms.matmul2d.common.ops import collective_of, local_product, with_ops
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, MovingMatrix, Placements
 from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
-from meshweave.ir.program import Buffer, Lane, On, Program
+from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.expressions import Index, Var, binary, minimum
-from meshweave.ir.program.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.program.ops import Add, Op, Permute
 from meshweave.ir.program.release import CollectiveStep
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.rings import BACK
@@ -169,13 +170,7 @@ def build(ring: RingProduct, name: str) -> Program:
     builder = _RingProgramBuilder(ring)
     body = tuple(builder.body())
     declared = ring.problem.declarations(name, ring.placements)
-    lanes = {op.lane: Lane(op.lane) for op in body}
-    return replace(
-        declared,
-        buffers=declared.buffers + tuple(builder.buffers.values()),
-        lanes=tuple(lanes.values()),
-        body=(On(MESH, body),),
-    )
+    return with_ops(declared, builder.buffers.values(), dict.fromkeys(op.lane for op in body), body)
 
 
 class _RingProgramBuilder:
@@ -202,29 +197,9 @@ class _RingProgramBuilder:
 
     def _collective(self, exposed: MovingMatrix, whole: str) -> Op:
         """Return the gather of a matrix into buffer `whole`, or the reduce-scatter from there."""
-        over, lane = f"{MESH}.{exposed.axis}", exposed.axis
-        shard, block = full_matrix(exposed.operand), full_matrix(whole)
         size = self.ring.problem.stored_shape(exposed.operand)[exposed.dim]
         sizes = chunk_extent(size, self.ring.problem.axis_size(exposed.axis), Var("peer"))
-        if exposed.scattered:
-            return ReduceScatter(
-                over=over,
-                out=shard,
-                src=block,
-                dim=exposed.dim,
-                sizes=sizes,
-                lane=lane,
-                name=f"scatter_{exposed.operand}",
-            )
-        return AllGather(
-            over=over,
-            out=block,
-            src=shard,
-            dim=exposed.dim,
-            sizes=sizes,
-            lane=lane,
-            name=f"gather_{exposed.operand}",
-        )
+        return collective_of(exposed, full_matrix(whole), full_matrix(exposed.operand), sizes)
 
     def _gather(self) -> Iterator[Op]:
         ring, moving = self.ring, self.ring.moving
@@ -309,8 +284,7 @@ class _RingProgramBuilder:
 
     def _product(self, begin: Index, end: Index, own: bool = False, first: bool = False) -> Op:
         """Return the product over [begin, end) of the cut dim. An `own` part is read from the shard itself."""
-        ring, dataflow = self.ring, self.ring.problem.dataflow
-        views = {}
+        ring, views = self.ring, {}
         for operand, letters in ring.dim_letters.items():
             if own and operand == ring.moving.operand:
                 views[operand] = full_matrix(operand)
@@ -319,15 +293,7 @@ class _RingProgramBuilder:
                 Range(begin, end) if letter == ring.cut_letter else FULL for letter in letters
             ]
             views[operand] = View(self.buffer_of[operand], tuple(selectors))
-        return Matmul(
-            out=views["c"],
-            a=views["a"],
-            b=views["b"],
-            transpose_a=dataflow == "rs",
-            transpose_b=dataflow == "ls",
-            accumulate=int(ring.cut_letter == "k" and not first),
-            lane="compute",
-        )
+        return local_product(ring.problem.dataflow, views, int(ring.cut_letter == "k" and not first))
 
     # --- moving ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,52 @@
+"""The ops that programs of several algorithms have: a local product, and the collective of a matrix that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from meshweave.algorithms.matmul2d.common.problem import MESH, Dataflow, MovingMatrix
+from meshweave.ir.program import Buffer, Lane, On, Program, Statement
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import AllGather, Matmul, ReduceScatter
+from meshweave.ir.program.views import View
+
+
+def local_product(dataflow: Dataflow, operand: Mapping[str, View], accumulate: Index) -> Matmul:
+    """Return the product of views of A and B, stored as a dataflow says, into one of C; views by "a", "b", "c"."""
+    return Matmul(
+        out=operand["c"],
+        a=operand["a"],
+        b=operand["b"],
+        transpose_a=dataflow == "rs",
+        transpose_b=dataflow == "ls",
+        accumulate=accumulate,
+        lane="compute",
+    )
+
+
+def collective_of(moving: MovingMatrix, whole: View, shard: View, sizes: Index) -> AllGather | ReduceScatter:
+    """Return the gather of a matrix into `whole`, or the reduce-scatter from there; member `peer` has `sizes`."""
+    kind: type[AllGather | ReduceScatter] = ReduceScatter if moving.scattered else AllGather
+    verb, out, src = ("scatter", shard, whole) if moving.scattered else ("gather", whole, shard)
+    return kind(
+        over=f"{MESH}.{moving.axis}",
+        out=out,
+        src=src,
+        dim=moving.dim,
+        sizes=sizes,
+        lane=moving.axis,
+        name=f"{verb}_{moving.operand}",
+    )
+
+
+def with_ops(
+    declared: Program, buffers: Iterable[Buffer], lanes: Iterable[str], body: Iterable[Statement]
+) -> Program:
+    """Return declarations of a product (`Matmul2dProblem.declarations`) with scratch, lanes and ops."""
+    return replace(
+        declared,
+        buffers=(*declared.buffers, *buffers),
+        lanes=tuple(map(Lane, lanes)),
+        body=(On(MESH, tuple(body)),),
+    )
