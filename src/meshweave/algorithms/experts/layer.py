@@ -26,18 +26,15 @@ class RowExchange(Protocol):
 
         `tensor` is that of `dst`.
         """
-        ...
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
         """Yield the statements that move rows of experts in `src` back to their source ranks, into `dst`.
 
         `tensor` is that of `src`.
         """
-        ...
 
     def temps(self, layer: LayerText, tensor: str, use: str) -> Iterator[str]:
         """Yield the declarations of the buffers that an exchange needs besides its source and destination."""
-        ...
 
 
 def flat_mesh(problem: ExpertsProblem) -> Mesh:

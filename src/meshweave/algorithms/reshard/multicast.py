@@ -76,35 +76,28 @@ class Strategy(Protocol):
     @property
     def name(self) -> str:
         """Return the name in the table."""
-        ...
 
     @property
     def one_gateway(self) -> bool:
         """Return whether each host receives its copy through a single rank, not through all of them."""
-        ...
 
     def uses_one_sender(self, multicast: Multicast) -> bool:
         """Return whether a single sender sends everything; else each sends a part."""
-        ...
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
         """Yield the multicasts into which the strategy splits this one; each is scheduled on its own."""
-        ...
 
     def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
         """Return into how many messages to cut the bytes that cross each link."""
-        ...
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds by the formulas above, plus latency and packing of each message."""
-        ...
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
         """Return for each host the hop by which the multicast enters it, in the order of hosts.
 
         The gateway of a hop is the rank that knows when its host has everything.
         """
-        ...
 
     def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
         """Append the messages, each of at most a `chunks`-th of the bytes, to `sink`.
@@ -112,7 +105,6 @@ class Strategy(Protocol):
         Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their
         hosts.
         """
-        ...
 
 
 def multicasts_of(task: UnitTask, network: HostTopology, strategy: Strategy) -> Iterator[Multicast]:

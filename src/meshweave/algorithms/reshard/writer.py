@@ -49,7 +49,6 @@ class MessageSink(Protocol):
         last part has at most `tail` bytes, unless that is None. A sink that only counts may yield one chunk for
         many of equal shape.
         """
-        ...
 
     def message(
         self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
@@ -59,11 +58,9 @@ class MessageSink(Protocol):
         `from_source` says that `src` sends from its shard of the source mesh; else it passes on what it
         received. The NIC is free when the last message with `signals` has arrived.
         """
-        ...
 
     def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
         """Make what follows in `lane` of rank `waiter` wait until `receiver` has the last message sent to it."""
-        ...
 
 
 class TrafficCounter:

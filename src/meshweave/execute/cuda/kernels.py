@@ -133,7 +133,7 @@ def _tracked_product(  # type: ignore[no-untyped-def]
         _store_and_count(total, region, like, at, is_row[:, None] & is_column[None, :], ADDS, COUNTS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _accumulate(  # type: ignore[no-untyped-def]
     out, value, rows, columns, out_row, out_column, value_row, value_column
 ):

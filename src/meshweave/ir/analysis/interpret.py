@@ -37,31 +37,24 @@ class Algebra(Protocol):
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Return the product of (..., M, K) and (..., K, N), as `numpy.matmul` does."""
-        ...
 
     def add(self, x: Array, y: Array) -> Array:
         """Return the sum, element by element."""
-        ...
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         """Return the reduction of arrays, element by element; `op` is that of the reducing op, such as "sum"."""
-        ...
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return zeros, which an op writes."""
-        ...
 
     def read(self, block: Array) -> Array:
         """Return a block that an op reads. May raise ProgramError, as for elements never written."""
-        ...
 
     def write(self, block: Array) -> Array:
         """Return a block that an op writes, with the marks that the algebra adds, such as the writing op."""
-        ...
 
     def call(self, op: op_types.Call, rank: int, ins: list[Array]) -> list[Array]:
         """Return the outputs of a call on a rank, from its inputs."""
-        ...
 
 
 def numpy_index(view: View) -> tuple[Any, ...]:

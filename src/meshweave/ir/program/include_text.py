@@ -49,7 +49,6 @@ class ProgramReader(Protocol):
 
     def read_view(self, node: ast.expr) -> View:
         """Return the view of a buffer that a node describes."""
-        ...
 
 
 def read_include(call: ast.Call, reader: ProgramReader) -> Include:

@@ -38,11 +38,9 @@ class RegionReader(Protocol):
 
     def read_view(self, node: ast.expr) -> View:
         """Return the view of a buffer that a node describes."""
-        ...
 
     def read_field(self, name: str, kind: str, node: ast.expr) -> Any:
         """Return the value of an op's field `name`, of type `kind`, that a node describes."""
-        ...
 
 
 def read_product(node: ast.stmt, reader: RegionReader) -> tuple[Statement, ...]:
