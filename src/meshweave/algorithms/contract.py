@@ -147,9 +147,15 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
     def reference(self, problem: ProblemT, inputs: Arrays) -> dict[str, Array]:
         """Return the output tensors by name, computed without sharding in numpy from whole input tensors."""
 
-    @abstractmethod
     def placements(self, problem: ProblemT) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name."""
+        """Return the layout of every input and output tensor, by name.
+
+        This default writes the program of the first config. Where all configs have the same layouts, algorithms
+        say them.
+        """
+        buffers = self.program(problem, next(iter(self.candidates(problem)))).buffers
+        placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
+        return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
         """Return the seconds that the program takes on a machine without contention, in parts.

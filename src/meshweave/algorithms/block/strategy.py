@@ -21,7 +21,6 @@ from meshweave.algorithms.block.sized import SizedSkeleton
 from meshweave.algorithms.contract import Accuracy, Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
-from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.memory import Recompute
 from meshweave.estimate import Estimate, estimate_skeleton
@@ -134,12 +133,6 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
                 f"{self.name}: scatter is '{config.scatter}', which is for sums that are scattered over inner "
                 "features; here are none, give 'reduce_scatter'"
             )
-
-    def placements(self, problem: BlockProblem) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name, as in the first program."""
-        buffers = self.program(problem, next(self.candidates(problem))).buffers
-        placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
-        return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
         """Return the seconds of rank 0, which has the largest shards, without contention between transfers."""

@@ -15,9 +15,9 @@ from meshweave.algorithms.experts.layer import output_names, plain_tensors
 from meshweave.algorithms.experts.problem import ExpertsProblem
 from meshweave.algorithms.experts.reference import cells_reference, layer_reference
 from meshweave.algorithms.experts.routing import Routing
+from meshweave.algorithms.fused.product import NoChoice
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
-from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
@@ -95,15 +95,6 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
             cluster = replace(cluster, network=network)
         return super().machine(problem, config, cluster)
 
-    def placements(self, problem: ExpertsProblem) -> dict[str, Layout]:
-        """Return the layout of every input and output tensor, by name."""
-        program = self.program(problem, next(self.candidates(problem)))
-        return {
-            buffer.tensor: buffer.layout
-            for buffer in program.buffers
-            if buffer.kind in ("input", "output") and buffer.tensor is not None and buffer.layout is not None
-        }
-
     def reference(self, problem: ExpertsProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of a loop over experts, without sharding; of an exchange its rows by rank."""
         if problem.part in ("layer", "training"):
@@ -128,3 +119,11 @@ class ExpertsAlgorithm(Algorithm[ExpertsProblem, ConfigT], Generic[ConfigT]):
             elif name not in output_names(problem):
                 inputs[name] = draw.integers(-3, 4, shape).astype(dtype)
         return inputs
+
+
+class UnchosenExperts(ExpertsAlgorithm[NoChoice]):
+    """An algorithm that leaves nothing open."""
+
+    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
+        """Yield the only config: there is nothing to choose."""
+        yield NoChoice()

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.algorithm import UnchosenExperts
 from meshweave.algorithms.experts.layer import LayerText
 from meshweave.algorithms.experts.problem import ExpertsProblem
 from meshweave.algorithms.fused.product import NoChoice
-from meshweave.describe.machine.cluster import Cluster
 
 
-class DirectAllToAll(ExpertsAlgorithm[NoChoice]):
+class DirectAllToAll(UnchosenExperts):
     """All rows of two ranks in one message of an all-to-all."""
 
     name = "experts_direct"
     title = "Experts by all-to-all"
     source = "Lepikhin et al., GShard, arXiv 2006.16668, section 3.2"
-
-    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
-        yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
         """Return the text form of the program for all routings, which takes the counts of rows as inputs."""

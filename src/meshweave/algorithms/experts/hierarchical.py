@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshweave.algorithms.contract import Array
-from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.algorithm import UnchosenExperts
 from meshweave.algorithms.experts.host_functions import host_functions
 from meshweave.algorithms.experts.layer import LayerText, call_text, output_names, plain_tensors
 from meshweave.algorithms.experts.pairwise import PairwiseExchange
 from meshweave.algorithms.experts.problem import ExpertsProblem
 from meshweave.algorithms.fused.product import NoChoice
-from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program.text import mesh_to_text
 
 _EXPERTS, _SOURCES, _GATEWAY = "[S(0), S(0)]", "[SS(1, {local}), S(1)]", "[S(0), S(1)]"
@@ -201,16 +200,12 @@ class HierarchicalText:
         yield from (self._sum("dx", "du"), self._sum("dgates", "dga"))
 
 
-class HierarchicalExperts(ExpertsAlgorithm[NoChoice]):
+class HierarchicalExperts(UnchosenExperts):
     """Sends one copy of a token to each host that needs it, over the NICs; the host hands it to its experts."""
 
     name = "experts_hierarchical"
     title = "Experts by hosts"
     source = "Zhao et al., DeepSeek-V3, arXiv 2412.19437, section 3.2.2; Zhuang et al., AlpaComm, MLSys '23"
-
-    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
-        yield NoChoice()
 
     def refusal(self, problem: ExpertsProblem) -> str | None:
         """Return why a problem does not fit: a mesh without hosts, or an exchange alone; None if it fits."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.algorithm import UnchosenExperts
 from meshweave.algorithms.experts.layer import LayerText
 from meshweave.algorithms.experts.problem import ExpertsProblem
 from meshweave.algorithms.fused.product import NoChoice
-from meshweave.describe.machine.cluster import Cluster
 
 
 class PairwiseExchange:
@@ -27,7 +26,7 @@ class PairwiseExchange:
         yield from own_cells(layer, layer.received(dst, "ep.x"), layer.packed(src, "ep.x"))
         source, target = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.received(dst, source), layer.packed(src, target)
-        yield from self._rounds(layer, f'permute({out}, {sent}, over="ep.x", shift=r + 1, lane=go)')
+        yield from other_cells(layer, f'permute({out}, {sent}, over="ep.x", shift=r + 1, lane=go)')
 
     def combine(self, layer: LayerText, src: str, dst: str, tensor: str) -> Iterator[str]:
         """Yield the statements of a copy of rows that stay on the rank, then of the rounds in reverse."""
@@ -35,13 +34,7 @@ class PairwiseExchange:
         source, owner = layer.peer(f"{layer.count - 1} - r"), layer.peer("1 + r")
         out, sent = layer.packed(dst, owner), layer.received(src, source)
         shift = f"{layer.count - 1} - r"
-        yield from self._rounds(layer, f'permute({out}, {sent}, over="ep.x", shift={shift}, lane=back)')
-
-    def _rounds(self, layer: LayerText, statement: str) -> Iterator[str]:
-        if layer.count > 1:
-            yield f"for r in range({layer.count - 1}):"
-            yield f"    for e in range({layer.own}):"
-            yield f"        {statement}"
+        yield from other_cells(layer, f'permute({out}, {sent}, over="ep.x", shift={shift}, lane=back)')
 
 
 def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
@@ -50,17 +43,21 @@ def own_cells(layer: LayerText, out: str, src: str) -> Iterator[str]:
     yield f"    copy({out}, {src}, lane=compute)"
 
 
-class PairwiseRounds(ExpertsAlgorithm[NoChoice]):
+def other_cells(layer: LayerText, statement: str) -> Iterator[str]:
+    """Yield the statements that repeat one for each expert `e` and each other rank, `r` + 1 places on."""
+    if layer.count > 1:
+        yield f"for r in range({layer.count - 1}):"
+        yield f"    for e in range({layer.own}):"
+        yield f"        {statement}"
+
+
+class PairwiseRounds(UnchosenExperts):
     """Rounds in which each rank sends to one rank and receives from another."""
 
     name = "experts_pairwise"
     title = "Experts by pairwise rounds"
     shares_nics = True
     source = "Thakur and Gropp, EuroPVM/MPI '03, section 4.3"
-
-    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
-        yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
         """Return the text form of the program for all routings, which takes the counts of rows as inputs."""

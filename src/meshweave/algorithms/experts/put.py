@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.experts.algorithm import ExpertsAlgorithm
+from meshweave.algorithms.experts.algorithm import UnchosenExperts
 from meshweave.algorithms.experts.layer import LayerText
-from meshweave.algorithms.experts.pairwise import own_cells
+from meshweave.algorithms.experts.pairwise import other_cells, own_cells
 from meshweave.algorithms.experts.problem import ExpertsProblem
 from meshweave.algorithms.fused.product import NoChoice
-from meshweave.describe.machine.cluster import Cluster
 
 
-class PutToOwner(ExpertsAlgorithm[NoChoice]):
+class PutToOwner(UnchosenExperts):
     """Rows are put into the expert's memory, where products read them; the next rank's first."""
 
     name = "experts_put"
@@ -23,10 +22,6 @@ class PutToOwner(ExpertsAlgorithm[NoChoice]):
     source = "Brock et al., one-sided universal matrix products, IPDPS '26; DeepEP's low-latency kernels"
     is_one_sided = True
     shares_nics = True
-
-    def candidates(self, problem: ExpertsProblem, cluster: Cluster | None = None) -> Iterator[NoChoice]:
-        """Yield the only config: there is nothing to choose."""
-        yield NoChoice()
 
     def text(self, problem: ExpertsProblem, config: NoChoice) -> str:
         """Return the text form of the program for all routings, which takes the counts of rows as inputs."""
@@ -51,8 +46,5 @@ class PutToOwner(ExpertsAlgorithm[NoChoice]):
         yield from self._puts(layer, f"put(at({layer.rank_of(peer)}, {out}), {sent}, lane=back)", "back")
 
     def _puts(self, layer: LayerText, statement: str, lane: str) -> Iterator[str]:
-        if layer.count > 1:
-            yield f"for r in range({layer.count - 1}):"
-            yield f"    for e in range({layer.own}):"
-            yield f"        {statement}"
+        yield from other_cells(layer, statement)
         yield f'fence(over="ep", lane={lane})'

@@ -30,7 +30,6 @@ from meshweave.algorithms.step.space import StepSpace
 from meshweave.algorithms.step.step_memory import least_memory, memory_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.cost.machine import Machine
-from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.estimate import Estimate
@@ -116,12 +115,6 @@ class StepAlgorithm(Algorithm[StepProblem, Parallelism]):
     def machine(self, problem: StepProblem, config: Parallelism, cluster: Cluster) -> Machine:
         """Return the machine of the program, on the cluster of the problem; `cluster` is not used."""
         return lay_step(step_of(problem, config).stages, folds=False).machine
-
-    def placements(self, problem: StepProblem) -> dict[str, Layout]:
-        """Return the layouts of the first candidate's buckets (vectors of weights, gradients), by tensor name."""
-        buffers = self.program(problem, next(self.candidates(problem))).buffers
-        placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
-        return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     # --- closed forms -----------------------------------------------------------------------------------
 
