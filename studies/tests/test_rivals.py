@@ -8,7 +8,7 @@ from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.links import factorisations
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.work import traffic
 from meshweave_studies.slicing.cosma import choose_grid, cosma_program, face_elements

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import NetworkAxis, factorisations
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, SwitchNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeNetwork
 

@@ -25,7 +25,7 @@ from meshweave.algorithms.block.sites import product_parts, ring_parts
 from meshweave.algorithms.block.sized import FlatTask
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.base.errors import MeshweaveError
-from meshweave.describe.machine.links import factorisations
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
 from product_sites import product_sites

@@ -16,8 +16,8 @@ from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.cost.machine import Machine
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.describe.machine.links import factorisations
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate, estimate_skeleton

@@ -118,7 +118,8 @@ def parts_of_writer(
     layers.write_backward()
     writer.cut()
     back = _again(first, recompute) + tuple(writer.statements[len(first) :])
-    back = _scratch_again(writer, first, back) + back
+    scratch = {name for name in read_first(back) if writer.buffers[name].kind == "scratch"}
+    back = makers_of(scratch, first, "the backward part reads") + back
     for landed in layers.unsummed.values():
         layout = layout_of(mesh, landed.sides, landed.dims)
         writer.buffers[landed.buffer] = replace(writer.buffers[landed.buffer], layout=layout)
@@ -157,16 +158,18 @@ def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statem
     return chosen
 
 
-def _scratch_again(
-    writer: ProgramWriter, forward: tuple[Statement, ...], back: tuple[Statement, ...]
-) -> tuple[Statement, ...]:
-    """Return the calls of the forward program that make the scratch which the backward one begins with."""
-    scratch = {name for name in read_first(back) if writer.buffers[name].kind == "scratch"}
+def makers_of(scratch: set[str], statements: tuple[Statement, ...], readers: str) -> tuple[Statement, ...]:
+    """Return the calls among statements that write some scratch buffers, which `readers` read.
+
+    Raises UnsupportedError where something else writes one.
+    """
     calls = tuple(
-        each for each in forward if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
+        each
+        for each in statements
+        if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
     )
     if lost := scratch - {view.buffer for call in calls for view in call.writes}:
-        raise UnsupportedError(f"the backward part reads {min(lost)}, which is no tensor that can be kept")
+        raise UnsupportedError(f"{readers} {min(lost)}, which is no tensor that can be kept")
     return calls
 
 

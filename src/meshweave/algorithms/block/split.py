@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.block.parts import BlockParts, reaching, read_first
+from meshweave.algorithms.block.parts import BlockParts, makers_of, reaching, read_first
 from meshweave.algorithms.block.writer import NEXT_SITE
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Lane, On, Program, Statement
@@ -50,8 +50,9 @@ def split_backward(parts: BlockParts) -> SplitBackward:
     if not wanted:
         return SplitBackward(None, whole, ())
     first, second = _cut(on.body, wanted, outputs - wanted)
-    second = (*_scratch_again(whole, first, second), *second)
     made = {view.buffer for op in ops_of(first) for view in op.writes}
+    scratch = {name for name in read_first(second) if whole.buffer_of[name].kind == "scratch"} & made
+    second = (*makers_of(scratch, first, "gradients of weights read"), *second)
     passed = tuple(name for name in read_first(second) if name in made)
     if changed := {view.buffer for op in ops_of(second) for view in op.writes} & set(passed):
         raise UnsupportedError(f"gradients of weights change {min(changed)}, which the residual's has left")
@@ -102,20 +103,6 @@ def _leading_to(statements: Sequence[Statement], wanted: Iterable[str]) -> set[i
             needed |= {view.buffer for op in ops for view in op.reads}
             numbers.add(number)
     return numbers
-
-
-def _scratch_again(
-    whole: Program, first: Sequence[Statement], second: Sequence[Statement]
-) -> tuple[Statement, ...]:
-    """Return the calls of the first part that make scratch which the second one reads before it writes it."""
-    made = {view.buffer for op in ops_of(first) for view in op.writes}
-    scratch = {name for name in read_first(second) if whole.buffer_of[name].kind == "scratch"} & made
-    calls = tuple(
-        each for each in first if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
-    )
-    if lost := scratch - {view.buffer for call in calls for view in call.writes}:
-        raise UnsupportedError(f"gradients of weights read {min(lost)}, which is no tensor that can be kept")
-    return calls
 
 
 def _program(

@@ -83,7 +83,6 @@ class TimedWork(Protocol):
 
     def __call__(self, tokens: int, *, load: float | None = None) -> Work:
         """Return the work."""
-        ...
 
 
 class BlockWriter(ABC):

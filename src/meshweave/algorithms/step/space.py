@@ -28,6 +28,7 @@ from meshweave.algorithms.step.stack_runs import ZERO_LEVELS
 from meshweave.algorithms.step.strategies import refusal_in_step
 from meshweave.algorithms.table import SCHEDULES, STRATEGIES
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
+from meshweave.describe.layout.shapes import divisors_of
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
@@ -344,12 +345,6 @@ class StepSpace:
 @lru_cache(maxsize=8192)
 def _takes(schedule: str, pipeline: int, virtual: int, num_micro_batches: int) -> bool:
     return SCHEDULES[schedule].for_stages(virtual).takes(pipeline, virtual, num_micro_batches)
-
-
-def divisors_of(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:

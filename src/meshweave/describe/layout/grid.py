@@ -15,6 +15,7 @@ from typing import Literal
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.layouts import Layout, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.shapes import near_square
 
 AXES = ("replica", "row", "col")
 """Axes of the mesh of a `ProcessGrid`; its replicas differ along axis 0 only."""
@@ -74,8 +75,7 @@ class ProcessGrid:
             )
         each = num_ranks // replicas
         if shape is None:
-            rows = max(r for r in range(1, math.isqrt(each) + 1) if each % r == 0)
-            shape = rows, each // rows
+            shape = near_square(each)
         if min(shape) < 1 or math.prod(shape) != each:
             raise LayoutError(
                 f"grid {name}: a process grid of {shape[0]} x {shape[1]} does not use the {each} ranks of each "

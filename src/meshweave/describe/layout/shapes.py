@@ -28,12 +28,20 @@ def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]
 
 def near_square(count: int) -> tuple[int, int]:
     """Return (rows, columns) of the mesh of `count` ranks that is nearest to a square, with rows <= columns."""
-    rows = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
+    rows = max(divisor for divisor in divisors_of(count) if divisor**2 <= count)
     return rows, count // rows
 
 
-def device_meshes(num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Return all meshes (d1, d2) of `num_devices` devices, the smallest d2 first: ATP-1, ATP-2, ..."""
-    small = [d for d in range(1, math.isqrt(num_devices) + 1) if num_devices % d == 0]
-    divisors = sorted({*small, *(num_devices // d for d in small)})
-    return tuple((num_devices // d2, d2) for d2 in divisors)
+def divisors_of(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
+    """Return all tuples of `num_dims` sizes whose product is `count`, in ascending order."""
+    if num_dims == 1:
+        return ((count,),)
+    return tuple(
+        (d, *sizes) for d in divisors_of(count) for sizes in factorisations(count // d, num_dims - 1)
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.base.errors import DescriptionError, LayoutError, require_known
+from meshweave.describe.layout.shapes import factorisations
 
 COMM_KINDS = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
@@ -137,15 +138,6 @@ class NetworkAxis:
 
 def _known_kind(kind: str) -> None:
     require_known(kind, COMM_KINDS, "unknown kind of communication", DescriptionError, "known:")
-
-
-def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
-    """Return all tuples of `num_dims` sizes whose product is `count`, in ascending order."""
-    if num_dims == 1:
-        return ((count,),)
-    small = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
-    divisors = sorted({*small, *(count // d for d in small)})
-    return tuple((d, *sizes) for d in divisors for sizes in factorisations(count // d, num_dims - 1))
 
 
 def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:

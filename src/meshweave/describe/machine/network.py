@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.links import (
     AnyShapeNetwork,
     NetworkAxis,
     check_axis,
     check_dims,
-    factorisations,
     slowest_axis,
 )
 from meshweave.describe.machine.tree import TreeNetwork

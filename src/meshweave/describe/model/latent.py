@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshweave.describe.model.nodes import Attention, Features, Kept, Linear, NodeWeight, Norm
+from meshweave.describe.model.nodes import Attention, Features, Kept, Linear, Norm
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,12 @@ class LocalLinear(Linear):
     """A product with a weight that every rank has whole; each rank multiplies its own tokens."""
 
     is_product = False
+    weight_kind = "whole"
 
     @property
     def makes_terms(self) -> bool:
         """Return False, always: its result is no partial sum."""
         return False
-
-    @property
-    def parameters(self) -> tuple[NodeWeight, ...]:
-        """Return the weight, and the bias if there is one."""
-        weight = NodeWeight(self.weight, (self.operand, self.result), "whole", self.modules)
-        return (weight, NodeWeight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
 
 
 @dataclass(frozen=True)

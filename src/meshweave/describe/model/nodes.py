@@ -237,6 +237,7 @@ class Linear(LayerNode):
     modules: tuple[tuple[str, int], ...] = ()
 
     is_product = True
+    weight_kind: ClassVar[Literal["matrix", "whole"]] = "matrix"
     labels = ("operand", "result", "name", "weight", "bias", "modules")
 
     @property
@@ -267,7 +268,7 @@ class Linear(LayerNode):
     @property
     def parameters(self) -> tuple[NodeWeight, ...]:
         """Return the weight, and the bias if there is one."""
-        weight = NodeWeight(self.weight, (self.operand, self.result), "matrix", self.modules)
+        weight = NodeWeight(self.weight, (self.operand, self.result), self.weight_kind, self.modules)
         return (weight, NodeWeight(self.bias_name, (self.result,), "bias")) if self.bias else (weight,)
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import READ, Call
 from meshweave.ir.program.statements import On, When, ops_of, statements_of
-from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.views import Range, View, selector_bounds
 
 Parts = tuple[int, tuple[tuple[int, int], ...]]
 """A dim, and the [start, stop) of each part of it."""
@@ -73,13 +73,7 @@ def part_number(view: View, parts: Parts) -> int | None:
     """Return which of `parts` a resolved view is in their dim, by index; None if it is none of them."""
     selector = view.selectors[parts[0]]
     numbers = {bounds: number for number, bounds in enumerate(parts[1])}
-    return numbers.get(_bounds(selector)) if isinstance(selector, Range) else None
-
-
-def _bounds(selector: Range) -> tuple[int, int]:
-    start, stop = selector.start, selector.stop
-    assert isinstance(start, int) and isinstance(stop, int), "a view is not resolved"
-    return start, stop
+    return numbers.get(selector_bounds(selector)) if isinstance(selector, Range) else None
 
 
 def _in_slot_0(view: View) -> View:
@@ -96,7 +90,7 @@ def _parts(program: Program, name: str, written: set[View]) -> Parts | None:
         return None
     dim = cut.pop()
     ranges = {view.selectors[dim] for view in written}
-    bounds = sorted(_bounds(selector) for selector in ranges if isinstance(selector, Range))
+    bounds = sorted(selector_bounds(selector) for selector in ranges if isinstance(selector, Range))
     ends = [0, *(stop for _, stop in bounds)]
     if len(bounds) < len(ranges) or [start for start, _ in bounds] != ends[:-1] or ends[-1] != shape[dim]:
         return None

@@ -18,7 +18,7 @@ from meshweave.execute.jax.devices import quoted
 from meshweave.execute.jax.turns import Number, NumberTexts, Point, Turn
 from meshweave.execute.jax.variables import Parts, part_number
 from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.views import Blocked, Range, Selector, View
+from meshweave.ir.program.views import Blocked, Range, View, selector_bounds
 
 WIDER = {"bfloat16": "float32", "float16": "float32"}
 """The dtype in which sums of halves are kept."""
@@ -156,7 +156,7 @@ class Views:
             if is_short and not held.is_value:
                 return False
         return all(
-            _bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
+            selector_bounds(view.selectors[dim]) == (0, self.program.local_shape(name, point[1])[dim])
             and not isinstance(view.selectors[dim], Blocked)
             for point, view in access.at.items()
         )
@@ -166,7 +166,7 @@ class Views:
         extent = self.held[access.view.buffer].shape[dim]
         return all(
             isinstance(view.selectors[dim], Range)
-            and _bounds(view.selectors[dim])[0] + access.most(dim, point[0]) <= extent
+            and selector_bounds(view.selectors[dim])[0] + access.most(dim, point[0]) <= extent
             for point, view in access.at.items()
         )
 
@@ -179,7 +179,11 @@ class Views:
                 if len(selectors) > 1 or not isinstance(selector, Blocked):
                     return False
                 first, block, stride = _int(selector.first), _int(selector.block), _int(selector.stride)
-                if _bounds(selector) != (0, extent) or extent % stride or not 0 <= first <= stride - block:
+                if (
+                    selector_bounds(selector) != (0, extent)
+                    or extent % stride
+                    or not 0 <= first <= stride - block
+                ):
                     return False
         return True
 
@@ -366,7 +370,3 @@ class Views:
 def _int(value: object) -> int:
     assert isinstance(value, int), "a view is not resolved"
     return value
-
-
-def _bounds(selector: Selector) -> tuple[int, int]:
-    return _int(selector.start), _int(selector.stop)

@@ -33,7 +33,7 @@ class Range:
     @property
     def size(self) -> int:
         """Return the number of selected elements; the selector must be resolved to plain integers."""
-        start, stop = _bounds(self)
+        start, stop = selector_bounds(self)
         return stop - start
 
 
@@ -68,13 +68,13 @@ class Blocked:
     @property
     def size(self) -> int:
         """Return the number of selected elements; the selector must be resolved to plain integers."""
-        start, stop = _bounds(self)
+        start, stop = selector_bounds(self)
         return self.count_below(stop) - self.count_below(start)
 
     def intervals(self) -> list[tuple[int, int]]:
         """Return the selected elements as half-open ranges, ascending."""
         first, block, stride = _ints(self.first, self.block, self.stride)
-        start, stop = _bounds(self)
+        start, stop = selector_bounds(self)
         return blocked_intervals(first, block, stride, start, stop)
 
 
@@ -82,7 +82,7 @@ Selector = Range | Blocked
 FULL = Range()
 
 
-def _bounds(selector: Selector) -> tuple[int, int]:
+def selector_bounds(selector: Selector) -> tuple[int, int]:
     """Return the first and last bound of a resolved selector; this is where analyses spend their time."""
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int), "selector is not resolved"
@@ -98,7 +98,7 @@ def selector_intervals(selector: Selector) -> list[tuple[int, int]]:
     """Return the elements of a resolved selector as half-open ranges, ascending."""
     if isinstance(selector, Blocked):
         return selector.intervals()
-    start, stop = _bounds(selector)
+    start, stop = selector_bounds(selector)
     return [(start, stop)] if start < stop else []
 
 
@@ -110,7 +110,7 @@ def selector_indices(selector: Selector) -> NDArray[np.int64]:
 
 def selectors_overlap(a: Selector, b: Selector) -> bool:
     """Return whether two resolved selectors of one dim share an element; exact."""
-    (a_start, a_stop), (b_start, b_stop) = _bounds(a), _bounds(b)
+    (a_start, a_stop), (b_start, b_stop) = selector_bounds(a), selector_bounds(b)
     lo, hi = max(a_start, b_start), min(a_stop, b_stop)
     if lo >= hi:
         return False
@@ -195,7 +195,7 @@ class View:
                 continue
             if isinstance(mine, Blocked):
                 return False
-            (lo, hi), (start, stop) = _bounds(mine), _bounds(theirs)
+            (lo, hi), (start, stop) = selector_bounds(mine), selector_bounds(theirs)
             if lo > start or hi < stop:
                 return False
         return True

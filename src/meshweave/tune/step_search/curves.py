@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
-from meshweave.algorithms.step.space import divisors_of
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.layout.shapes import divisors_of
 from meshweave.describe.machine.levels import link_levels
 
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

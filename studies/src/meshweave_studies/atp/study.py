@@ -32,7 +32,6 @@ from functools import cache
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
 from meshweave.cost.calls import with_counts
-from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import with_axes
@@ -53,6 +52,7 @@ from meshweave_studies.atp.readings import RATES, AtpReading
 from meshweave_studies.atp.readings import READINGS as NAMED
 from meshweave_studies.blocks.ranking import MeshShape, block_machine
 from meshweave_studies.layer_operations import ops_besides_fc_layers
+from meshweave_studies.matrix.device_meshes import device_meshes
 
 TABLE_2 = "ATP, table 2"
 MODELS = {

@@ -18,12 +18,12 @@ from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.layout.shapes import device_meshes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranked import RankedConfig
 from meshweave.tune.ranking import simulate_best, solvers
+from meshweave_studies.matrix.device_meshes import device_meshes
 
 MeshShape = tuple[int, ...]
 """The sizes of a mesh (rows, columns) or (depth, rows, columns)."""

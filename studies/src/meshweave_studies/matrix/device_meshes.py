@@ -34,7 +34,7 @@ from typing import Literal
 
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.layout.shapes import device_meshes
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.model.transformer import Transformer
@@ -48,6 +48,11 @@ from meshweave_studies.matrix.hierarchy import (
 MeshShape = tuple[int, int]
 Sharing = Literal["devices", "printed"]
 """How many groups share a layer: as many as leave a member of it, or d2 as equation 3 is printed."""
+
+
+def device_meshes(num_devices: int) -> tuple[MeshShape, ...]:
+    """Return all meshes (d1, d2) of `num_devices` devices, the smallest d2 first: ATP-1, ATP-2, ..."""
+    return tuple((d1, d2) for d1, d2 in reversed(factorisations(num_devices, 2)))
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import NetworkAxis, factorisations
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, RingNetwork, TorusNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 

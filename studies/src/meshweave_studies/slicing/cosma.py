@@ -19,8 +19,8 @@ from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.shapes import factorisations
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.links import factorisations
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, ReduceScatter
 
