@@ -33,10 +33,6 @@ def _packing(choices: Array) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     return order // table.shape[1], rows.reshape(table.shape), kept.reshape(table.shape)
 
 
-def _cells(rows: Array, features: int) -> Array:
-    return rows.reshape(-1, features)
-
-
 def pack(x: Array, choices: Array) -> Array:
     """Return a row of `x` for each choice, ordered by expert, (1, rows, hidden); dropped choices have none.
 
@@ -57,7 +53,7 @@ def pack_weighted(dy: Array, gates: Array, choices: Array) -> Array:
 def _taken(b: Array, choices: Array) -> tuple[Array, NDArray[Any]]:
     """Return the row of each choice, (tokens, top_k, features), 0 where it is dropped, and which are kept."""
     _, rows, kept = _packing(choices)
-    b = _cells(b, b.shape[-1])
+    b = b.reshape(-1, b.shape[-1])
     if not b.shape[0]:
         return numbers_like(np.zeros((*rows.shape, b.shape[-1])), b), kept
     return _only(b[rows], kept), kept

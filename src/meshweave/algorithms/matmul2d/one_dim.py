@@ -46,16 +46,6 @@ def _placements(dims: tuple[int, int, int]) -> Placements:
     return {operand: (Replicate(), Shard(dim)) for operand, dim in zip("abc", dims, strict=True)}
 
 
-def tensor_placements(problem: Matmul2dProblem) -> Placements:
-    """Return the placements of tensor parallelism: activations by tokens or features, weights by features."""
-    return _placements(_TENSOR_DIMS[problem.dataflow])
-
-
-def fsdp_placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements that shard every stored matrix by rows: tokens of activations, first dim of weights."""
-    return _placements((0, 0, 0))
-
-
 class _OneRing(RingAlgorithm):
     """A product on a ring of all chips, along which one matrix travels.
 
@@ -94,7 +84,7 @@ class TensorParallel1d(_OneRing):
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         """Return the placements of "a", "b", "c", as in Megatron's column- and row-parallel layers in turn."""
-        return tensor_placements(problem)
+        return _placements(_TENSOR_DIMS[problem.dataflow])
 
 
 class FullyShardedDataParallel(_OneRing):
@@ -108,7 +98,7 @@ class FullyShardedDataParallel(_OneRing):
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         """Return the placements of "a", "b", "c": activations and weights sharded by rows around the ring."""
-        return fsdp_placements(problem)
+        return _placements((0, 0, 0))
 
 
 TENSOR_1D = TensorParallel1d()

@@ -90,7 +90,7 @@ def mesh_to_text(mesh: Mesh) -> str:
         tail = f", first={first}" if first else ""
     else:
         tail = f", ranks={mesh.ranks}"
-    return f"mesh({mesh.shape}, {_strings(mesh.axes)}{tail})"
+    return f"mesh({mesh.shape}, {value_to_text(mesh.axes)}{tail})"
 
 
 def _meaning(meaning: Meaning) -> str:
@@ -180,7 +180,3 @@ def value_to_text(value: Any) -> str:
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     assert isinstance(value, (bool, int, float, View, Expr, TensorPart)), value
     return str(value)
-
-
-def _strings(values: tuple[str, ...]) -> str:
-    return value_to_text(values)
