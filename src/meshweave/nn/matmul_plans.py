@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -137,14 +138,10 @@ def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[
     return tuple(from_the_front(placement, num_dims, "out") for placement in out)
 
 
-_KNOWN_RATES: dict[Cluster | str, RankRates] = {}
-
-
+@cache
 def _rates(cluster: Cluster | str) -> RankRates:
     """Return the rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
-    if cluster not in _KNOWN_RATES:
-        _KNOWN_RATES[cluster] = RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
-    return _KNOWN_RATES[cluster]
+    return RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
 
 
 # --- plans -------------------------------------------------------------------------------------------

@@ -159,10 +159,7 @@ def write_step(step: Stages) -> WrittenStep:
 
 def has_timed_layers(problem: StepProblem) -> bool:
     """Return whether the programs of some layers state costs only and have no equations."""
-    known = problem.cache("timed layers")
-    if not known:
-        known[""] = any(is_timed(graph) for _, graph in problem.model.runs)
-    return bool(known[""])
+    return problem.once("timed layers", "", lambda: any(is_timed(graph) for _, graph in problem.model.runs))
 
 
 def _check_routed(problem: StepProblem, p: Parallelism) -> None:

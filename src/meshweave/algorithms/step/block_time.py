@@ -12,7 +12,7 @@ from functools import cached_property
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.pieces import Piece
-from meshweave.algorithms.block.sized import BackwardPart, FlatTask, SizedSkeleton
+from meshweave.algorithms.block.sized import BackwardPart, FlatTask
 from meshweave.algorithms.step.block_tasks import (
     BlockTime,
     PartTime,
@@ -71,11 +71,8 @@ def wide_block(problem: StepProblem, parallelism: Parallelism, vocabulary: int) 
 def _block(
     problem: StepProblem, parallelism: Parallelism, vocabulary: int, products: ProductDtypes | None
 ) -> LayerBlock:
-    known, key = problem.cache("blocks"), (layer_key(parallelism), vocabulary, products)
-    if key not in known:
-        known[key] = LayerBlock(problem, parallelism, vocabulary, products)
-    block: LayerBlock = known[key]
-    return block
+    key = layer_key(parallelism), vocabulary, products
+    return problem.once("blocks", key, lambda: LayerBlock(problem, parallelism, vocabulary, products))
 
 
 class LayerBlock:
@@ -183,12 +180,11 @@ class LayerBlock:
 
     def piece(self, training: bool, piece: Piece) -> BlockTime:
         """Return the time of embedding or head alone, forward or (`training`) forward and backward."""
-        problem, known = self.problem, self.problem.cache("pieces")
+        problem, entry, config = self.problem, self._entry, self.config
         block = block_of(problem, self._ranks, training, problem.model.vocab_size or 0)
-        key = self._entry.name, block, self.config, piece
-        if key not in known:  # wherever the ranks lie
-            known[key] = without_gradients(self._entry.skeleton(block, self.config, piece))
-        return self._estimated(known[key])
+        key = entry.name, block, config, piece  # wherever the ranks lie
+        plain = problem.once("pieces", key, lambda: without_gradients(entry.skeleton(block, config, piece)))
+        return self._estimated(plain)
 
     @property
     def spans(self) -> tuple[TaskSpan, ...] | None:
@@ -225,31 +221,28 @@ class LayerBlock:
         return self._entry.name, p.tensor_mesh, p.context, training, self.vocabulary, self._experts
 
     def _tasks(self, training: bool, config: BlockConfig, part: BackwardPart) -> PricedTasks:
-        known = self.problem.cache("steps")
         key = self._family(training), self.products, self._ranks.micro_batch, config, part
-        if key not in known:
-            known[key] = PricedTasks(self._flat(training, config, part), self.products, self.problem)
-        made: PricedTasks = known[key]
-        return made
+        return self.problem.once(
+            "steps", key, lambda: PricedTasks(self._flat(training, config, part), self.products, self.problem)
+        )
 
     def _flat(self, training: bool, config: BlockConfig, part: BackwardPart) -> list[FlatTask]:
         """Return the tasks for the sequences of a micro-batch."""
-        sized = self.problem.cache("sized")
-        family = self._family(training)
-        if family not in sized:
-            sized[family] = self._entry.sized_skeleton(self._of(training), config.overlap)
-        of: SizedSkeleton = sized[family]
+        of = self.problem.once(
+            "sized",
+            self._family(training),
+            lambda: self._entry.sized_skeleton(self._of(training), config.overlap),
+        )
         return of.steps(of.sequences(self._ranks.micro_batch), config, part)
 
     # --- a skeleton for each size and config ----------------------------------------------------------------
 
     def _skeleton(self, training: bool, config: BlockConfig) -> Skeleton:
         """Return the skeleton that is priced; it does not depend on where the ranks lie."""
-        known = self.problem.cache("skeletons")
-        block = self._of(training)
-        key = self._entry.name, block, config, self.products
-        if key not in known:
-            plain = without_gradients(self._entry.skeleton(block, config))
-            known[key] = adapted_skeleton(plain, self.products)
-        skeleton: Skeleton = known[key]
-        return skeleton
+        entry, block, products = self._entry, self._of(training), self.products
+        key = entry.name, block, config, products
+        return self.problem.once(
+            "skeletons",
+            key,
+            lambda: adapted_skeleton(without_gradients(entry.skeleton(block, config)), products),
+        )

@@ -35,11 +35,7 @@ class RateCeiling:
 
 def rate_ceiling(problem: StepProblem) -> RateCeiling:
     """Return the ceiling of the chips of a problem, and the parts of the problem that are priced above it."""
-    known = problem.cache("ceiling")
-    if not known:
-        known[""] = _rate_ceiling(problem)
-    ceiling: RateCeiling = known[""]
-    return ceiling
+    return problem.once("ceiling", "", lambda: _rate_ceiling(problem))
 
 
 def _rate_ceiling(problem: StepProblem) -> RateCeiling:

@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from meshweave.algorithms.step.memory import (
     GATHERED_LAYERS,
@@ -64,10 +64,7 @@ which nothing needs."""
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule) -> int:
     """Return the bytes that one micro-batch keeps of one layer on each rank, for its backward part."""
-    known = problem.cache("kept")
-    if recompute not in known:
-        known[recompute] = _kept(problem, recompute)
-    kept: Counter[tuple[str, str]] = known[recompute]
+    kept = problem.once("kept", recompute, lambda: _kept(problem, recompute))
     tokens, num_parts = parallelism.micro_batch * problem.sequence, num_parts_of(parallelism)
     keeps = any(role.keeps_gathered for role in strategy_of(parallelism).roles[-2:])
     places = {"operand": "operand_in" if keeps else "residual"}
@@ -199,16 +196,12 @@ def least_held(
     first of its layers has computed again, and under ZeRO-3 the weights of that layer. Arguments are those of
     `framework_memory`.
     """
-    known = problem.cache("bare")
-    if not known:
-        does: dict[str, Any] = {
-            "recomputes_gate": True,
-            "keeps_joint_qkv": False,
-            "copies_norm_inputs": False,
-        }
-        stack = replace(problem.stack, **does)
-        known["bare"] = replace(problem, stack=stack, attention="flash", dropout=False)
-    bare, p = known["bare"], parallelism
+
+    def without_copies() -> StepProblem:
+        stack = replace(problem.stack, recomputes_gate=True, keeps_joint_qkv=False, copies_norm_inputs=False)
+        return replace(problem, stack=stack, attention="flash", dropout=False)
+
+    bare, p = problem.once("bare", "", without_copies), parallelism
     counts, kinds = rank_parameters(problem, p, layers), rank_kinds(problem, p)
     sizes = _micro_batch_bytes(bare, p, p.recompute)
     outside = problem.cluster.chip.driver.context_bytes, communicator_bytes(problem, p)
@@ -254,19 +247,18 @@ class _MicroBatchBytes:
 def _micro_batch_bytes(
     problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule
 ) -> _MicroBatchBytes:
-    known = problem.cache("bytes")
     p = parallelism
-    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, recompute, p.expert, p.expert_tensor
-    if key not in known:
+
+    def counted() -> _MicroBatchBytes:
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
         again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
         kept, gradients, holes = (of * logit_elements(problem, p) for of in LOGIT_BYTES[problem.loss_kind])
-        known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), kept, gradients, holes, _working_bytes(problem, p)
-        )
-    sizes: _MicroBatchBytes = known[key]
-    return sizes
+        residual, working = boundary_bytes(problem, p), _working_bytes(problem, p)
+        return _MicroBatchBytes(layer, again, residual, kept, gradients, holes, working)
+
+    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, recompute, p.expert, p.expert_tensor
+    return problem.once("bytes", key, counted)
 
 
 def _bytes_of_kinds(
@@ -369,16 +361,16 @@ def _unit_bytes(problem: StepProblem, parallelism: Parallelism, rank: int) -> _U
     p = parallelism
     if p.zero < 2 or p.shards == 1:
         return _NO_UNITS
-    known = problem.cache("units")
     head = rank_of_head(p)
-    key = p.tensor_size, p.zero, rank == 0, rank == head, p.expert, p.expert_tensor
-    if key not in known:
+
+    def counted() -> _UnitBytes:
         layer, table = layer_parameters(problem, p).total, table_parameters(problem, p)
         tables = table * (rank == 0), table * (rank == head)
         is_shared = all(tables) and problem.model.tied_embeddings
-        known[key] = _units(problem, p.zero == 3, layer, *tables, table if is_shared else sum(tables))
-    units: _UnitBytes = known[key]
-    return units
+        return _units(problem, p.zero == 3, layer, *tables, table if is_shared else sum(tables))
+
+    key = p.tensor_size, p.zero, rank == 0, rank == head, p.expert, p.expert_tensor
+    return problem.once("units", key, counted)
 
 
 def _units(

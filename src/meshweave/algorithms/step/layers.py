@@ -55,27 +55,25 @@ class LayerTime:
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     """Return the time of a micro-batch in a layer, the mean over kinds. Raises LayoutError if it does not fit."""
-    known = problem.cache("layers")
-    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
-    if key not in known:
+
+    def mean() -> LayerTime:
         times = [(share, _layer_time(kind, parallelism)) for share, kind in problem.kinds]
-        known[key] = times[0][1] if len(times) == 1 else _mean(times)
-    layer: LayerTime = known[key]
-    return layer
+        return times[0][1] if len(times) == 1 else _mean(times)
+
+    key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
+    return problem.once("layers", key, mean)
 
 
 def mean_layer_time(problem: StepProblem, parallelism: Parallelism, counts: tuple[float, ...]) -> LayerTime:
     """Return the mean time of a micro-batch in a stage's layers; `counts` has their number by `problem.kinds`."""
-    known = problem.cache("stages of kinds")
+
+    def mean() -> LayerTime:
+        total, kinds = sum(counts), [kind for _, kind in problem.kinds]
+        own = ((count, kind) for count, kind in zip(counts, kinds, strict=True) if count)
+        return _mean([(count / total, layer_time(kind, parallelism)) for count, kind in own])
+
     key = layer_key(parallelism), parallelism.recompute, counts
-    if key not in known:
-        total = sum(counts)
-        kinds = [
-            (count / total, kind) for count, (_, kind) in zip(counts, problem.kinds, strict=True) if count
-        ]
-        known[key] = _mean([(share, layer_time(kind, parallelism)) for share, kind in kinds])
-    layer: LayerTime = known[key]
-    return layer
+    return problem.once("stages of kinds", key, mean)
 
 
 def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
@@ -91,12 +89,7 @@ def _mean(times: list[tuple[float, LayerTime]]) -> LayerTime:
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
     """Return the times of one micro-batch in the embedding, and in last norm, logits and loss."""
-    known = problem.cache("ends")
-    key = layer_key(parallelism)
-    if key not in known:
-        known[key] = _ends_time(problem, parallelism)
-    first, last = known[key]
-    return first, last
+    return problem.once("ends", layer_key(parallelism), lambda: _ends_time(problem, parallelism))
 
 
 def _of_replicas(parallelism: Parallelism) -> tuple[bool, bool, bool]:
@@ -170,12 +163,8 @@ def layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
 
     None where tasks are not priced one by one (`LayerBlock.split`).
     """
-    known = problem.cache("layers in two")
     key = layer_key(parallelism), parallelism.recompute, _of_replicas(parallelism)
-    if key not in known:
-        known[key] = _layer_split(problem, parallelism)
-    split: Split | None = known[key]
-    return split
+    return problem.once("layers in two", key, lambda: _layer_split(problem, parallelism))
 
 
 def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None:
@@ -195,11 +184,7 @@ def _layer_split(problem: StepProblem, parallelism: Parallelism) -> Split | None
 
 def ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:
     """Return the two backward parts of embedding, and of norm, logits and loss; None as `layer_split`."""
-    known, key = problem.cache("ends in two"), layer_key(parallelism)
-    if key not in known:
-        known[key] = _ends_split(problem, parallelism)
-    split: tuple[Split, Split] | None = known[key]
-    return split
+    return problem.once("ends in two", layer_key(parallelism), lambda: _ends_split(problem, parallelism))
 
 
 def _ends_split(problem: StepProblem, parallelism: Parallelism) -> tuple[Split, Split] | None:

@@ -146,12 +146,12 @@ def rank_kinds(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[fl
     p = parallelism
     if not problem.model.layers:
         return ()
-    known, key = problem.cache("kinds of ranks"), (p.schedule, p.pipeline, p.virtual_stages)
-    if key not in known:
+
+    def summed() -> tuple[tuple[float, ...], ...]:
         layers = stage_layers(problem.model.num_layers, p.num_stages, layer_costs(problem))
-        known[key] = _summed_kinds(problem, p, stage_kinds(problem, layers))
-    kinds: tuple[tuple[float, ...], ...] = known[key]
-    return kinds
+        return _summed_kinds(problem, p, stage_kinds(problem, layers))
+
+    return problem.once("kinds of ranks", (p.schedule, p.pipeline, p.virtual_stages), summed)
 
 
 def _summed_kinds(

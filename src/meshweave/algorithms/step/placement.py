@@ -60,12 +60,8 @@ def _mesh(mesh_name: str, axes: Sequence[Axis], num_chips: int) -> Mesh:
 
 def machine_of(problem: StepProblem, axes: tuple[Axis, ...], expert_axes: tuple[Axis, ...] = ()) -> Machine:
     """Return the machine of these axes on the cluster of a problem; equal axes return the same object."""
-    machines = problem.cache("machines")
     key = axes, expert_axes
-    if key not in machines:
-        machines[key] = axis_machine(problem.priced_cluster, axes, expert_axes)
-    machine: Machine = machines[key]
-    return machine
+    return problem.once("machines", key, lambda: axis_machine(problem.priced_cluster, axes, expert_axes))
 
 
 def _part(cluster: Cluster, num_chips: int) -> Cluster:

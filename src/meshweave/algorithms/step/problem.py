@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from meshweave.algorithms.block.megatron import MegatronSequence
 from meshweave.algorithms.block.problem import Overlap
@@ -24,6 +25,7 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
+Result = TypeVar("Result")
 Degree = Literal["tensor", "context", "data", "pipeline"]
 DEGREES: tuple[Degree, ...] = ("tensor", "context", "data", "pipeline")
 """The degrees, innermost first: neighbouring chips are of one tensor-parallel group."""
@@ -307,9 +309,8 @@ class StepProblem:
         kept = self.cache("kinds")
         if not kept:
             kinds, count = self.model.kinds, self.model.num_layers
-            kept[""] = tuple((number / count, replace(self, model=model)) for number, model in kinds)
-            if len(kinds) == 1:
-                kept[""] = ((1.0, self),)
+            shares = ((number / count, replace(self, model=model)) for number, model in kinds)
+            kept[""] = ((1.0, self),) if len(kinds) == 1 else tuple(shares)
         kinds_of: tuple[tuple[float, StepProblem], ...] = kept[""]
         return kinds_of
 
@@ -386,8 +387,13 @@ class StepProblem:
 
     def cache(self, kind: str) -> dict[Any, Any]:
         """Return the dictionary in which the problem caches results of a kind, such as prices of layers."""
-        kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_cache")
-        if kept is None:
-            kept = {}
-            object.__setattr__(self, "_cache", kept)
+        kept: dict[str, dict[Any, Any]] = vars(self).setdefault("_cache", {})
         return kept.setdefault(kind, {})
+
+    def once(self, kind: str, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """Return what a function returns, which is called once for each kind and key of a problem."""
+        known = self.cache(kind)
+        if key not in known:
+            known[key] = compute()
+        result: Result = known[key]
+        return result

@@ -40,22 +40,21 @@ def stage_kinds(problem: StepProblem, layers: Sequence[int]) -> tuple[tuple[floa
     """Return for each stage its number of layers of each kind; () where the order of layers is not known."""
     if len(problem.kinds) == 1 or not problem.model.layers:
         return ()
-    known, key = problem.cache("kinds of stages"), tuple(layers)
-    if key not in known:
-        known[key] = _kinds_of(order_of_kinds(problem), len(problem.kinds), key)
-    kinds: tuple[tuple[float, ...], ...] = known[key]
-    return kinds
+    key = tuple(layers)
+    return problem.once(
+        "kinds of stages", key, lambda: _kinds_of(order_of_kinds(problem), len(problem.kinds), key)
+    )
 
 
 def order_of_kinds(problem: StepProblem) -> tuple[int, ...]:
     """Return for each layer the number of its kind; cached, since graphs of layers are large to compare."""
-    kept = problem.cache("order of kinds")
-    if not kept:
+
+    def order() -> tuple[int, ...]:
         kinds = [kind.model.layer for _, kind in problem.kinds]
         runs = [(count, kinds.index(graph)) for count, graph in problem.model.layers]
-        kept[""] = tuple(number for count, number in runs for _ in range(count))
-    order: tuple[int, ...] = kept[""]
-    return order
+        return tuple(number for count, number in runs for _ in range(count))
+
+    return problem.once("order of kinds", "", order)
 
 
 def _kinds_of(order: tuple[int, ...], kinds: int, layers: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:

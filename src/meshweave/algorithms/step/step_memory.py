@@ -46,11 +46,7 @@ def memory_of(
 def memory_of_stages(stages: Stages) -> Memory:
     """Return the bytes on a chip of each pipeline rank, of a step that has been checked; counted once."""
     problem, p = stages.problem, stages.parallelism
-    known = problem.cache("memory")
-    if p not in known:
-        known[p] = _memory_of(stages)
-    memory: Memory = known[p]
-    return memory
+    return problem.once("memory", p, lambda: _memory_of(stages))
 
 
 def _memory_of(stages: Stages) -> Memory:
@@ -70,12 +66,12 @@ def _memory_of(stages: Stages) -> Memory:
 
 def _as_written(problem: StepProblem) -> StepProblem:
     """Return the problem with what programs have: products in its dtype, flash attention, and a fused loss."""
-    known = problem.cache("as written")
-    if not known:
+
+    def written() -> StepProblem:
         plain = replace(problem, attention="flash", dropout=False, loss="fused", precision=None)
-        known["problem"] = problem if plain == replace(problem, dropout=problem.has_dropout) else plain
-    written: StepProblem = known["problem"]
-    return written
+        return problem if plain == replace(problem, dropout=problem.has_dropout) else plain
+
+    return problem.once("as written", "", written)
 
 
 def _holding(form: RankMemory, plain: RankMemory, held: HeldBytes, fragmentation: float) -> RankMemory:

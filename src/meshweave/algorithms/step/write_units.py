@@ -109,15 +109,15 @@ def _parts(
     entry = StrategyAround(strategy_of(replace(p, context=1, expert=1, expert_tensor=1)), (BATCH, RING))
     block = block_of_piece(problem, p, piece, data, experts)
     recompute = p.recompute if piece == "layers" else "none"
-    config, known = best_config(problem, p), problem.cache("parts")
-    key = entry.name, p.strategy, block, config, piece, recompute
-    if key not in known:
+    config = best_config(problem, p)
+
+    def written() -> BlockParts:
         parts = entry.parts(block, config, piece=piece, recompute=recompute)
         if p.context > 1 and piece == "layers":
             parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
-        known[key] = parts
-    made: BlockParts = known[key]
-    return made
+        return parts
+
+    return problem.once("parts", (entry.name, p.strategy, block, config, piece, recompute), written)
 
 
 def _striped(program: Program) -> Program:
