@@ -111,8 +111,6 @@ class KeptParameter:
         Args:
             rows: (ranks, elements), what each rank of the axis keeps.
         """
-        if not self.gathered:
-            return [(used, rows[0, : used.numel()].view(used.shape))]
         dim, parts = self.parts
         if all(len(spans) == 1 for spans in parts) and len({b - a for ((a, b),) in parts}) == 1:
             split = used.unflatten(dim, (len(parts), -1)).movedim(dim, 0)
