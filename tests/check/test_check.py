@@ -12,7 +12,6 @@ from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import two_d_meshes
 from meshweave.algorithms.table import PRODUCTS_2D
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.check.processes import ProgramRun
 from meshweave.check.reduced import reduce_layer
 from meshweave.check.reference import expected_shard, random_inputs, random_tensor, reference
 from meshweave.describe.machine.cluster import load_cluster
@@ -107,11 +106,6 @@ def test_a_reduced_layer_keeps_the_proportions_of_its_shards() -> None:
 def test_a_small_layer_is_left_alone() -> None:
     small = reduce_layer((64, 32, 48), (2, 2), two_d_meshes(4), 2048)
     assert (small.tokens, small.in_features, small.out_features) == (64, 32, 48)
-
-
-def test_program_runs_travel_as_json() -> None:
-    run = ProgramRun("text", 2, 5, 1.5)
-    assert ProgramRun.from_json(run.to_json()) == run
 
 
 def test_inputs_are_the_same_on_every_rank_and_differ_from_each_other() -> None:

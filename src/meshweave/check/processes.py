@@ -43,15 +43,6 @@ class ProgramRun:
     deadline_s: float
     beside: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProgramRun:
-        """Return the request whose `to_json` is `data`."""
-        return cls(**data)
-
 
 def run_on_processes(
     runs: Sequence[ProgramRun], num_ranks: int, timeout_s: float, log: Path | None = None
@@ -76,7 +67,7 @@ def run_on_processes(
         from meshweave.execute.ranks.launch import launch
     except ImportError:
         raise UnsupportedError("running needs torch: pip install 'meshweave[torch]'") from None
-    payload: dict[str, Any] = {"runs": [run.to_json() for run in runs]}
+    payload: dict[str, Any] = {"runs": [asdict(run) for run in runs]}
     if log is not None:
         payload["log"] = str(log)
     return launch("meshweave.check.processes:run_on_rank", num_ranks, payload, timeout_s=timeout_s)
@@ -90,7 +81,7 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
     instant that all ranks share.
 
     Args:
-        payload: "runs", a list of `ProgramRun.to_json()`, all with the deadline of the first. It may
+        payload: "runs", a list of the fields of a `ProgramRun` each, all with the deadline of the first. It may
             hold "log", a folder in which every rank appends a line to `log_path` per program: {"number",
             "error"} when it has ended, or {"number", "failed"} before it raises. So the caller knows which
             program went wrong even where no process lives to return.
@@ -107,7 +98,7 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
 
     from meshweave.execute.torch.context import TorchContext
 
-    runs = [ProgramRun.from_json(data) for data in payload["runs"]]
+    runs = [ProgramRun(**data) for data in payload["runs"]]
     torch.set_num_threads(1)
     shared = TorchContext(liveness=context.liveness, deadline_s=runs[0].deadline_s if runs else 60.0)
     results = []
