@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Self
 
 from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.layout.shapes import factorisations
@@ -196,23 +197,19 @@ class _OneLinkNetwork(AnyShapeNetwork):
         check_axis(i, num_dims, shape, self.num_chips)
         return self.link
 
+    def with_chips(self, chips: int) -> Self:
+        """Return the network with another number of chips. Raises DescriptionError for less than one."""
+        return replace(self, size=chips)
+
 
 @dataclass(frozen=True)
 class RingNetwork(_OneLinkNetwork):
     """`size` chips in one ring, two links each."""
 
-    def with_chips(self, chips: int) -> RingNetwork:
-        """Return the ring of another number of chips. Raises DescriptionError for less than one."""
-        return replace(self, size=chips)
-
 
 @dataclass(frozen=True)
 class SwitchNetwork(_OneLinkNetwork):
     """`size` chips, each with one full-duplex port into a switch that never blocks."""
-
-    def with_chips(self, chips: int) -> SwitchNetwork:
-        """Return the switch with another number of chips. Raises DescriptionError for less than one."""
-        return replace(self, size=chips)
 
 
 @dataclass(frozen=True)

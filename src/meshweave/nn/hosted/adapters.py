@@ -16,20 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshweave.algorithms.block.roles import Dim, Side
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.nn.hosted.linears import HostedLinear
+from meshweave.nn.hosted.own_modules import kept_whole
 from meshweave.nn.parallel.buckets import KeptParameter
 from meshweave.nn.parallel.linear import is_transposed
 from meshweave.nn.parallel.model import ParallelModel
-from meshweave.nn.parallel.moves import terms
-from meshweave.nn.parallel.parameters import ParameterLayout
 from meshweave.nn.parallel.takeable import is_adapter
 from meshweave.nn.parallel.uses import ParameterUse, entries_of
 from meshweave.nn.weights.blocks import block_of
 
-_SPLITS: tuple[Dim, ...] = ("batch", "sequence", "hidden", "inner")
 _MERGE = "merge it (merge_and_unload()) before parallelize, or train all weights"
 
 
@@ -84,15 +81,12 @@ class Adapter:
         self.scale = float(layer.scaling[taken.name])
         self.opened: dict[str, Tensor] = {}
         self.kept: dict[str, KeptParameter] = {}
-        split = terms(linear.layouts["weight"].dims, _SPLITS)
         for key in ("lora_A", "lora_B"):
             whole = getattr(layer, key)[taken.name].weight
-            sides = tuple(Side("", int(size)) for size in whole.shape)
-            layout = ParameterLayout(sides, strategy.roles.nowhere)
+            self.kept[key] = kept_whole(strategy, whole, linear.layouts["weight"].dims)
             holder = nn.Module()
-            holder.weight = layout.distribute(f"{taken.path}.{key}", whole, strategy)
+            holder.weight = self.kept[key].layout.distribute(f"{taken.path}.{key}", whole, strategy)
             setattr(linear, key, nn.ModuleDict({taken.name: holder}))
-            self.kept[key] = KeptParameter(strategy, layout, strategy.roles.nowhere, split)
         self._holders = {key: getattr(linear, key)[taken.name] for key in self.kept}
         base: Any = linear._parameters["weight"]
         rows, columns = (

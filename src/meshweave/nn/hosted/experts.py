@@ -8,7 +8,6 @@ of these experts. Ranks that share each expert have some of its inner features; 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -64,10 +63,7 @@ class HostedExperts(nn.Module):  # type: ignore[misc]
             setattr(self, key, kept.layout.distribute(f"{name} ({key})", whole, strategy))
         self._use = ParameterUse([entries_of([self])])
         self._moves = BoundaryMoves(strategy, self.dims)
-        self._is_shared = any(d == "expert" and n > 1 for d, n in self._axes())
-
-    def _axes(self) -> list[tuple[Dim, int]]:
-        return list(zip(self.dims, self.layer_strategy.mesh.shape, strict=True))
+        self._is_shared = num_parts(self.dims, strategy.mesh.shape, ("expert",)) > 1
 
     @torch.compiler.disable(reason="the rows of an expert are counted on the host")  # type: ignore[untyped-decorator]
     def forward(self, *given: Any, **named: Any) -> Tensor:
@@ -148,8 +144,7 @@ def _check(strategy: LayerStrategy, name: str, kind: str, part: ExpertsPart) -> 
             f"{name}: a router reads whole rows of the residual, which {strategy.name} splits; take "
             "data_parallel, zero3, megatron or megatron_sp"
         )
-    axes = zip(strategy.roles.expert_dims, strategy.mesh.shape, strict=True)
-    if any(dim == "inner" and size > 1 for dim, size in axes) and not part.forms:
+    if num_parts(strategy.roles.expert_dims, strategy.mesh.shape, ("inner",)) > 1 and not part.forms:
         raise UnsupportedError(
             f"{name}: inner features of {kind} do not lie in its parameters in a form that is known, and "
             "expert_tensor ranks would split them; give a Parallelism with expert_tensor=1"
@@ -275,11 +270,6 @@ def exchange_of(strategy: LayerStrategy, count: int, device: str) -> ExpertExcha
         for (dim, size), at in zip(_named(strategy), strategy.coordinates, strict=True)
     ]
     mesh = strategy.mesh
-    ranks = [mesh.ranks[_number(at, mesh.shape)] for at in itertools.product(*around)]
+    ranks = [mesh.rank_at(at) for at in itertools.product(*around)]
     context = strategy.context(torch.device(device))
     return ExpertExchange(ranks, count, context=context, device=device)
-
-
-def _number(coordinates: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the place of a rank in a mesh, the last axis innermost."""
-    return sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(coordinates))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.algorithms.block.roles import AxisDims
+from meshweave.algorithms.block.roles import AxisDims, num_parts
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.nn.parallel.embedding import local_tokens
 from meshweave.nn.parallel.features import CallInputs, ForwardArguments
@@ -151,8 +151,7 @@ def lacking_tokens(strategy: LayerStrategy) -> str:
 
 def splits_rows(strategy: LayerStrategy) -> bool:
     """Return whether ranks have other rows of a batch."""
-    axes = zip(strategy.roles.core(True), strategy.mesh.shape, strict=True)
-    return any(dim == "batch" and size > 1 for dim, size in axes)
+    return num_parts(strategy.roles.core(True), strategy.mesh.shape, ("batch",)) > 1
 
 
 def returned(loss: Tensor | None, logits: Tensor | None, out: Any) -> Any:

@@ -35,6 +35,13 @@ def without_parameters(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]
     return own, present
 
 
+def kept_whole(strategy: LayerStrategy, whole: Tensor, dims: AxisDims) -> KeptParameter:
+    """Return a parameter that every rank keeps whole; its gradient is summed over the axes that split `dims`."""
+    nowhere = strategy.roles.nowhere
+    layout = ParameterLayout(tuple(Side("", int(size)) for size in whole.shape), nowhere)
+    return KeptParameter(strategy, layout, nowhere, terms(dims, _SPLITS))
+
+
 class OwnModule(nn.Module):  # type: ignore[misc]
     """A module whose code is its own, and whose parameters every rank has whole.
 
@@ -64,12 +71,9 @@ class OwnModule(nn.Module):  # type: ignore[misc]
         self.kept: dict[str, KeptParameter] = {}
         self.opened: dict[str, Tensor] = {}
         for key, whole in parameters.items():
-            sides = tuple(Side("", int(size)) for size in whole.shape)
-            layout = ParameterLayout(sides, strategy.roles.nowhere)
-            setattr(self, key, layout.distribute(name, whole, strategy))
-            self.layouts[key] = layout
-            summed = terms(dims, _SPLITS)
-            self.kept[key] = KeptParameter(strategy, layout, strategy.roles.nowhere, summed)
+            self.kept[key] = kept_whole(strategy, whole, dims)
+            self.layouts[key] = self.kept[key].layout
+            setattr(self, key, self.layouts[key].distribute(name, whole, strategy))
         self._use = ParameterUse([entries_of([self])])
 
     def forward(self, *given: Any, **named: Any) -> Any:
@@ -105,13 +109,8 @@ class OwnParameters:
         rows: Mapping[str, Tensor],
     ) -> None:
         self._module, self._rows = module, rows
-        self.kept: dict[str, KeptParameter] = {}
         self.opened: dict[str, Tensor] = {}
-        for key, lies in dims.items():
-            sides = tuple(Side("", int(size)) for size in module._parameters[key].shape)
-            nowhere = strategy.roles.nowhere
-            layout = ParameterLayout(sides, nowhere)
-            self.kept[key] = KeptParameter(strategy, layout, nowhere, terms(lies, _SPLITS))
+        self.kept = {key: kept_whole(strategy, module._parameters[key], lies) for key, lies in dims.items()}
         self._use = ParameterUse([entries_of([self])])
 
     def __getattr__(self, name: str) -> Any:
