@@ -33,8 +33,7 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
 def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
     """Return whether ranks have parts of a token's features, of which a router reads all."""
-    axes = zip(roles.residual, mesh, strict=True)
-    return roles.is_flat or any(dim == "hidden" and size > 1 for dim, size in axes)
+    return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
 
 
 def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:

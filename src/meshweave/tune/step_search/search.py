@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.step import Parallelism, Step, memory_of
 from meshweave.algorithms.step.algorithm import TRAINING_STEP, StepEstimate
-from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, StepPart, StepTree, row_key
+from meshweave.algorithms.step.parts import ChoicePart, LayoutPart, StepPart, StepTree
 from meshweave.algorithms.step.space import StepSpace
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
@@ -40,11 +40,6 @@ class PricedStep:
     def memory_bytes(self) -> int:
         """Return the bytes of the fullest chip."""
         return self.step.memory.total
-
-    @property
-    def row_key(self) -> tuple[object, ...]:
-        """Return degrees and strategy, as a key; a ranking shows the fastest configuration of each."""
-        return row_key(self.parallelism)
 
 
 def _rank_key(priced: PricedStep) -> tuple[float, int, str]:
