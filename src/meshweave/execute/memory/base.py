@@ -269,14 +269,7 @@ class RemoteMemory(ABC):
             return {
                 "segments": [[number, self._handle(self.segments[number])] for number in used],
                 "places": [
-                    [
-                        *key,
-                        number,
-                        start,
-                        list(tensor.shape),
-                        list(tensor.stride()),
-                        str(tensor.dtype).removeprefix("torch."),
-                    ]
+                    [*key, number, start, list(tensor.shape), list(tensor.stride()), _dtype_name(tensor)]
                     for key, number, start, tensor in places
                 ],
             }
@@ -400,3 +393,7 @@ def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> in
     """Return how many bytes to add to a pool without `size` free: `pool_bytes`, later half of what it has."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
