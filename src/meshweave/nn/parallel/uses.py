@@ -67,7 +67,6 @@ class ParameterUse:
             if name in module.kept:  # else it is another module's: a tied head's
                 _ = module.kept[name].alone  # made now: a compiler does not trace how
         self._opened = [module.opened for module, _ in self.entries]
-        self._held = [vars(module).get("_parameters", {}) for module, _ in self.entries]
         self._meshes = [
             module.kept[n].strategy.device_mesh if n in module.kept else None for module, n in self.entries
         ]
@@ -123,10 +122,7 @@ class ParameterUse:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters as they are kept, as their modules have them now."""
-        held = map(dict.get, self._held, self._names)
-        pairs = zip(held, self.entries, strict=True)
-        # What is computed anew in each use, as parametrizations do, is no parameter.
-        return [getattr(module, name) if each is None else each for each, (module, name) in pairs]
+        return [getattr(module, name) for module, name in self.entries]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
         parameters = self.parameters()
