@@ -311,6 +311,40 @@ def test_copying_several_tensors_by_one_call():
     compat.copy_each([], [])
 
 
+def test_adding_several_tensors_by_one_call():
+    sums = [torch.ones(2), torch.zeros(1, 2)]
+    compat.add_each(sums, [torch.ones(2), torch.arange(2.0)[None]])
+    assert [each.tolist() for each in sums] == [[2, 2], [[0, 1]]]
+    compat.add_each([], [])
+
+
+def test_whether_a_gradient_is_only_accumulated():
+    class Asked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *weights):
+            ctx.weights = weights
+            return weights[0] + weights[1]
+
+        @staticmethod
+        def backward(ctx, grad):
+            nodes = [node for node, _ in ctx.next_functions]
+            said.append(list(map(compat.is_only_accumulated, ctx.weights, nodes)))
+            return grad, grad
+
+    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    said = []
+    Asked.apply(*weights).backward()
+    Asked.apply(*weights).backward(inputs=weights[:1])
+    torch.autograd.grad(Asked.apply(*weights), weights)
+    weights[1].register_hook(lambda grad: None)
+    Asked.apply(*weights).backward()
+    weights[0].register_post_accumulate_grad_hook(lambda weight: None)
+    Asked.apply(*weights).backward()
+    Asked.apply(weights[0], weights[1].detach()).backward()
+    none = [False, False]
+    assert said == [[True, True], [True, False], none, [True, False], none, none]
+
+
 def test_functions_of_autograd_are_applied_alike():
     class Double(torch.autograd.Function):
         @staticmethod

@@ -60,7 +60,41 @@ def changed_by_hooks(loss: Losses, parameters: list[Tensor]) -> None:
         hook.remove()
 
 
-WAYS = (once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks)
+def changed_once_they_are_there(loss: Losses, parameters: list[Tensor]) -> None:
+    """Change gradients by hooks that are called once parameters have them."""
+
+    def triple(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(3)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(triple) for parameter in parameters[::2]]
+    for number in range(2):
+        loss(number).backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def for_some_alone(loss: Losses, parameters: list[Tensor]) -> None:
+    """Let a backward pass give gradients to some parameters, and another one to all."""
+    loss(0).backward(inputs=parameters[::2])
+    assert all(parameter.grad is None for parameter in parameters[1::2])
+    loss(1).backward()
+
+
+def seen_at_the_last_nodes(loss: Losses, parameters: list[Tensor]) -> None:
+    """Have hooks of the last nodes of autograd see that gradients are there, as other libraries' do."""
+    seen = []
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+    for node, parameter in zip(nodes, parameters, strict=True):
+        node.register_hook(lambda *_, parameter=parameter: seen.append(parameter.grad is not None))
+    loss(0).backward()
+    assert seen == [True] * len(parameters)
+
+
+WAYS = (
+    once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks, changed_once_they_are_there,
+    for_some_alone, seen_at_the_last_nodes,
+)  # fmt: skip
 
 
 def gradients(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -46,13 +46,9 @@ def test_estimates_are_what_was_measured(
     rows: int, first_s: float, more: float, num_ranks: int, ring_s: float, few: float, gradients_s: float
 ) -> None:
     compute_s = {rows: first_s, 2 * rows: more * first_s}
-    rings = {
-        (num_ranks, SMALL): ring_s,
-        (num_ranks, LARGE): 3 * ring_s,
-        (min(num_ranks, 2), SMALL): few * ring_s,
-    }
-    rings |= {(num_ranks, SMALL): ring_s}
-    measured = MeasuredStep(compute_s, first_s / 10, rings, gradients_s, 800_000, num_ranks)
+    shared = {min(num_ranks, 2): few * ring_s} | {num_ranks: ring_s}
+    rings = {SMALL: ring_s / 2, LARGE: 3 * ring_s}
+    measured = MeasuredStep(compute_s, first_s / 10, shared, rings, gradients_s, 800_000, num_ranks)
     batch = 2 * rows * num_ranks
     problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
     assert problem.cluster.num_chips == num_ranks
@@ -78,7 +74,7 @@ def test_estimates_are_what_was_measured(
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {(2, SMALL): 1e-3, (2, LARGE): 4e-3}, 2e-3, 800_000, 2
+        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 800_000, 2
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
@@ -94,7 +90,7 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
 
 
 def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:
-    measured = MeasuredStep({4: 0.02}, 0.01, {(1, SMALL): 1e-3, (1, LARGE): 2e-3}, 1e-3, 800_000, 1)
+    measured = MeasuredStep({4: 0.02}, 0.01, {}, {}, 1e-3, 800_000, 1)
     assert measured_problem(measured, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
     assert _alone_s(measured_problem(measured, MODEL, 4, 64, 4 << 30), 4) == pytest.approx(0.02, rel=0.03)
     steep = replace(measured, compute_s={2: 0.01, 4: 0.03})

@@ -103,6 +103,15 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         _private("torch", "_foreach_copy_")(list(targets), list(sources))
 
 
+def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add tensors to others of their shapes, in place, by one call.
+
+    Relies on `torch._foreach_add_` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
+    """
+    if sums:
+        _private("torch", "_foreach_add_")(list(sums), list(terms))
+
+
 def views_of(flat: Tensor, alike: Sequence[Tensor]) -> list[Tensor]:
     """Return views of (elements,) that lie one after the other in it, with the shapes of other tensors.
 
@@ -226,6 +235,27 @@ def is_in_backward() -> bool:
         UnsupportedError: the function is gone.
     """
     return int(_private("torch._C", "_current_graph_task_id")()) != -1
+
+
+def is_only_accumulated(parameter: Tensor, node: Any) -> bool:
+    """Return whether the backward pass that runs would add to the gradient of a parameter, and tell nobody.
+
+    Args:
+        node: the last node of the parameter, `AccumulateGrad`; None where it has none.
+
+    Relies on `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, and on
+    `torch._C._will_engine_execute_node`, which fails for last nodes in `torch.autograd.grad` (torch 2.9 and 2.13).
+    Where one is gone the answer is no.
+    """
+    will_run = getattr(torch._C, "_will_engine_execute_node", None)
+    if node is None or will_run is None:
+        return False
+    if getattr(parameter, "_backward_hooks", node) or getattr(parameter, "_post_accumulate_grad_hooks", node):
+        return False
+    try:
+        return bool(will_run(node))
+    except RuntimeError:
+        return False
 
 
 def bare_step(kind: type) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.execute.torch import compat
+from meshweave.nn.parallel.call_facts import Facts
 from meshweave.nn.parallel.loss import IGNORED
 
 _SAVE = "mw.save_weights(module, folder) writes whole weights that from_pretrained reads"
@@ -286,15 +287,16 @@ class CallInputs:
         return {name: value for name, value in every.items() if isinstance(value, Tensor)}
 
     @property
-    def words(self) -> dict[str, str]:
-        """Return in words what else all ranks give alike."""
+    def facts(self) -> Facts:
+        """Return what else all ranks give alike."""
         cache = self.named.get("past_key_values")
-        words = {"logits_to_keep": str(self.logits_to_keep), "use_cache": str(self.named.get("use_cache"))}
-        words["logits beside the loss"] = str(self.with_logits)
-        if not isinstance(self.num_items, Tensor):
-            words["num_items_in_batch"] = str(self.num_items)
-        return words | (
-            {} if cache is None else {"past_key_values": f"of {int(cache.get_seq_length())} tokens"}
+        return (
+            ("given", ", ".join(self.tensors)),
+            ("logits_to_keep", str(self.logits_to_keep)),
+            ("use_cache", str(self.named.get("use_cache"))),
+            ("logits beside the loss", self.with_logits),
+            ("num_items_in_batch", "" if isinstance(self.num_items, Tensor) else str(self.num_items)),
+            ("past_key_values", "none" if cache is None else f"of {int(cache.get_seq_length())} tokens"),
         )
 
 

@@ -6,7 +6,7 @@ go through a bound program, with what its lanes cost, and between products, as t
 share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks by a
 ring is two collectives of P - 1 messages (Thakur et al., Optimization of Collective Communication Operations in
 MPICH, 2005), each of launch + (P - 1) latency seconds (MeshSlice, ISCA '25, section 3.2.2): groups of two sizes
-tell both.
+tell both. They are taken of two narrow linear layers that ranks share, for what runs them adds to their sums.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshweave.algorithms.block.data_parallel import DataParallel
+from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
@@ -27,6 +29,7 @@ from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
+from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.programs import SizedMove
 from meshweave.nn.parallel.strategy import LayerStrategy
 
@@ -51,6 +54,9 @@ _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
+_NARROW = 64
+"""Features of linear layers, and rows, that take much less than what runs them."""
+_LEAST_SHARED_S = 1e-6
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
@@ -61,9 +67,11 @@ class MeasuredStep:
     Attributes:
         compute_s: for each number of rows of a micro-batch, seconds of its forward and backward part on one rank.
         optimizer_s: of a step of AdamW on all parameters.
-        ring_s: for ranks of a group and bytes, seconds that a sum by a ring of messages adds between products,
-            while all groups of so many ranks have theirs: a small sum in groups of the fewest ranks, from two on,
-            that divide all of them, a small and a large one over all. Empty for one rank.
+        shared_s: for ranks of a group, seconds that sharing two narrow linear layers adds to a step of them, for
+            each of their two sums, between products, while all groups of so many ranks have theirs: groups of the
+            fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
+        ring_s: for bytes, seconds that a sum over all ranks by a ring of messages adds between products: a small
+            and a large one. Empty for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         num_parameters: all of the model, each of which is trained.
         num_ranks: all that measured together.
@@ -72,7 +80,8 @@ class MeasuredStep:
 
     compute_s: Mapping[int, float]
     optimizer_s: float
-    ring_s: Mapping[tuple[int, int], float]
+    shared_s: Mapping[int, float]
+    ring_s: Mapping[int, float]
     gradients_s: float
     num_parameters: int
     num_ranks: int
@@ -105,26 +114,47 @@ def measure_step(
     one_s = among.median_s(lambda: compute(most) if is_first else None)
     optimizer_s = among.median_s(optimize)
     num_ranks = len(among.ranks)
-    small, large = SUMMED_BYTES
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    ring_s, gradients_s = dict[tuple[int, int], float](), 0.0
+    shared_s, ring_s, gradients_s = dict[int, float](), dict[int, float](), 0.0
     if num_ranks > 1:
-        groups = {ranks: _groups(among, ranks, context) for ranks in (fewest, num_ranks)}
-        for ranks, num_bytes in sorted({(fewest, small), (num_ranks, small), (num_ranks, large)}):
-            ring_s[ranks, num_bytes] = _between_products_s(among, _sum(groups[ranks], num_bytes))
-        gradients_s = _gradients_s(among, groups[num_ranks], torch.float32.itemsize * num_parameters)
+        every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
+        ring_s = {size: _between_products_s(among, _sum(every, size)) for size in SUMMED_BYTES}
+        gradients_s = _gradients_s(among, every, torch.float32.itemsize * num_parameters)
+        layers_s = {
+            ranks: _between_products_s(among, _narrow_layers(_mesh(among, ranks), context))
+            for ranks in sorted({1, fewest, num_ranks})
+        }
+        alone_s = layers_s.pop(1)
+        shared_s = {ranks: max(seconds - alone_s, _LEAST_SHARED_S) / 2 for ranks, seconds in layers_s.items()}
     sharing = max(compute_s[most] / one_s, 1.0)
-    return MeasuredStep(compute_s, optimizer_s, ring_s, gradients_s, num_parameters, num_ranks, sharing)
+    return MeasuredStep(
+        compute_s, optimizer_s, shared_s, ring_s, gradients_s, num_parameters, num_ranks, sharing
+    )
 
 
-def _groups(among: AllRanks, ranks: int, context: TorchContext | None) -> LayerStrategy:
-    """Return data parallelism in each group of so many ranks that follow each other."""
-    device = among.context.device.type
-    if ranks == len(among.ranks):
-        return LayerStrategy.of(DataParallel.name, init_device_mesh(device, (ranks,)), context=context)
-    shape = (len(among.ranks) // ranks, ranks)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("groups", "summed"))["summed"]
-    return LayerStrategy.of(DataParallel.name, mesh, context=context)
+def _mesh(among: AllRanks, ranks: int) -> DeviceMesh:
+    """Return the mesh of the group of this rank, of so many ranks that follow each other."""
+    device, num_ranks = among.context.device.type, len(among.ranks)
+    if ranks == num_ranks:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (num_ranks // ranks, ranks), mesh_dim_names=("groups", "each"))["each"]
+
+
+def _narrow_layers(mesh: DeviceMesh, context: TorchContext | None) -> Callable[[], object]:
+    """Return what runs two narrow linear layers that the ranks of a mesh share, forward and backward."""
+    strategy = LayerStrategy.of(Megatron.name, mesh, context=context)
+    device = torch.empty(0, device=mesh.device_type).device
+    with device:
+        layers = [nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(2)]
+        x = torch.ones(1, _NARROW, _NARROW, requires_grad=True)
+    up = ParallelLinear(layers[0], strategy, place="in")
+    down = ParallelLinear(layers[1], strategy, place="out")
+
+    def run() -> None:
+        up.weight.grad = down.weight.grad = x.grad = None
+        down(up(x)).sum().backward()
+
+    return run
 
 
 def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> Callable[[], object]:
@@ -241,19 +271,19 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
 
 
 def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
-    """Return a link with rate and latency of messages, and seconds to launch a collective, by timed sums.
+    """Return a link with rate and latency of messages, and seconds to launch a collective, by what was timed.
 
-    Where the smallest groups are all ranks, or sums of more ranks take no longer, no launch is told from messages.
+    Where the smallest groups are all ranks, or sharing among more takes no longer, all of it is messages.
     """
     small, large = SUMMED_BYTES
-    most, (fewest, _) = measured.num_ranks, min(measured.ring_s)
-    small_s, fewest_s = measured.ring_s[most, small], measured.ring_s[fewest, small]
-    latency_s = (small_s - fewest_s) / 2 / (most - fewest) if fewest < most else 0.0
+    most, fewest = measured.num_ranks, min(measured.shared_s)
+    most_s, fewest_s = measured.shared_s[most], measured.shared_s[fewest]
+    latency_s = (most_s - fewest_s) / 2 / (most - fewest) if fewest < most else 0.0
     launch_s = fewest_s / 2 - (fewest - 1) * latency_s
     if latency_s <= 0 or launch_s < 0:
-        latency_s, launch_s = small_s / 2 / (most - 1), 0.0
-    messages, large_s = 2 * (most - 1), measured.ring_s[most, large]
-    rate = messages * large / most / max(large_s - small_s, _LEAST_SHARE * large_s, 1e-9)
+        latency_s, launch_s = most_s / 2 / (most - 1), 0.0
+    messages, large_s = 2 * (most - 1), measured.ring_s[large]
+    rate = messages * large / most / max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=max(rate, 1.0), link_latency_s=latency_s,
         launch_s=launch_s,

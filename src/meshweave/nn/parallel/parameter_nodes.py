@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshweave.execute.torch import compat
 from meshweave.nn.parallel.buckets import ParameterBucket
+from meshweave.nn.parallel.put_gradients import put_gradients
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, ...]:
         """Return this rank's part of each parameter, and keep what gradients need."""
         ctx.set_materialize_grads(False)
-        ctx.sums, ctx.last, ctx.specs = sums, last, [compat.spec_of(parameter) for parameter in parameters]
+        ctx.sums, ctx.last, ctx.parameters = sums, last, parameters
         parts = compat.local_tensors(parameters)
         own = list(map(Tensor.view_as, parts, parts))
         ctx.shapes = [] if last is None else [part.shape for part in parts[-len(last.kept) :]]
@@ -72,8 +73,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
             grads = (*grads[:first], *_begun(ctx.last, ctx.shapes, ctx.sums, grads[first:], needs))
         while ctx.sums:
             ctx.sums.pop(0)()
-        pairs = zip(grads, ctx.specs, strict=True)
-        return None, None, *[None if grad is None else compat.from_spec(grad, spec) for grad, spec in pairs]
+        return None, None, *put_gradients(ctx.parameters, grads, [node for node, _ in ctx.next_functions])
 
 
 def _begun(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -24,8 +25,9 @@ from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_shared
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
-from meshweave.nn.parallel.agreed import Words, agree, digest
-from meshweave.nn.parallel.checksums import checksum, digest_of
+from meshweave.nn.parallel.agreed import Words, agree
+from meshweave.nn.parallel.call_facts import CallFacts, TensorKind
+from meshweave.nn.parallel.checksums import bits_number, checksum, digest_of
 from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
 from meshweave.nn.parallel.reports import ModelSettings
@@ -124,7 +126,8 @@ class StepAgreement:
 
     def _order(self) -> CallOrder:
         """Return the order of calls of the context in which programs run, on the current device."""
-        here = torch.empty(0, device=self.strategy.device_mesh.device_type).device
+        kind = self.strategy.device_mesh.device_type
+        here = torch.device(kind) if kind == "cpu" else torch.empty(0, device=kind).device
         return call_order(self.context(here))
 
     def _begin(
@@ -132,12 +135,7 @@ class StepAgreement:
     ) -> None:
         """Say what this rank gives a call, and compare it before the next call of this context."""
         tensors = {"tokens": tokens, "targets": inputs.targets, **inputs.tensors}
-        said = {"refused": "nothing" if refused is None else str(refused)}
-        words: dict[str, Mapping[str, str]] = {
-            "arguments of a call": said | {"given": ", ".join(inputs.tensors)} | inputs.words,
-            **{name: {"shape": _kind(tensor)} for name, tensor in tensors.items()},
-            **self._words(),
-        }
+        facts = self._facts(tensors, inputs, refused)
         is_whole = self._is_whole
 
         def conclude(is_same: bool) -> None:
@@ -145,6 +143,7 @@ class StepAgreement:
                 return
             with torch.no_grad():
                 given = {name: _values(tensor) for name, tensor in tensors.items()}
+                words = facts.words
                 every = words | {name: {**words[name], **values} for name, values in given.items()}
                 try:
                     self.compare(every | (self._all_words() if is_whole else {}))
@@ -153,7 +152,7 @@ class StepAgreement:
                     raise
 
         with torch.no_grad():
-            number = self._number(words, [*tensors.values()])
+            number = _number(facts, [*tensors.values()])
             if self.strategy.only_splits_batch and self.strategy.device_mesh.device_type == "cpu":
                 order.finish_open()  # that of a call which this one runs inside of
                 self._joint = JointMessage(self, order, int(number), conclude)
@@ -181,17 +180,6 @@ class StepAgreement:
         """Return whether the present call compares all that there is."""
         calls = self.progress.calls
         return calls == 1 or (self.debug_every > 0 and calls % self.debug_every == 0)
-
-    def _number(self, words: Words, tensors: Sequence[Tensor | None]) -> Any:
-        """Return a number that stands for words and tensors: a tensor where some are not on a CPU."""
-        number: Any = int(digest(words)[:15], 16)
-        for at, given in enumerate(tensors):
-            if given is not None and not given.is_meta:
-                own = checksum(given)
-                number = number + (int(own) if own.device.type == "cpu" else own) * (1 + at * _STRIDE)
-                if isinstance(number, int):
-                    number = (number + 2**63) % 2**64 - 2**63
-        return number
 
     def _sent(self, order: CallOrder, number: Any) -> Callable[[], bool]:
         """Send a number; return what waits and says whether those of all ranks are equal."""
@@ -231,31 +219,35 @@ class StepAgreement:
             **copy_words("copies", named),
         }
 
-    def _words(self) -> dict[str, Mapping[str, str]]:
-        """Return what ranks must have alike in every call but for tokens."""
-        device = self.strategy.device_mesh.device_type
-        is_cast = torch.is_autocast_enabled(device)
-        modes = {
-            "training": str(self.module.training),
-            "modules in training": str(sum(map(_IS_TRAINING, self._children))),
-            "gradients": str(torch.is_grad_enabled()),
-            "autocast": str(torch.get_autocast_dtype(device)) if is_cast else "off",
-            "recompute": str(self.recompute),
-        }
-        progress = {
-            "optimizer steps": str(self.progress.steps),
-            "forward calls": str(self.progress.calls),
-            "gradients": "kept from before" if self._has_gradients() else "none from before",
-            **self.progress.options,
-        }
-        words: dict[str, Mapping[str, str]] = {"modes": modes, "progress": progress}
-        words["model"] = {"number": str(self.number)}
-        if self.draws and self.module.training:
-            words["generator"] = {"state": f"#{digest_of(torch.get_rng_state()):x}"}
-        return words
+    def _facts(
+        self, tensors: Mapping[str, Tensor | None], inputs: CallInputs, refused: MeshweaveError | None
+    ) -> CallFacts:
+        """Return what ranks must have alike in this call but for the values of tensors."""
+        device, progress = self.strategy.device_mesh.device_type, self.progress
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
+        is_training = self.module.training
+        modes = (
+            ("training", is_training),
+            ("modules in training", sum(map(_IS_TRAINING, self._children))),
+            ("gradients", torch.is_grad_enabled()),
+            ("autocast", dtype),
+            ("recompute", self.recompute),
+        )
+        kept = "kept from before" if self._has_gradients() else "none from before"
+        steady = (
+            ("arguments of a call", (("refused", str(refused or "nothing")), *inputs.facts)),
+            *((name, (("shape", TensorKind.of(tensor)),)) for name, tensor in tensors.items()),
+            ("modes", modes),
+            ("progress", (("gradients", kept), *progress.options.items())),
+            ("model", (("number", self.number),)),
+        )
+        draws = self.draws and is_training
+        generator = digest_of(torch.get_rng_state()) if draws else None
+        return CallFacts(steady, progress.calls, progress.steps, generator)
 
     def _has_gradients(self) -> bool:
-        first = next((p for p in self.module.parameters() if p.requires_grad), None)
+        held = (child._parameters.values() for child in self._children)
+        first = next((p for p in chain.from_iterable(held) if p is not None and p.requires_grad), None)
         return first is not None and first.grad is not None
 
     def compare(self, words: Words, what: str = _WHAT) -> None:
@@ -347,11 +339,20 @@ def _explained(order: CallOrder) -> Iterator[None]:
         raise
 
 
-def _kind(given: Tensor | None) -> str:
-    if given is None:
-        return "none"
-    where = " on the meta device" if given.is_meta else ""
-    return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}{where}"
+def _number(facts: CallFacts, tensors: Sequence[Tensor | None]) -> Any:
+    """Return a number that stands for facts and the values of tensors: a tensor where some are not on a CPU."""
+    number, elsewhere = facts.number, []
+    sums: dict[int, Tensor | int] = {}  # tokens are often their own targets
+    for at, given in enumerate(tensors):
+        if given is not None and not given.is_meta:
+            if (own := sums.get(id(given))) is None:
+                own = sums[id(given)] = bits_number(given)
+            factor = 1 + at * _STRIDE
+            if isinstance(own, int):
+                number += own * factor
+            else:
+                elsewhere.append(own * factor)
+    return sum(elsewhere, (number + 2**63) % 2**64 - 2**63)
 
 
 def _values(given: Tensor | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, contains, getitem
 from typing import Any, Protocol
 
 import torch
@@ -62,9 +62,11 @@ class ParameterUse:
 
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
         self.entries = [entry for unit in units for entry in unit]
+        self._names = [name for _, name in self.entries]
         for module, name in self.entries:
             if name in module.kept:  # else it is another module's: a tied head's
                 _ = module.kept[name].alone  # made now: a compiler does not trace how
+        self._opened = [module.opened for module, _ in self.entries]
         self._meshes = [
             module.kept[n].strategy.device_mesh if n in module.kept else None for module, n in self.entries
         ]
@@ -77,7 +79,7 @@ class ParameterUse:
     def __call__(self) -> list[Tensor]:
         """Return the parameters as they are used, of this rank, differentiably; all ranks call it."""
         try:
-            return [module.opened[name] for module, name in self.entries]
+            return list(map(getitem, self._opened, self._names))
         except KeyError:  # somebody has opened others, or none
             return self._used([])
 
@@ -88,15 +90,16 @@ class ParameterUse:
         Args:
             gathered: gets what was gathered.
         """
-        places = [at for at, (module, name) in enumerate(self.entries) if name not in module.opened]
+        are_open = map(contains, self._opened, self._names)
+        places = [at for at, is_open in enumerate(are_open) if not is_open]
         use = self if len(places) == len(self.entries) else self._rest(tuple(places))
-        for (module, name), tensor in zip(use.entries, use._used(gathered), strict=True):
-            module.opened[name] = tensor
+        for opened, name, tensor in zip(use._opened, use._names, use._used(gathered), strict=True):
+            opened[name] = tensor
         try:
             yield
         finally:
-            for module, name in use.entries:
-                del module.opened[name]
+            for opened, name in zip(use._opened, use._names, strict=True):
+                del opened[name]
 
     def _rest(self, places: tuple[int, ...]) -> ParameterUse:
         if places not in self._rests:
@@ -106,7 +109,7 @@ class ParameterUse:
     @property
     def is_open(self) -> bool:
         """Return whether somebody has opened all parameters."""
-        return all(name in module.opened for module, name in self.entries)
+        return all(map(contains, self._opened, self._names))
 
     def are_here(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether the parameters lie as the strategy has laid them, and not as those of wrapped modules."""
@@ -209,8 +212,8 @@ class ThroughoutUse(ParameterUse):
             yield
         finally:
             self._later, self._own, self._sums = [], {}, []
-            for module, name in self.entries:
-                module.opened.pop(name, None)
+            for opened, name in zip(self._opened, self._names, strict=True):
+                opened.pop(name, None)
 
     def _open_later(self, parameters: Sequence[Tensor], later: list[_Later]) -> None:
         """Take this rank's parts of parameters that move, and open those used first where they lie as used."""
@@ -249,8 +252,7 @@ class ThroughoutUse(ParameterUse):
 
     def _put(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         for at, tensor in zip(places, tensors, strict=True):
-            module, name = self.entries[at]
-            module.opened[name] = tensor
+            self._opened[at][self._names[at]] = tensor
 
 
 BUCKET_BYTES = 25 << 20

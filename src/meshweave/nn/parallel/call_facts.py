@@ -1,0 +1,80 @@
+"""What a rank gives a call of a parallelised model, but for the values of tensors.
+
+It is taken in every call, and seldom becomes words: a number stands for it, which is kept for later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshweave.nn.parallel.agreed import digest
+
+Facts = tuple[tuple[str, Any], ...]
+"""Things by name, whose values can be hashed; equal values have equal words."""
+
+_CALL, _STEP = (
+    0x9E3779B97F4A7C15,
+    0xBF58476D1CE4E5B9,
+)  # odd: counts that differ by one show in the lowest bits
+
+
+class CallFacts(NamedTuple):
+    """What ranks must have alike in a call.
+
+    Attributes:
+        steady: by subject, what is mostly as it was in the call before.
+        calls: forward calls so far.
+        steps: steps of optimizers so far.
+        generator: a hash of the state of torch's generator, where ranks must have it alike.
+    """
+
+    steady: tuple[tuple[str, Facts], ...]
+    calls: int
+    steps: int
+    generator: int | None
+
+    @property
+    def number(self) -> int:
+        """Return a number that stands for all of it; of any size."""
+        return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + (self.generator or 0)
+
+    @property
+    def words(self) -> dict[str, Mapping[str, str]]:
+        """Return all of it in words, by subject."""
+        words = _words(self.steady)
+        counts = {"optimizer steps": str(self.steps), "forward calls": str(self.calls)}
+        words["progress"] = {**counts, **words.get("progress", {})}
+        if self.generator is not None:
+            words["generator"] = {"state": f"#{self.generator:x}"}
+        return words
+
+
+class TensorKind(NamedTuple):
+    """The shape and dtype of a tensor, and whether it is on the meta device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_meta: bool
+
+    @classmethod
+    def of(cls, given: Tensor | None) -> TensorKind | None:
+        """Return the kind of a tensor; None for none."""
+        return None if given is None else cls(given.shape, given.dtype, given.is_meta)
+
+    def __str__(self) -> str:
+        where = " on the meta device" if self.is_meta else ""
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}{where}"
+
+
+def _words(steady: tuple[tuple[str, Facts], ...]) -> dict[str, Mapping[str, str]]:
+    return {subject: {name: str(value) for name, value in facts} for subject, facts in steady}
+
+
+@lru_cache(256)
+def _steady_number(steady: tuple[tuple[str, Facts], ...]) -> int:
+    return int(digest(_words(steady))[:15], 16)
