@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -272,8 +273,7 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
     """Fork a rank for every request until the owner closes its end."""
     for name in preload:
         _import_or_call(name)
-    gc.collect()
-    gc.freeze()  # so that no collection in a rank copies the pages that it shares
+    _keep_from_ranks()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -307,8 +307,15 @@ def _import_missing(modules: Sequence[str]) -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     if missing:
-        gc.collect()
-        gc.freeze()
+        _keep_from_ranks()
+
+
+def _keep_from_ranks() -> None:
+    """Keep collections in ranks, and their ends, from touching what was imported: they would copy its pages."""
+    gc.collect()
+    gc.freeze()
+    for finalizer in tuple(vars(weakref.finalize)["_registry"]):  # torch has hundreds, for operators in C++
+        finalizer.atexit = False
 
 
 def _import_or_call(name: str) -> None:
