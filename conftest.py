@@ -7,8 +7,10 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,16 +27,39 @@ IMPORTED_ONCE = (
 )  # fmt: skip
 """What ranks of many tests import, which takes each of them seconds; a server leaves out what is not here."""
 
+SERVERS = "MESHWEAVE_TESTS_FORK_SERVERS"
+"""The variable that tells workers where shared servers listen."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start background jobs so, and processes hand it on: commands that tests interrupt would not stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_modules() -> None:
-    """Leave what was imported out of garbage collections: tests that count what is freed make hundreds of them."""
+def rare_collections() -> Iterator[None]:
+    """Leave what was imported out of garbage collections, and make these rare.
+
+    Searches make millions of objects and hardly a cycle: collections took a fifth of the time of their tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    yield
+    gc.freeze()  # pytest collects five times at its end
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start, beside several workers, the servers that their ranks are forks of: each would start its own."""
+    has_workers = config.getoption("numprocesses", None) and SERVERS not in os.environ
+    if has_workers and sys.platform == "linux" and importlib.util.find_spec("torch") is not None:
+        from meshweave_lab.fork_server import PRELOADED
+        from meshweave_lab.shared_fork_servers import shared_fork_servers
+
+        servers = ExitStack()
+        there = [name for name in IMPORTED_ONCE if importlib.util.find_spec(name.partition(".")[0])]
+        paths = servers.enter_context(shared_fork_servers([*PRELOADED, *there]))
+        os.environ[SERVERS] = os.pathsep.join(paths)
+        config.add_cleanup(servers.close)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,7 +70,8 @@ def warm_ranks() -> Iterator[None]:
         return
     from meshweave_lab.fork_server import fork_servers
 
-    with fork_servers() as servers:
+    shared = os.environ.get(SERVERS, "").split(os.pathsep) if "PYTEST_XDIST_WORKER" in os.environ else ()
+    with fork_servers(shared=[path for path in shared if path]) as servers:
         servers.import_also(*IMPORTED_ONCE)
         yield
 

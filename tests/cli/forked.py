@@ -6,6 +6,7 @@ said and used comes back as an `Outcome`, and `fault` judges it: status 0, or on
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -24,6 +25,7 @@ CPU_S = 12
 MEMORY_BYTES = 2_000_000_000
 WALL_S = 240
 """For a case that waits and computes nothing, beside ten times its processor time on a busy machine."""
+_THRESHOLDS = gc.get_threshold()  # of a command, whatever tests have set since
 _CRASHED = 70
 """Status of a case that ended in an exception."""
 
@@ -105,6 +107,7 @@ def _be_case(action: Callable[[], Any], out: int, err: int, most_s: float) -> No
             io.TextIOWrapper(os.fdopen(fd, "wb", closefd=False), encoding="utf-8", errors=errors)
             for fd, errors in ((1, "strict"), (2, "backslashreplace"))
         )
+        gc.set_threshold(*_THRESHOLDS)
         for number in (signal.SIGALRM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(WALL_S + 10 * int(most_s))

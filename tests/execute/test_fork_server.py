@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from meshweave.base.errors import RankLostError
 from meshweave.execute.ranks import launch as launcher
 from meshweave.execute.ranks.launch import launch
 from meshweave_lab.fork_server import fork_servers
+from meshweave_lab.shared_fork_servers import shared_fork_servers
 
 pytestmark = [
     pytest.mark.gloo,
@@ -72,6 +74,20 @@ def test_a_killed_server_takes_its_ranks_along_and_is_started_anew_and_the_conte
         assert second != first
         assert Path(f"/proc/{second}").exists()
     assert not Path(f"/proc/{second}").exists() and launcher.rank_starter is outer
+
+
+def test_owners_of_a_shared_server_have_forks_of_their_own_which_end_with_the_context():
+    parents = []
+    with shared_fork_servers(["torch.distributed"], num_servers=1) as paths:
+        for _ in range(2):
+            with fork_servers(shared=paths):
+                parents += [rank["parent"] for rank in seen_by_ranks(2)]
+        until = time.monotonic() + 20
+        while any(Path(f"/proc/{parent}").exists() for parent in parents) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not any(Path(f"/proc/{parent}").exists() for parent in parents)
+    assert len(set(parents)) == 2 and os.getpid() not in parents
+    assert not any(Path(path).exists() for path in paths)
 
 
 def test_launching_from_several_threads_keeps_the_ranks_apart():

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -40,7 +41,7 @@ from meshweave.execute.ranks import launch
 from meshweave.execute.ranks.launch import RankPlace
 from meshweave_lab.network.entering import live_in_named_namespace
 
-_PRELOADED = (
+PRELOADED = (
     "meshweave.execute.torch.compat:import_all_of_dtensor",
     "meshweave.nn.linear",
     "meshweave.nn.matmul2d",
@@ -110,26 +111,30 @@ class ForkedRank:
                 os.kill(self.pid, signum)
 
 
-class ForkServer:
-    """The owner's end of one server process."""
+def start_server(module: str, connection: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a module of this package as a server on a socket, with what it is to import before it forks."""
+    ours = (str(Path(file).parents[1]) for file in (__file__, meshweave.__file__))
+    path = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(connection.fileno()), *preload],
+        env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[connection.fileno()],
+    )
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours = (str(Path(file).parents[1]) for file in (__file__, meshweave.__file__))
-        path = os.pathsep.join(filter(None, [*ours, os.environ.get("PYTHONPATH")]))
-        with theirs:
-            command = [sys.executable, "-P", "-m", "meshweave_lab.fork_server"]
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *preload],
-                env={
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    **os.environ,
-                    "PYTHONPATH": path,
-                    "OMP_NUM_THREADS": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+
+class ForkServer:
+    """The owner's end of one server process: a new one, or a fork of the shared one that listens `at` a path."""
+
+    def __init__(self, preload: Sequence[str], at: str = "") -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if at:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.connect(at)
+        else:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = start_server(__name__, theirs, preload)
         self._lock = threading.Lock()  # over the socket and what was read from it
         self._started: list[int] = []
         self._statuses: dict[int, int] = {}
@@ -165,8 +170,9 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and with it whatever still runs of its ranks."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def _read(self, block: bool) -> None:
         while not self._is_gone and select.select([self._socket], [], [], None if block else 0)[0]:
@@ -192,10 +198,10 @@ class ForkServers:
     order of a set differs between ranks, as it does in a job. A server that has ended is started anew.
     """
 
-    def __init__(self, preload: Sequence[str], num_servers: int) -> None:
-        self._preload = tuple(preload)
+    def __init__(self, preload: Sequence[str], num_servers: int, shared: Sequence[str] = ()) -> None:
+        self._preload, self._shared = tuple(preload), shared or [""] * num_servers
         self._imports: tuple[str, ...] = ()
-        self._servers: list[ForkServer | None] = [None] * num_servers
+        self._servers: list[ForkServer | None] = [None] * len(self._shared)
         self._lock = threading.Lock()
 
     def can_start(self, environment: Mapping[str, str]) -> bool:
@@ -210,15 +216,8 @@ class ForkServers:
         self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
     ) -> ForkedRank:
         """Return rank `rank` of a launch, started."""
-        request = ForkRequest(
-            str(folder),
-            environment,
-            str(Path.cwd()),
-            is_ours,
-            place.network_namespace,
-            place.fork_startup,
-            self._imports,
-        )
+        where = str(folder), environment, str(Path.cwd()), is_ours, place.network_namespace
+        request = ForkRequest(*where, place.fork_startup, self._imports)
         try:
             return self._server_of(rank).start(request)
         except ChildProcessError:  # the server was killed a moment ago
@@ -230,7 +229,7 @@ class ForkServers:
                 if server is None or server.is_gone:
                     if server is not None:
                         server.close()
-                    self._servers[index] = ForkServer(self._preload)
+                    self._servers[index] = ForkServer(self._preload, self._shared[index])
             server = self._servers[rank % len(self._servers)]
         assert server is not None
         return server
@@ -245,7 +244,9 @@ class ForkServers:
 
 
 @contextmanager
-def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> Iterator[ForkServers]:
+def fork_servers(
+    preload: Sequence[str] = PRELOADED, num_servers: int = 2, shared: Sequence[str] = ()
+) -> Iterator[ForkServers]:
     """Let every `launch` of this process fork its ranks, for as long as the context lasts.
 
     The servers start with the first launch. Launches that give their ranks another OMP_NUM_THREADS than 1, or a
@@ -255,8 +256,9 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
         preload: the modules to import and functions to call ("module:function") before forking; none may start a
             thread or touch a GPU.
         num_servers: how many servers share the ranks of a launch.
+        shared: where shared servers listen (`shared_fork_servers`), whose forks are the servers instead.
     """
-    servers, outer = ForkServers(preload, num_servers), launch.rank_starter
+    servers, outer = ForkServers(preload, num_servers, shared), launch.rank_starter
     launch.rank_starter = servers
     try:
         yield servers
@@ -270,10 +272,7 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
 
 def serve(connection: socket.socket, preload: Sequence[str]) -> None:
     """Fork a rank for every request until the owner closes its end."""
-    for name in preload:
-        _import_or_call(name)
-    gc.collect()
-    gc.freeze()  # so that no collection in a rank copies the pages that it shares
+    import_all(preload)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -300,6 +299,13 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
             _report_ended(connection)
 
 
+def import_all(preload: Sequence[str]) -> None:
+    """Import modules and call functions, as the first thing a server does."""
+    for name in preload:
+        _import_or_call(name)
+    _keep_from_ranks()
+
+
 def _import_missing(modules: Sequence[str]) -> None:
     """Import the modules that this process has not imported; one that fails is left to the rank."""
     missing = [name for name in modules if name not in sys.modules]
@@ -307,8 +313,15 @@ def _import_missing(modules: Sequence[str]) -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     if missing:
-        gc.collect()
-        gc.freeze()
+        _keep_from_ranks()
+
+
+def _keep_from_ranks() -> None:
+    """Keep collections in ranks, and their ends, from touching what was imported: they would copy its pages."""
+    gc.collect()
+    gc.freeze()
+    for finalizer in tuple(vars(weakref.finalize)["_registry"]):  # torch has hundreds, for operators in C++
+        finalizer.atexit = False
 
 
 def _import_or_call(name: str) -> None:
@@ -362,7 +375,7 @@ _done: list[bool] = []
 """Not empty in a rank that has run its job."""
 
 
-def _end_rank() -> None:
+def end_rank() -> None:
     """End a rank that has run its job, as the last of its exit handlers.
 
     The interpreter would take down every module after that, which touches, and so copies, all the memory that the
@@ -377,7 +390,7 @@ def _end_rank() -> None:
 def main() -> None:
     """Serve on the socket whose descriptor is given on the command line, with the modules named after it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what becomes of Ctrl-C
-    atexit.register(_end_rank)  # before all others, so it runs after them
+    atexit.register(end_rank)  # before all others, so it runs after them
     fd, *preload = sys.argv[1:]
     with socket.socket(fileno=int(fd)) as connection:
         serve(connection, preload)
