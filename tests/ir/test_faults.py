@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import pytest
 from builders import golden, listed, with_ops
 from seeding import WINDOW, changed, dropped, fault, swapped, text_fault
 
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.matching import match
 from meshweave.ir.analysis.validate import validate
-from meshweave.ir.program.ops import Fence
+from meshweave.ir.program.ops import Exchange, Fence
 from meshweave.ir.program.parse import parse
 
 # --- partners -------------------------------------------------------------------------------------------
@@ -29,6 +32,35 @@ def test_dropped_send() -> None:
 def test_dropped_collective_on_one_rank() -> None:
     error = fault(dropped("tapered_meshslice", "all_gather", 1, 0))
     assert "gather_a" in str(error) or "never joins" in error.message
+
+
+DISPATCHES = """
+program("exchange")
+ep = mesh((2,), ("x",))
+copies = scratch((8,), "bfloat16", on=ep)
+net = lane()
+"""
+DISPATCH = """
+with ranks({}):
+    exchange(over="ep", outs=(copies,), ins=(copies,), {}, lane=net)
+"""
+
+
+@pytest.mark.parametrize(
+    "field", [each.name for each in fields(Exchange) if each.type in ("int", "float", "str")][2:]
+)
+def test_members_say_all_sizes_of_an_exchange_alike(field: str) -> None:
+    said: dict[str, object] = {
+        "carries": "dispatch",
+        "num_ranks": 2,
+        "part_bytes": 16,
+        "library": "all_to_all",
+    }
+    other = said | {field: "combine" if isinstance(said.get(field), str) else 3}
+    texts = [", ".join(f"{name}={value!r}" for name, value in each.items()) for each in (said, other)]
+    match(parse(DISPATCHES + DISPATCH.format(0, texts[0]) + DISPATCH.format(1, texts[0])))
+    with pytest.raises(ProgramError, match="collectives in another order than on rank 0"):
+        match(parse(DISPATCHES + DISPATCH.format(0, texts[0]) + DISPATCH.format(1, texts[1])))
 
 
 def test_swapped_collectives_on_one_rank() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from meshweave.base.errors import ProgramError
@@ -152,28 +153,23 @@ def _agree(program: Program, ops: Mapping[int, Sequence[BoundOp]], nodes: Sequen
 
 
 def _signature(program: Program, op: op_types.Op) -> tuple[Any, ...]:
-    fields: tuple[str, ...] = {
-        op_types.AllGather: ("dim", "sizes"),
-        op_types.ReduceScatter: ("dim", "sizes", "op"),
-        op_types.AllReduce: ("op",),
-        op_types.Broadcast: ("root", "packets"),
-        op_types.Reduce: ("root", "packets", "op"),
-        op_types.AllToAll: ("split_dim", "concat_dim"),
-        op_types.Permute: ("shift", "step"),
-        op_types.Exchange: (
-            "carries",
-            "num_ranks",
-            "part_bytes",
-            "tokens",
-            "experts",
-            "chosen",
-            "load",
-            "library",
-        ),
-        Include: ("part", "meshes", "lanes"),
-    }.get(type(op), ())
+    """Return what all members of a collective say alike."""
     dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, op_types.DataCollective) else ""
-    return (op.kind, op.name, dtype, *(getattr(op, name) for name in fields))
+    kind: Any = type(op)
+    return (op.kind, op.name, dtype, *(getattr(op, name) for name in _said_alike(kind)))
+
+
+@cache
+def _said_alike(kind: type[Any]) -> tuple[str, ...]:
+    """Return the fields of a kind of collective that all members say alike, but for those that all kinds have."""
+    if kind is Include:
+        return "part", "meshes", "lanes"
+    of_all = {each.name for each in fields(op_types.DataCollective)}
+    return tuple(each.name for each in fields(kind) if each.name not in of_all | _OF_A_MEMBER)
+
+
+_OF_A_MEMBER = {"outs", "ins", "send_sizes", "recv_sizes"}
+"""Fields of a collective that are of one member."""
 
 
 def _match_messages(
