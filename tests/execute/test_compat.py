@@ -318,31 +318,65 @@ def test_adding_several_tensors_by_one_call():
     compat.add_each([], [])
 
 
-def test_whether_a_gradient_is_only_accumulated():
-    class Asked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *weights):
-            ctx.weights = weights
-            return weights[0] + weights[1]
+class _Asked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, said, *weights):
+        ctx.said, ctx.weights = said, weights
+        return weights[0] + weights[1]
 
-        @staticmethod
-        def backward(ctx, grad):
-            nodes = [node for node, _ in ctx.next_functions]
-            said.append(list(map(compat.is_only_accumulated, ctx.weights, nodes)))
-            return grad, grad
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.said.append(compat.only_accumulated(ctx.weights, ctx.next_functions))
+        return None, grad, grad
 
-    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+
+def _two_weights():
+    return [torch.ones(1, requires_grad=True) for _ in range(2)]
+
+
+def _held(weight):
+    return torch.autograd.graph.get_gradient_edge(weight).node
+
+
+@pytest.mark.parametrize(("expected", "run"), [
+    ([True, True], lambda given, first, second: given(first, second).backward()),
+    ([True, False], lambda given, first, second: given(first, second).backward(inputs=[first])),
+    ([False, False], lambda given, first, second: torch.autograd.grad(given(first, second), [first, second])),
+    ([True, False], lambda given, first, second: given(first, 2 * second).backward()),
+    ([True, False], lambda given, first, second: given(first, second.detach()).backward()),
+    ([False, True], lambda given, first, second: (
+        first.register_hook(lambda grad: None), given(first, second).backward())),
+    ([False, True], lambda given, first, second: (
+        first.register_post_accumulate_grad_hook(lambda weight: None), given(first, second).backward())),
+    ([False, True], lambda given, first, second: (node := _held(first), given(first, second).backward(), node)),
+    ([False, True], lambda given, first, second: (
+        result := given(first, second), first.requires_grad_(False), result.backward())),
+])  # fmt: skip
+def test_whether_gradients_are_only_accumulated(expected, run):
     said = []
-    Asked.apply(*weights).backward()
-    Asked.apply(*weights).backward(inputs=weights[:1])
-    torch.autograd.grad(Asked.apply(*weights), weights)
-    weights[1].register_hook(lambda grad: None)
-    Asked.apply(*weights).backward()
-    weights[0].register_post_accumulate_grad_hook(lambda weight: None)
-    Asked.apply(*weights).backward()
-    Asked.apply(weights[0], weights[1].detach()).backward()
-    none = [False, False]
-    assert said == [[True, True], [True, False], none, [True, False], none, none]
+    run(lambda *weights: _Asked.apply(said, *weights), *_two_weights())
+    assert said == [expected]
+
+
+def test_whether_backward_passes_are_compiled():
+    assert not compat.is_autograd_compiled()
+    seen = []
+    value = torch.ones(2, requires_grad=True)
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        (2 * value).sum().backward()
+        seen.append(compat.is_autograd_compiled())
+    assert seen == [True]
+    assert not compat.is_autograd_compiled()
+
+
+def test_the_dtype_of_gradients():
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    assert compat.gradient_dtype(weight) == torch.bfloat16
+    if hasattr(weight, "grad_dtype"):
+        weight.grad_dtype = torch.float32
+        assert compat.gradient_dtype(weight) == torch.float32
+        weight.grad_dtype = None
+        assert compat.gradient_dtype(weight) is None
 
 
 def test_functions_of_autograd_are_applied_alike():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import reference_models
 import torch
@@ -18,6 +19,7 @@ from meshweave.execute.ranks.job import RankContext
 from meshweave.nn.parallel import uses
 from meshweave.nn.parallel.buckets import ParameterBucket
 from meshweave.nn.parallel.parallelize import parallelize
+from meshweave.nn.parallel.put_gradients import put_gradients
 
 Losses = Callable[[int], Tensor]
 """The loss of a batch by its number."""
@@ -81,19 +83,51 @@ def for_some_alone(loss: Losses, parameters: list[Tensor]) -> None:
     loss(1).backward()
 
 
-def seen_at_the_last_nodes(loss: Losses, parameters: list[Tensor]) -> None:
-    """Have hooks of the last nodes of autograd see that gradients are there, as other libraries' do."""
-    seen = []
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
-    for node, parameter in zip(nodes, parameters, strict=True):
-        node.register_hook(lambda *_, parameter=parameter: seen.append(parameter.grad is not None))
+def changed_at_the_last_nodes(loss: Losses, parameters: list[Tensor]) -> None:
+    """Have hooks of the last nodes of autograd, as other libraries do: they change gradients and see them come."""
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters[::2]]
+    seen: list[bool] = []
+    hooks = []
+    for node, parameter in zip(nodes, parameters[::2], strict=True):
+        hooks.append(node.register_prehook(lambda grads: (5 * grads[0],)))
+        hooks.append(
+            node.register_hook(lambda *_, parameter=parameter: seen.append(parameter.grad is not None))
+        )
     loss(0).backward()
-    assert seen == [True] * len(parameters)
+    assert seen == [True] * len(nodes)
+    for hook in hooks:
+        hook.remove()
+
+
+def frozen_before_the_backward_pass(loss: Losses, parameters: list[Tensor]) -> None:
+    """Freeze parameters between the passes: they get no gradients."""
+    value = loss(0)
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+    value.backward()
+    assert all((parameter.grad is None) == (not at % 2) for at, parameter in enumerate(parameters))
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(True)
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def seen_between(loss: Losses, parameters: list[Tensor]) -> None:
+    """Compute with gradients between two backward passes: autograd notices that they have changed since."""
+    loss(0).backward()
+    assert parameters[0].grad is not None
+    penalty = (parameters[0] * parameters[0].grad).sum()
+    loss(1).backward()
+    try:
+        penalty.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        raise AssertionError("a gradient that was added to is taken for what it was")
 
 
 WAYS = (
     once, two_in_one, added_up, twice_through, asked_for, changed_by_hooks, changed_once_they_are_there,
-    for_some_alone, seen_at_the_last_nodes,
+    for_some_alone, changed_at_the_last_nodes, frozen_before_the_backward_pass, seen_between,
 )  # fmt: skip
 
 
@@ -132,7 +166,23 @@ def _gradients(context: RankContext, case: Mapping[str, Any]) -> dict[str, Any]:
     with _order_of(made) as events:
         made.loss(*batches[0]).backward()
     answer["order"] = events
+    answer["left to autograd"] = _left(lambda: made.loss(*batches[0]).backward())
     return answer
+
+
+def _left(run: Callable[[], None]) -> int:
+    """Return how many gradients backward passes leave to autograd, all of which could be put."""
+    left = []
+
+    def counted(*given: Any) -> Any:
+        made = put_gradients(*given)
+        left.append(sum(grad is not None for grad in made))
+        return made
+
+    with mock.patch("meshweave.nn.parallel.parameter_nodes.put_gradients", counted):
+        run()
+    assert left
+    return sum(left)
 
 
 def kept_gradients(context: RankContext, payload: Mapping[str, Any]) -> list[Any]:

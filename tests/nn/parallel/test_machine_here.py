@@ -59,6 +59,8 @@ def test_estimates_are_what_was_measured(
         link = problem.cluster.network.axis(0)
         taken = {ranks: 2 * link.launch_s + (2 * ranks - 2) * link.link_latency_s for ranks in (2, num_ranks)}
         assert taken[num_ranks] == pytest.approx(ring_s) and link.link_latency_s > 0
+        moved = 2 * (num_ranks - 1) * LARGE / num_ranks
+        assert moved / link.link_bytes_per_s == pytest.approx(2.5 * ring_s)
         if link.launch_s:
             assert taken[2] == pytest.approx(few * ring_s)
         else:
@@ -95,6 +97,17 @@ def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> No
     assert _alone_s(measured_problem(measured, MODEL, 4, 64, 4 << 30), 4) == pytest.approx(0.02, rel=0.03)
     steep = replace(measured, compute_s={2: 0.01, 4: 0.03})
     assert measured_problem(steep, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
+
+
+@pytest.mark.gloo
+def test_four_ranks_measure_groups_of_two_sizes_and_leave_the_generator() -> None:
+    for answer in launch("trial_rank_functions:measured_alone", 4, {}, timeout_s=100, env=HERE):
+        measured, drawn, expected = answer
+        assert list(measured["shared_s"]) == ["2", "4"] and list(measured["ring_s"]) == list(
+            map(str, SUMMED_BYTES)
+        )
+        assert all(seconds > 0 for seconds in (*measured["shared_s"].values(), *measured["ring_s"].values()))
+        assert drawn == expected
 
 
 @pytest.mark.gloo

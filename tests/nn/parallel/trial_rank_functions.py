@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshweave.algorithms.step import Parallelism
 from meshweave.base.errors import LayoutError
 from meshweave.execute.ranks.job import RankContext
+from meshweave.nn.parallel.machine_here import measure_step
 from meshweave.nn.parallel.parallelize import parallelize
 from meshweave.nn.parallel.planned_here import plans_here
 from meshweave.nn.parallel.trials import Trials
@@ -39,6 +41,15 @@ def choose_unaided(context: RankContext, payload: Mapping[str, Any]) -> dict[str
         tables.append(made.trials.trials)
     rows = [[t.words, t.kind, t.predicted_s, t.measured_s] for t in tables[0]]
     return {"rows": rows, "others": [[t.words, t.predicted_s] for t in tables[1]], "log": lines}
+
+
+def measured_alone(context: RankContext, payload: Mapping[str, Any]) -> list[Any]:
+    """Return what is measured of a step that takes nothing, and what is drawn after it and without it."""
+    torch.manual_seed(0)
+    measured = measure_step(lambda rows: None, lambda: None, [1], 1000)
+    drawn = float(torch.rand(()))
+    torch.manual_seed(0)
+    return [asdict(measured), drawn, float(torch.rand(()))]
 
 
 def plan_unlike(context: RankContext, payload: Mapping[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a rank gives a call of a parallelised model, but for the values of tensors.
+"""What ranks must have alike in a call of a parallelised model, but for the values of tensors.
 
 It is taken in every call, and seldom becomes words: a number stands for it, which is kept for later calls.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from meshweave.nn.parallel.agreed import digest
 
 Facts = tuple[tuple[str, Any], ...]
-"""Things by name, whose values can be hashed; equal values have equal words."""
+"""Things by name. Values can be hashed, and those under one name are of one type: equal ones have equal words."""
 
 _CALL, _STEP = (
     0x9E3779B97F4A7C15,
@@ -27,10 +27,10 @@ class CallFacts(NamedTuple):
     """What ranks must have alike in a call.
 
     Attributes:
-        steady: by subject, what is mostly as it was in the call before.
+        steady: by subject, what is mostly as it was in the call before. Its number is kept for later calls.
         calls: forward calls so far.
         steps: steps of optimizers so far.
-        generator: a hash of the state of torch's generator, where ranks must have it alike.
+        generator: a hash of the state of torch's generator; None where ranks need not have it alike.
     """
 
     steady: tuple[tuple[str, Facts], ...]
@@ -41,7 +41,8 @@ class CallFacts(NamedTuple):
     @property
     def number(self) -> int:
         """Return a number that stands for all of it; of any size."""
-        return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + (self.generator or 0)
+        drawn = 0 if self.generator is None else 2 * self.generator + 1
+        return _steady_number(self.steady) + self.calls * _CALL + self.steps * _STEP + drawn
 
     @property
     def words(self) -> dict[str, Mapping[str, str]]:

@@ -18,17 +18,19 @@ _HALVES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return what `bits_number` does in a tensor () on the tensor's device."""
+    """Return the number of `bits_number` as a tensor (), on the device of the tensor that it is of."""
     number = bits_number(tensor)
-    return torch.tensor(number) if isinstance(number, int) else number
+    return torch.tensor(number, device="cpu") if isinstance(number, int) else number
 
 
 def bits_number(tensor: Tensor) -> Tensor | int:
-    """Return a number of 64 bits that tells tensors of other bits apart: of one on a CPU an int, else a tensor ().
+    """Return a number of 64 bits by which tensors of other bits are told apart, computed where the tensor lies.
 
-    Of a DTensor it is that of the local part. It is the sum of words of at most 32 bits times odd numbers that
-    depend on their positions, modulo 2**64: other bits in one place always show, others but for odds of 2**-33 or
-    less. It takes `_CHUNK` words at a time. Of `_SMALL_BYTES` or less on a CPU it is a digest, which is one call.
+    Of a tensor on a CPU it is an int, of others a tensor () on their device; of a DTensor it is that of the local
+    part. It is the sum of words of at most 32 bits times odd numbers that depend on their positions, modulo 2**64:
+    other bits in one place always show, others but for odds of 2**-33 or less. It takes `_CHUNK` words at a time.
+    Of `_SMALL_BYTES` or less on a CPU it is a digest instead, which is one call. What is digested is a copy: numpy
+    would keep what it looks at from being resized ever after, as FSDP2 does with weights.
     """
     own = (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if own.is_cpu and own.nbytes <= _SMALL_BYTES and own.dtype == torch.int64:  # tokens, in each call
@@ -36,7 +38,6 @@ def bits_number(tensor: Tensor) -> Tensor | int:
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
     words = own.contiguous().view(-1).view(_HALVES[own.element_size()])
     if own.is_cpu and own.nbytes <= _SMALL_BYTES:
-        # A copy: numpy would keep what it looks at from being resized ever after, as FSDP2 does with weights.
         return digest_of(words.clone())
     total = torch.zeros((), dtype=torch.int64, device=own.device)
     for chunk in words.split(_CHUNK):

@@ -294,7 +294,7 @@ class CallInputs:
             ("given", ", ".join(self.tensors)),
             ("logits_to_keep", str(self.logits_to_keep)),
             ("use_cache", str(self.named.get("use_cache"))),
-            ("logits beside the loss", self.with_logits),
+            ("logits beside the loss", bool(self.with_logits)),
             ("num_items_in_batch", "" if isinstance(self.num_items, Tensor) else str(self.num_items)),
             ("past_key_values", "none" if cache is None else f"of {int(cache.get_seq_length())} tokens"),
         )

@@ -31,6 +31,7 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.parallel.all_ranks import AllRanks
 from meshweave.nn.parallel.linear import ParallelLinear
 from meshweave.nn.parallel.programs import SizedMove
+from meshweave.nn.parallel.seeds import keep_generators
 from meshweave.nn.parallel.strategy import LayerStrategy
 
 STACK = replace(
@@ -118,14 +119,12 @@ def measure_step(
     shared_s, ring_s, gradients_s = dict[int, float](), dict[int, float](), 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
-        ring_s = {size: _between_products_s(among, _sum(every, size)) for size in SUMMED_BYTES}
+        ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
         gradients_s = _gradients_s(among, every, torch.float32.itemsize * num_parameters)
-        layers_s = {
-            ranks: _between_products_s(among, _narrow_layers(_mesh(among, ranks), context))
-            for ranks in sorted({1, fewest, num_ranks})
-        }
-        alone_s = layers_s.pop(1)
-        shared_s = {ranks: max(seconds - alone_s, _LEAST_SHARED_S) / 2 for ranks, seconds in layers_s.items()}
+        alone = _narrow_layers(_mesh(among, 1), context)
+        for ranks in sorted({fewest, num_ranks}):
+            added_s = _added_s(among, _narrow_layers(_mesh(among, ranks), context), alone)
+            shared_s[ranks] = max(added_s / 2, _LEAST_SHARED_S)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
         compute_s, optimizer_s, shared_s, ring_s, gradients_s, num_parameters, num_ranks, sharing
@@ -145,10 +144,10 @@ def _narrow_layers(mesh: DeviceMesh, context: TorchContext | None) -> Callable[[
     strategy = LayerStrategy.of(Megatron.name, mesh, context=context)
     device = torch.empty(0, device=mesh.device_type).device
     with device:
-        layers = [nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(2)]
+        with keep_generators(mesh.device_type):
+            first, second = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(2))
         x = torch.ones(1, _NARROW, _NARROW, requires_grad=True)
-    up = ParallelLinear(layers[0], strategy, place="in")
-    down = ParallelLinear(layers[1], strategy, place="out")
+    up, down = ParallelLinear(first, strategy, place="in"), ParallelLinear(second, strategy, place="out")
 
     def run() -> None:
         up.weight.grad = down.weight.grad = x.grad = None
@@ -171,13 +170,23 @@ def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> 
     return lambda: bound.run(bound.inputs)
 
 
-def _between_products_s(among: AllRanks, run: Callable[[], object]) -> float:
-    """Return the seconds that a sum adds to products which it runs between, at least those of sums alone."""
+def _added_s(among: AllRanks, run: Callable[[], object], instead: Callable[[], object] = int) -> float:
+    """Return the seconds that `run` takes more than what runs `instead`, by default nothing.
+
+    Both are timed between products, and by themselves; what is returned is the larger difference.
+    """
     square = torch.ones(_BETWEEN, _BETWEEN, device=among.context.device)
-    alone_s = among.median_s(lambda: [square @ square for _ in range(_SUMS)], _REPEATS)
-    both_s = among.median_s(lambda: [(square @ square, run()) for _ in range(_SUMS)], _REPEATS)
-    sums_s = among.median_s(lambda: [run() for _ in range(_SUMS)], _REPEATS)
-    return max(both_s - alone_s, sums_s) / _SUMS
+
+    def seconds(each: Callable[[], object], *, is_between: bool) -> float:
+        def repeat() -> None:
+            for _ in range(_SUMS):
+                if is_between:
+                    square @ square
+                each()
+
+        return among.median_s(repeat, _REPEATS)
+
+    return max(seconds(run, is_between=at) - seconds(instead, is_between=at) for at in (True, False)) / _SUMS
 
 
 def _gradients_s(among: AllRanks, strategy: LayerStrategy, num_bytes: int) -> float:

@@ -73,7 +73,7 @@ class OwnParts(torch.autograd.Function):  # type: ignore[misc]
             grads = (*grads[:first], *_begun(ctx.last, ctx.shapes, ctx.sums, grads[first:], needs))
         while ctx.sums:
             ctx.sums.pop(0)()
-        return None, None, *put_gradients(ctx.parameters, grads, [node for node, _ in ctx.next_functions])
+        return None, None, *put_gradients(ctx.parameters, grads, ctx.next_functions)
 
 
 def _begun(

@@ -18,32 +18,39 @@ from meshweave.execute.torch import compat
 
 
 def put_gradients(
-    parameters: Sequence[DTensor], grads: Sequence[Tensor | None], nodes: Sequence[Any]
+    parameters: Sequence[DTensor], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
 ) -> list[Tensor | None]:
-    """Give parameters their gradients in a backward pass; return those that are left to autograd, else None.
+    """Give parameters their gradients in a backward pass.
 
-    They are left where somebody else is told, by hooks or `torch.autograd.grad`, and on CUDA, where autograd's
-    nodes order streams.
+    Returns for each parameter the gradient that is left to autograd, None where it was put or where there is none.
+    Left is what somebody else may see first, by a hook, a node or `torch.autograd.grad`, and all on CUDA, where
+    autograd's nodes order streams.
 
     Args:
         grads: those of this rank's parts; None where there is none. They belong to nobody else.
-        nodes: the last nodes of the parameters, which give them their gradients; None where one has none.
+        edges: from the node whose backward part this is to those of the parameters, as `next_functions` has them.
     """
     left: list[Tensor | None] = [None] * len(parameters)
-    sums: list[Tensor] = []
+    new: list[tuple[DTensor, DTensor]] = []
+    sums: list[DTensor] = []
     added: list[Tensor] = []
-    is_plain = not torch.is_grad_enabled()
-    for at, (parameter, grad, node) in enumerate(zip(parameters, grads, nodes, strict=True)):
+    may_put = not torch.is_grad_enabled() and not compat.is_autograd_compiled()
+    only_accumulated = compat.only_accumulated(parameters, edges) if may_put else [False] * len(parameters)
+    for at, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
             continue
         spec, before = compat.spec_of(parameter), parameter.grad
-        puts = is_plain and grad.is_cpu and compat.is_only_accumulated(parameter, node)
+        puts = only_accumulated[at] and grad.is_cpu and grad.dtype == compat.gradient_dtype(parameter)
         if puts and before is None:
-            parameter.grad = compat.from_spec(grad, spec)
+            new.append((parameter, compat.from_spec(grad, spec)))
         elif puts and isinstance(before, DTensor) and compat.spec_of(before) == spec:
-            sums.append(compat.local_tensor(before))
+            sums.append(before)
             added.append(grad)
         else:
             left[at] = compat.from_spec(grad, spec)
-    compat.add_each(sums, added)
+    for parameter, gradient in new:
+        parameter.grad = gradient
+    if sums:
+        compat.add_each(compat.local_tensors(sums), added)
+        torch.autograd.graph.increment_version(sums)
     return left

@@ -224,14 +224,14 @@ class StepAgreement:
     ) -> CallFacts:
         """Return what ranks must have alike in this call but for the values of tensors."""
         device, progress = self.strategy.device_mesh.device_type, self.progress
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
-        is_training = self.module.training
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+        is_training = bool(self.module.training)
         modes = (
             ("training", is_training),
             ("modules in training", sum(map(_IS_TRAINING, self._children))),
             ("gradients", torch.is_grad_enabled()),
-            ("autocast", dtype),
-            ("recompute", self.recompute),
+            ("autocast", autocast),
+            ("recompute", bool(self.recompute)),
         )
         kept = "kept from before" if self._has_gradients() else "none from before"
         steady = (
