@@ -100,9 +100,9 @@ def options_of(
         4 * given.hidden if given.model == "gpt" else 8 * given.hidden // 3 // 16 * 16,
         sequence=given.sequence,
     )
-    problem, sharing = None, 1.0
+    problem, measured = None, None
     if given.predict or given.parallel == "auto":
-        problem, sharing = measured_problem(size, given.batch, max(given.batch // num_ranks, 1))
+        problem, measured = measured_problem(size, given.batch, max(given.batch // num_ranks, 1))
     if given.plan:
         chosen = parallelism_of_plan(given.plan, num_ranks, accepts_sites=given.accept_sites)
     elif given.parallel == "auto":
@@ -122,15 +122,16 @@ def options_of(
         deadline_s=given.deadline,
     )
     if given.parallel == "auto" and not given.plan:
-        assert problem is not None
-        table = fastest_tried(options, planned(problem, sharing))
+        assert problem is not None and measured is not None
+        table = fastest_tried(options, planned(problem, measured))
         options = replace(options, parallelism=table.chosen.plan)
         if dist.get_rank() == 0:
             print(table, file=sys.stderr)
-    if problem is None:
+    if problem is None or measured is None:
         return options, None, None
     step = mw.algorithms.step_of(problem, options.parallelism)
-    return options, step, mw.nn.step_here_s(problem, options.parallelism, sharing)
+    seconds = mw.nn.step_here_s(problem, options.parallelism, measured.sharing, measured.agreed_s)
+    return options, step, seconds
 
 
 def run(given: argparse.Namespace) -> None:

@@ -41,8 +41,10 @@ def transformer_of(size: ModelSize) -> mw.Transformer:
     )
 
 
-def measured_problem(size: ModelSize, batch: int, rows: int) -> tuple[mw.algorithms.StepProblem, float]:
-    """Return the problem of a step on this machine, and how many times as fast a rank is alone; collective.
+def measured_problem(
+    size: ModelSize, batch: int, rows: int
+) -> tuple[mw.algorithms.StepProblem, mw.nn.MeasuredStep]:
+    """Return the problem of a step on this machine, and what was measured; collective.
 
     Args:
         batch: sequences of a step.
@@ -60,18 +62,16 @@ def measured_problem(size: ModelSize, batch: int, rows: int) -> tuple[mw.algorit
     sizes = sorted({max(rows // 2, 1), rows})
     measured = mw.nn.measure_step(compute, optimizer.step, sizes, num_parameters)
     problem = mw.nn.measured_problem(measured, transformer_of(size), batch, size.sequence, MEMORY_BYTES)
-    return problem, measured.sharing
+    return problem, measured
 
 
-def planned(problem: mw.algorithms.StepProblem, sharing: float) -> list[tuple[mw.Parallelism, float]]:
-    """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans.
-
-    Args:
-        sharing: how many times as fast a rank is alone.
-    """
+def planned(
+    problem: mw.algorithms.StepProblem, measured: mw.nn.MeasuredStep
+) -> list[tuple[mw.Parallelism, float]]:
+    """Return the layouts that are predicted to be fastest, with the seconds of a step; the first rank plans."""
     answer: list[object] = [None]
     if dist.get_rank() == 0:
-        ranked = mw.nn.fastest_here(problem, sharing)
+        ranked = mw.nn.fastest_here(problem, measured.sharing, measured.agreed_s)
         answer = [[(vars(layout), seconds) for layout, seconds in ranked[:NUM_PLANNED]]]
     dist.broadcast_object_list(answer)
     rows: list[Any] = answer[0]  # type: ignore[assignment]

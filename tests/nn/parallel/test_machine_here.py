@@ -14,7 +14,12 @@ pytest.importorskip("torch", reason="torch is not installed: the torch rung cann
 from meshweave.algorithms.step import Parallelism, StepProblem, step_of
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.ranks.launch import launch
-from meshweave.nn.parallel.machine_here import SUMMED_BYTES, MeasuredStep, measured_problem, step_here_s
+from meshweave.nn.parallel.machine_here import (
+    SUMMED_BYTES,
+    MeasuredStep,
+    measured_problem,
+    step_here_s,
+)
 from sampling import examples
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -48,7 +53,7 @@ def test_estimates_are_what_was_measured(
     compute_s = {rows: first_s, 2 * rows: more * first_s}
     shared = {min(num_ranks, 2): few * ring_s} | {num_ranks: ring_s}
     rings = {SMALL: ring_s / 2, LARGE: 3 * ring_s}
-    measured = MeasuredStep(compute_s, first_s / 10, shared, rings, gradients_s, 800_000, num_ranks)
+    measured = MeasuredStep(compute_s, first_s / 10, shared, rings, gradients_s, 0.0, 800_000, num_ranks)
     batch = 2 * rows * num_ranks
     problem = measured_problem(measured, MODEL, batch, 64, 4 << 30)
     assert problem.cluster.num_chips == num_ranks
@@ -76,7 +81,7 @@ def test_estimates_are_what_was_measured(
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int) -> None:
     measured = MeasuredStep(
-        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 800_000, 2
+        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 0.0, 800_000, 2
     )
     problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
     stages = Parallelism(pipeline=2, micro_batch=micro_batch)
@@ -91,8 +96,20 @@ def test_waits_cost_less_where_a_rank_gives_its_cores_to_others(micro_batch: int
     assert step_here_s(problem, replicas, 2.0) == step_of(problem, replicas).time_s
 
 
+def test_what_ranks_compare_is_a_sum_of_its_own_where_they_share_layers() -> None:
+    measured = MeasuredStep(
+        {4: 0.02, 8: 0.035}, 0.005, {2: 1e-3}, {SMALL: 1e-3, LARGE: 4e-3}, 2e-3, 3e-4, 800_000, 2
+    )
+    problem = measured_problem(measured, MODEL, 8, 64, 4 << 30)
+    for each in (Parallelism(tensor=2, micro_batch=4), Parallelism(data=2, micro_batch=4, zero=3)):
+        seconds = step_here_s(problem, each, agreed_s=measured.agreed_s)
+        assert seconds == pytest.approx(step_of(problem, each).time_s + 6e-4)
+    replicas = Parallelism(data=2, micro_batch=4)
+    assert step_here_s(problem, replicas, agreed_s=3e-4) == step_of(problem, replicas).time_s
+
+
 def test_more_rows_that_take_no_longer_are_no_faster_than_their_launches() -> None:
-    measured = MeasuredStep({4: 0.02}, 0.01, {}, {}, 1e-3, 800_000, 1)
+    measured = MeasuredStep({4: 0.02}, 0.01, {}, {}, 1e-3, 0.0, 800_000, 1)
     assert measured_problem(measured, MODEL, 4, 64, 4 << 30).cluster.chip.launch_s == 0
     assert _alone_s(measured_problem(measured, MODEL, 4, 64, 4 << 30), 4) == pytest.approx(0.02, rel=0.03)
     steep = replace(measured, compute_s={2: 0.01, 4: 0.03})

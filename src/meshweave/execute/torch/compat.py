@@ -270,10 +270,10 @@ def only_accumulated(parameters: Sequence[Tensor], edges: Sequence[tuple[Any, in
     `torch._C._will_engine_execute_node`, which fails for leaves in `torch.autograd.grad` (torch 2.9 and 2.13).
     Where one is gone the answer is no.
     """
-    will_run = getattr(torch._C, "_will_engine_execute_node", None)
+    will_run, alone = getattr(torch._C, "_will_engine_execute_node", None), _one_owner()
     return [
         will_run is not None
-        and count == _ONE_OWNER
+        and count == alone
         and parameter.requires_grad
         and getattr(node, "variable", None) is parameter
         and not getattr(parameter, "_backward_hooks", True)
@@ -291,11 +291,16 @@ def _runs(will_run: Callable[[Any], bool], node: Any) -> bool:
 
 
 def _owners(edges: Sequence[tuple[Any, int]]) -> list[int]:
-    """Return a count of references to the node of each edge, to compare with `_ONE_OWNER`."""
+    """Return a count of references to the node of each edge, to compare with `_one_owner`."""
     return [sys.getrefcount(edge[0]) for edge in edges]
 
 
-_ONE_OWNER = _owners(((object(), 0),))[0]
+@cache
+def _one_owner() -> int:
+    """Return what `_owners` counts of a leaf that its graph alone has."""
+    with torch.inference_mode(False), torch.enable_grad():
+        result = 2 * torch.ones((), device="cpu", requires_grad=True)
+    return _owners(result.grad_fn.next_functions)[0]
 
 
 def bare_step(kind: type) -> Callable[..., Any]:

@@ -58,6 +58,10 @@ _BETWEEN = 400
 _NARROW = 64
 """Features of linear layers, and rows, that take much less than what runs them."""
 _LEAST_SHARED_S = 1e-6
+_SHARDS_WEIGHTS = 3
+"""The level of ZeRO that gathers weights."""
+_AGREED = 2
+"""Small sums of a call in which ranks share layers or weights: what they compare, and the loss."""
 _GUESS_FLOPS_PER_S, _GUESS_LAUNCH_S, _LEAST_FLOP_S = 1e10, 1e-5, 1e-16
 
 
@@ -74,6 +78,8 @@ class MeasuredStep:
         ring_s: for bytes, seconds that a sum over all ranks by a ring of messages adds between products: a small
             and a large one. Empty for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
+        agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
+            they give a call.
         num_parameters: all of the model, each of which is trained.
         num_ranks: all that measured together.
         sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
@@ -84,6 +90,7 @@ class MeasuredStep:
     shared_s: Mapping[int, float]
     ring_s: Mapping[int, float]
     gradients_s: float
+    agreed_s: float
     num_parameters: int
     num_ranks: int
     sharing: float = 1.0
@@ -116,18 +123,19 @@ def measure_step(
     optimizer_s = among.median_s(optimize)
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    shared_s, ring_s, gradients_s = dict[int, float](), dict[int, float](), 0.0
+    shared_s, ring_s, gradients_s, agreed_s = dict[int, float](), dict[int, float](), 0.0, 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
         ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
         gradients_s = _gradients_s(among, every, torch.float32.itemsize * num_parameters)
+        agreed_s = max(_added_s(among, _sum(every, min(SUMMED_BYTES), is_whole=True)), 0.0)
         alone = _narrow_layers(_mesh(among, 1), context)
         for ranks in sorted({fewest, num_ranks}):
             added_s = _added_s(among, _narrow_layers(_mesh(among, ranks), context), alone)
             shared_s[ranks] = max(added_s / 2, _LEAST_SHARED_S)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
-        compute_s, optimizer_s, shared_s, ring_s, gradients_s, num_parameters, num_ranks, sharing
+        compute_s, optimizer_s, shared_s, ring_s, gradients_s, agreed_s, num_parameters, num_ranks, sharing
     )
 
 
@@ -226,21 +234,27 @@ def measured_problem(
     return replace(problem, stack=replace(STACK, overlap=(low + high) / 2))
 
 
-def step_here_s(problem: StepProblem, parallelism: Parallelism, sharing: float = 1.0) -> float:
+def step_here_s(
+    problem: StepProblem, parallelism: Parallelism, sharing: float = 1.0, agreed_s: float = 0.0
+) -> float:
     """Estimate the seconds of a step on this machine, where ranks of a pipeline share the CPU cores.
 
     While some ranks wait, the others compute `sharing` times as fast. The result is the larger of two bounds:
-    a step at equal shares of the cores less its bubble, and a whole step at the faster speed.
+    a step at equal shares of the cores less its bubble, and a whole step at the faster speed. Where ranks share
+    layers or weights, what they compare in a call and the mean loss are sums of their own; by data parallelism
+    alone they are one, that travels beside the backward pass.
 
     Args:
         problem: made by `measured_problem`.
-        sharing: that of `MeasuredStep`.
+        sharing, agreed_s: those of `MeasuredStep`.
 
     Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """
     step = step_of(problem, parallelism)
+    is_apart = parallelism.data != parallelism.num_ranks or parallelism.zero == _SHARDS_WEIGHTS
+    apart_s = _AGREED * agreed_s if is_apart else 0.0
     if parallelism.pipeline == 1 or sharing <= 1:
-        return step.time_s
+        return step.time_s + apart_s
     chip = problem.cluster.chip
     faster = replace(
         chip, launch_s=chip.launch_s / sharing, memory_bytes_per_s=sharing * chip.memory_bytes_per_s,
@@ -248,7 +262,7 @@ def step_here_s(problem: StepProblem, parallelism: Parallelism, sharing: float =
         effective_flops_per_s=sharing * chip.effective_flops_per_s,
     )  # fmt: skip
     alone = step_of(replace(problem, cluster=replace(problem.cluster, chip=faster)), parallelism)
-    return max(step.time_s - step.parts.bubble, alone.time_s)
+    return max(step.time_s - step.parts.bubble, alone.time_s) + apart_s
 
 
 def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_bytes: int) -> Cluster:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshweave.algorithms.block.data_parallel import DataParallel
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
-from meshweave.algorithms.step import Parallelism, StepProblem, step_of
+from meshweave.algorithms.step import Parallelism, StepProblem
 from meshweave.base.errors import DeadlineError, LayoutError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.transformer import Transformer
@@ -74,7 +74,8 @@ def plans_here(
     except MeshweaveError as error:  # on all ranks, which have the same numbers
         _LOG.info("no plans beside data parallelism and ZeRO-3 are tried: %s", error)
         return []
-    listed = among.of_first(lambda: _planned(problem, num_ranks), "the first rank to plan")
+    agreed_s = measured.agreed_s
+    listed = among.of_first(lambda: _planned(problem, num_ranks, agreed_s), "the first rank to plan")
     return [(Parallelism(**_tuples(degrees)), seconds) for degrees, seconds in listed]
 
 
@@ -127,7 +128,7 @@ def _started(
     return alone, torch.optim.AdamW(trained, lr=0.0)
 
 
-def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any], float]]:
+def _planned(problem: StepProblem, num_ranks: int, agreed_s: float) -> list[tuple[dict[str, Any], float]]:
     """Return degrees and predicted seconds: data parallelism, ZeRO-3, and the fastest that share layers."""
     each = max(problem.batch // num_ranks, 1)
     replicas = Parallelism(data=num_ranks, micro_batch=each)
@@ -136,11 +137,11 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
     listed: list[tuple[dict[str, Any], float]] = []
     for name, priced, chosen in plain:
         try:
-            listed.append((dict(vars(chosen)), step_of(priced, chosen).time_s))
+            listed.append((dict(vars(chosen)), step_here_s(priced, chosen, agreed_s=agreed_s)))
         except MeshweaveError as error:  # a batch that is no multiple of the ranks
             _LOG.info("%s is not predicted: %s", name, error)
     try:
-        ranked = fastest_here(problem, pp=1)
+        ranked = fastest_here(problem, agreed_s=agreed_s, pp=1)
     except MeshweaveError as error:
         _LOG.info("no plan in which ranks share layers is tried: %s", error)
         return listed
@@ -148,14 +149,16 @@ def _planned(problem: StepProblem, num_ranks: int) -> list[tuple[dict[str, Any],
     return listed + shared[:NUM_PLANNED]
 
 
-def fastest_here(problem: StepProblem, sharing: float = 1.0, **fixed: Any) -> list[tuple[Parallelism, float]]:
+def fastest_here(
+    problem: StepProblem, sharing: float = 1.0, agreed_s: float = 0.0, **fixed: Any
+) -> list[tuple[Parallelism, float]]:
     """Return (degrees, predicted seconds) of the best configuration of each set of degrees, the fastest first.
 
     ZeRO, recomputation and context parallelism are left out.
 
     Args:
         problem: made by `measured_problem`.
-        sharing: that of `MeasuredStep`.
+        sharing, agreed_s: those of `MeasuredStep`.
         fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
 
     Raises as `meshweave.plan` does.
@@ -167,7 +170,7 @@ def fastest_here(problem: StepProblem, sharing: float = 1.0, **fixed: Any) -> li
     )  # fmt: skip
     assert answer.step is not None
     layouts = [Parallelism(**row.degrees.model_dump()) for row in answer.step.ranked]
-    priced = [(each, step_here_s(problem, each, sharing)) for each in layouts]
+    priced = [(each, step_here_s(problem, each, sharing, agreed_s)) for each in layouts]
     return sorted(priced, key=lambda pair: pair[1])
 
 
