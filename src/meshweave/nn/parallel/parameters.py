@@ -156,8 +156,8 @@ class _LocalParts(torch.autograd.Function):  # type: ignore[misc]
         """Return the result, and keep what gradients need."""
         ctx.set_materialize_grads(False)
         ctx.specs = [compat.spec_of(parameter) for parameter in parameters]
-        parts = [compat.local_tensor(parameter) for parameter in parameters]
-        return tuple([part.view_as(part) for part in parts])
+        parts = compat.local_tensors(parameters)
+        return tuple(map(Tensor.view_as, parts, parts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -175,4 +175,4 @@ def local_parts(parameters: Sequence[Tensor]) -> list[Tensor]:
     """
     if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
         return [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
-    return list(_LocalParts.apply(*parameters))
+    return list(compat.apply_directly(_LocalParts, *parameters))
