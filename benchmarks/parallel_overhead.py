@@ -137,6 +137,7 @@ def of_a_layer(context: mw.nn.RankContext, payload: Mapping[str, Any]) -> dict[s
     """Return the CPU seconds of this rank per layer and step of a tiny model, parallelised and plain."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (payload["ranks"],))
+    torch.manual_seed(0)  # all ranks have the same tokens
     tokens = torch.randint(0, 24, (2, 8))
     clock = TransportClock()
     times: dict[str, list[tuple[float, float, float]]] = {"parallel": [], "plain": []}
