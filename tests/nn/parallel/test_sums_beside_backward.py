@@ -27,7 +27,9 @@ def test_gradients_are_those_of_one_process() -> None:
     for answers in ranks:
         for case, answer in zip(CASES, answers, strict=True):
             order = answer.pop("order")
-            assert answer.pop("left to autograd") == 1  # which is watched until the first step of an optimizer
+            assert (
+                answer.pop("left to autograd") == 1
+            )  # which is watched until the first step of an optimizer
             assert answer and max(answer.values()) < 1e-9, (case, answer)
             last = max(int(event.split()[1]) for event in order if event != "sum")
             assert last >= 1, order

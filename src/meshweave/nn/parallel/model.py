@@ -246,7 +246,7 @@ class ParallelModel(AroundModule):
             return self._run(input_ids, inputs)
 
     def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
-        if self.strategy.is_alone or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._computed(input_ids, inputs)
         parameters = self.throughout.parameters()
         if not self.throughout.are_here(parameters):

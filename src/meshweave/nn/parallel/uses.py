@@ -267,7 +267,8 @@ def used_throughout(
 ) -> ThroughoutUse:
     """Return the parameters that a call uses until its end, last ones first.
 
-    These are the ends, and of layers what is summed and is not gathered for each use.
+    These are the ends, and of layers what is summed and is not gathered for each use. Of a rank that is alone they
+    are all parameters: one node of autograd for each use would cost more than the use.
 
     Args:
         last, first: the modules after the layers, and those before them.
@@ -278,7 +279,7 @@ def used_throughout(
         [
             (module, name)
             for module, name in use.entries
-            if (kept := module.kept[name]).summed and not (kept.gathered and frees)
+            if strategy.is_alone or ((kept := module.kept[name]).summed and not (kept.gathered and frees))
         ]
         for use in layers
     ]
