@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from meshweave.base.errors import UnsupportedError  # noqa: E402
-from meshweave.execute.torch import compat, compat_groups  # noqa: E402
+from meshweave.execute.torch import compat, compat_gradients, compat_groups  # noqa: E402
 from meshweave_lab.bench import observing  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -326,7 +326,7 @@ class _Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.said.append(compat.only_accumulated(ctx.weights, ctx.next_functions))
+        ctx.said.append(compat_gradients.only_accumulated(ctx.weights, ctx.next_functions))
         return None, grad, grad
 
 
@@ -359,24 +359,24 @@ def test_whether_gradients_are_only_accumulated(expected, run):
 
 
 def test_whether_backward_passes_are_compiled():
-    assert not compat.is_autograd_compiled()
+    assert not compat_gradients.is_autograd_compiled()
     seen = []
     value = torch.ones(2, requires_grad=True)
     with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
         (2 * value).sum().backward()
-        seen.append(compat.is_autograd_compiled())
+        seen.append(compat_gradients.is_autograd_compiled())
     assert seen == [True]
-    assert not compat.is_autograd_compiled()
+    assert not compat_gradients.is_autograd_compiled()
 
 
 def test_the_dtype_of_gradients():
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    assert compat.gradient_dtype(weight) == torch.bfloat16
+    assert compat_gradients.gradient_dtype(weight) == torch.bfloat16
     if hasattr(weight, "grad_dtype"):
         weight.grad_dtype = torch.float32
-        assert compat.gradient_dtype(weight) == torch.float32
+        assert compat_gradients.gradient_dtype(weight) == torch.float32
         weight.grad_dtype = None
-        assert compat.gradient_dtype(weight) is None
+        assert compat_gradients.gradient_dtype(weight) is None
 
 
 def test_functions_of_autograd_are_applied_alike():

@@ -9,14 +9,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed: the torch r
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from meshweave.nn.parallel.call_facts import CallFacts, TensorKind  # noqa: E402
+from meshweave.nn.parallel.call_facts import CallFacts, GivenTensor  # noqa: E402
 from sampling import examples  # noqa: E402
 
 SENT_BITS = 50
 """About as many of the lowest bits of a number are sent beside a loss."""
 
 _KINDS = st.builds(
-    TensorKind,
+    GivenTensor,
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.sampled_from([torch.int64, torch.int32]),
     st.booleans(),
@@ -48,6 +48,6 @@ def test_numbers_are_equal_where_words_are(one: CallFacts, other: CallFacts) -> 
 
 
 def test_a_tensor_that_is_given_is_not_none() -> None:
-    assert TensorKind.of(None) is None
-    assert str(TensorKind.of(torch.zeros(2, 3))) == "(2, 3) float32"
-    assert str(TensorKind.of(torch.zeros(2, device="meta"))) == "(2,) float32 on the meta device"
+    assert GivenTensor.of(None) is None
+    assert str(GivenTensor.of(torch.zeros(2, 3))) == "(2, 3) float32"
+    assert str(GivenTensor.of(torch.zeros(2, device="meta"))) == "(2,) float32 on the meta device"

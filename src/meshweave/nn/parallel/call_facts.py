@@ -55,16 +55,16 @@ class CallFacts(NamedTuple):
         return words
 
 
-class TensorKind(NamedTuple):
-    """The shape and dtype of a tensor, and whether it is on the meta device."""
+class GivenTensor(NamedTuple):
+    """What a tensor that is given is, but for its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_meta: bool
 
     @classmethod
-    def of(cls, given: Tensor | None) -> TensorKind | None:
-        """Return the kind of a tensor; None for none."""
+    def of(cls, given: Tensor | None) -> GivenTensor | None:
+        """Return what a tensor is; None for none."""
         return None if given is None else cls(given.shape, given.dtype, given.is_meta)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshweave.execute.torch import compat
+from meshweave.execute.torch import compat, compat_gradients
 
 
 def put_gradients(
@@ -34,13 +34,17 @@ def put_gradients(
     new: list[tuple[DTensor, DTensor]] = []
     sums: list[DTensor] = []
     added: list[Tensor] = []
-    may_put = not torch.is_grad_enabled() and not compat.is_autograd_compiled()
-    only_accumulated = compat.only_accumulated(parameters, edges) if may_put else [False] * len(parameters)
+    may_put = not torch.is_grad_enabled() and not compat_gradients.is_autograd_compiled()
+    only_accumulated = (
+        compat_gradients.only_accumulated(parameters, edges) if may_put else [False] * len(parameters)
+    )
     for at, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
             continue
         spec, before = compat.spec_of(parameter), parameter.grad
-        puts = only_accumulated[at] and grad.is_cpu and grad.dtype == compat.gradient_dtype(parameter)
+        puts = (
+            only_accumulated[at] and grad.is_cpu and grad.dtype == compat_gradients.gradient_dtype(parameter)
+        )
         if puts and before is None:
             new.append((parameter, compat.from_spec(grad, spec)))
         elif puts and isinstance(before, DTensor) and compat.spec_of(before) == spec:

@@ -26,7 +26,7 @@ from meshweave.execute.torch.call_order import CallOrder, call_order, mark_as_sh
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.counted import gathered
 from meshweave.nn.parallel.agreed import Words, agree
-from meshweave.nn.parallel.call_facts import CallFacts, TensorKind
+from meshweave.nn.parallel.call_facts import CallFacts, GivenTensor
 from meshweave.nn.parallel.checksums import bits_number, checksum, digest_of
 from meshweave.nn.parallel.features import CallInputs
 from meshweave.nn.parallel.model_words import copy_words, parameter_words, setting_words
@@ -236,7 +236,7 @@ class StepAgreement:
         kept = "kept from before" if self._has_gradients() else "none from before"
         steady = (
             ("arguments of a call", (("refused", str(refused or "nothing")), *inputs.facts)),
-            *((name, (("shape", TensorKind.of(tensor)),)) for name, tensor in tensors.items()),
+            *((name, (("shape", GivenTensor.of(tensor)),)) for name, tensor in tensors.items()),
             ("modes", modes),
             ("progress", (("gradients", kept), *progress.options.items())),
             ("model", (("number", self.number),)),
