@@ -246,7 +246,8 @@ def step_here_s(
 
     Args:
         problem: made by `measured_problem`.
-        sharing, agreed_s: those of `MeasuredStep`.
+        sharing: that of `MeasuredStep`.
+        agreed_s: that of `MeasuredStep`.
 
     Raises LayoutError or UnsupportedError where `parallelism` does not fit the problem.
     """

@@ -158,7 +158,8 @@ def fastest_here(
 
     Args:
         problem: made by `measured_problem`.
-        sharing, agreed_s: those of `MeasuredStep`.
+        sharing: that of `MeasuredStep`.
+        agreed_s: that of `MeasuredStep`.
         fixed: what else is fixed, as options of `meshweave.plan`: `pp=1` for no pipelines.
 
     Raises as `meshweave.plan` does.
