@@ -30,7 +30,7 @@ _FACTS = st.builds(
         ),
         *counts,
     ),
-    st.none() | _KINDS,
+    st.just("none") | _KINDS,
     st.booleans(),
     st.integers(0, 2),
     st.dictionaries(st.sampled_from(["lr", "betas"]), st.sampled_from(["0.1", "1"])),
@@ -48,6 +48,6 @@ def test_numbers_are_equal_where_words_are(one: CallFacts, other: CallFacts) -> 
 
 
 def test_a_tensor_that_is_given_is_not_none() -> None:
-    assert GivenTensor.of(None) is None
+    assert GivenTensor.of(None) == "none"
     assert str(GivenTensor.of(torch.zeros(2, 3))) == "(2, 3) float32"
     assert str(GivenTensor.of(torch.zeros(2, device="meta"))) == "(2,) float32 on the meta device"

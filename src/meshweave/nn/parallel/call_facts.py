@@ -63,9 +63,9 @@ class GivenTensor(NamedTuple):
     is_meta: bool
 
     @classmethod
-    def of(cls, given: Tensor | None) -> GivenTensor | None:
-        """Return what a tensor is; None for none."""
-        return None if given is None else cls(given.shape, given.dtype, given.is_meta)
+    def of(cls, given: Tensor | None) -> GivenTensor | str:
+        """Return what a tensor is, "none" for none."""
+        return "none" if given is None else cls(given.shape, given.dtype, given.is_meta)
 
     def __str__(self) -> str:
         where = " on the meta device" if self.is_meta else ""

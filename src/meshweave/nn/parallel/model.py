@@ -248,11 +248,15 @@ class ParallelModel(AroundModule):
     def _run(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:
         if torch.compiler.is_compiling():
             return self._computed(input_ids, inputs)
+        is_compiled_here = any(map(is_compiled, self.module.get_submodule(self.names.layers)))
+        if self.strategy.is_alone and (is_compiled_here or self.throughout.is_computed):
+            return self._computed(
+                input_ids, inputs
+            )  # a layer that is computed again then saves the same tensors
         parameters = self.throughout.parameters()
         if not self.throughout.are_here(parameters):
             return self._computed(input_ids, inputs)
-        compiled = map(is_compiled, self.module.get_submodule(self.names.layers))
-        with self.throughout.open([]) if any(compiled) else self.throughout.open_by_layer(parameters):
+        with self.throughout.open([]) if is_compiled_here else self.throughout.open_by_layer(parameters):
             return self._computed(input_ids, inputs)
 
     def _computed(self, input_ids: Tensor | None, inputs: CallInputs) -> ParallelOutput:

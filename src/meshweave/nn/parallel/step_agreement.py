@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -246,8 +245,7 @@ class StepAgreement:
         return CallFacts(steady, progress.calls, progress.steps, generator)
 
     def _has_gradients(self) -> bool:
-        held = (child._parameters.values() for child in self._children)
-        first = next((p for p in chain.from_iterable(held) if p is not None and p.requires_grad), None)
+        first = next((p for p in self.module.parameters() if p.requires_grad), None)
         return first is not None and first.grad is not None
 
     def compare(self, words: Words, what: str = _WHAT) -> None:

@@ -42,8 +42,8 @@ Entry = tuple[KeepsParameters, str]
 
 _DTYPE, _IS_TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 _Divided = tuple[list[int], ParameterBucket | None]
-_Later = tuple[int, list[int], ParameterBucket]
-"""The moment at which a bucket is opened, and the places of its parameters."""
+_Later = tuple[int, list[int], ParameterBucket | None]
+"""The moment at which a bucket is opened, or parameters that do not move, and their places."""
 
 
 def entries_of(modules: Sequence[KeepsParameters]) -> list[Entry]:
@@ -120,6 +120,11 @@ class ParameterUse:
                 return False
         return True
 
+    @property
+    def is_computed(self) -> bool:
+        """Return whether some are computed anew in each use, as parametrizations and adapters do."""
+        return any(hasattr(type(module), name) for module, name in self.entries)
+
     def parameters(self) -> list[Tensor]:
         """Return the parameters as they are kept, as their modules have them now."""
         return [getattr(module, name) for module, name in self.entries]
@@ -188,8 +193,9 @@ class ThroughoutUse(ParameterUse):
     def __init__(self, units: Sequence[Sequence[Entry]], most_bytes: int | None = None) -> None:
         super().__init__(units, most_bytes)
         self._moments = [len(units) - 2 - number for number, unit in enumerate(units) for _ in unit]
-        self._ordered: tuple[list[_Divided], list[list[int]], list[_Later]] | None = None
+        self._ordered: tuple[list[_Divided], list[_Later]] | None = None
         self._later: list[_Later] = []
+        self._given: Sequence[Tensor] = ()
         self._own: dict[int, Tensor] = {}
         self._sums: Sums = []
         self._has_gradients = True
@@ -201,29 +207,29 @@ class ThroughoutUse(ParameterUse):
         Args:
             parameters: what `parameters` returns.
         """
-        alone, later = self._order_of(self._buckets_of(parameters) if parameters else [])
+        self._later = self._order_of(self._buckets_of(parameters) if parameters else [])
+        self._given = parameters
         self._sums, self._has_gradients = [], torch.is_grad_enabled()
         try:
-            for places in alone:
-                self._put(places, local_parts([parameters[at] for at in places]))
-            if later:
-                self._open_later(parameters, later)
+            self._take_own()
             self.reach(-1)
             yield
         finally:
-            self._later, self._own, self._sums = [], {}, []
+            self._later, self._given, self._own, self._sums = [], (), {}, []
             for opened, name in zip(self._opened, self._names, strict=True):
                 opened.pop(name, None)
 
-    def _open_later(self, parameters: Sequence[Tensor], later: list[_Later]) -> None:
+    def _take_own(self) -> None:
         """Take this rank's parts of parameters that move, and open those used first where they lie as used."""
-        moment, at_once, bucket = later[-1]  # those that are used first, and whose sum is the last
-        last = bucket if moment < 0 and bucket.is_in_place else None
-        moved = [at for _, places, _ in later for at in places]
-        kept = compat.apply_directly(OwnParts, self._sums, last, *[parameters[at] for at in moved])
-        self._later = later if last is None else later[:-1]
-        self._own = dict(zip(moved, kept, strict=True))
+        moved = [at for _, places, bucket in self._later if bucket is not None for at in places]
+        if not moved:
+            return
+        moment, at_once, bucket = self._later[-1]  # those that are used first, and whose sum is the last
+        last = bucket if bucket is not None and moment < 0 and bucket.is_in_place else None
+        parts = compat.apply_directly(OwnParts, self._sums, last, *[self._given[at] for at in moved])
+        self._own = dict(zip(moved, parts, strict=True))
         if last is not None:
+            self._later = self._later[:-1]
             self._put(at_once, [self._own.pop(at) for at in at_once])
 
     def reach(self, layer: int) -> None:
@@ -234,21 +240,29 @@ class ThroughoutUse(ParameterUse):
         while self._later and self._later[-1][0] <= layer:
             *self._later, (_, places, bucket) = self._later
             with torch.set_grad_enabled(self._has_gradients):  # also where a layer is to be computed again
-                own = [self._own.pop(at) for at in places]
-                self._put(places, compat.apply_directly(UsedTogether, bucket, [], self._sums, *own))
+                if bucket is None:
+                    self._put(places, local_parts([self._given[at] for at in places]))
+                else:
+                    own = [self._own.pop(at) for at in places]
+                    used = compat.apply_directly(UsedTogether, bucket, [], self._sums, *own)
+                    self._put(places, used)
 
-    def _order_of(self, divided: list[_Divided]) -> tuple[list[list[int]], list[_Later]]:
-        """Return the places of parameters that do not move, and the buckets of others, those used first last."""
+    def _order_of(self, divided: list[_Divided]) -> list[_Later]:
+        """Return the buckets, and by unit the places of parameters that do not move; those used first last.
+
+        Of parameters at one moment those that move come last.
+        """
         if self._ordered is None or self._ordered[0] is not divided:
-            alone = [places for places, bucket in divided if bucket is None]
-            later = [
-                (min(self._moments[at] for at in places), places, bucket)
-                for places, bucket in divided
-                if bucket is not None
-            ]
-            later.sort(key=lambda each: each[0], reverse=True)
-            self._ordered = divided, alone, later
-        return self._ordered[1:]
+            later: list[_Later] = []
+            for places, bucket in divided:
+                if bucket is not None:
+                    later.append((min(self._moments[at] for at in places), places, bucket))
+                    continue
+                for moment in {self._moments[at] for at in places}:
+                    later.append((moment, [at for at in places if self._moments[at] == moment], None))
+            later.sort(key=lambda each: (each[0], each[2] is None), reverse=True)
+            self._ordered = divided, later
+        return self._ordered[1]
 
     def _put(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         for at, tensor in zip(places, tensors, strict=True):
@@ -268,7 +282,7 @@ def used_throughout(
     """Return the parameters that a call uses until its end, last ones first.
 
     These are the ends, and of layers what is summed and is not gathered for each use. Of a rank that is alone they
-    are all parameters: one node of autograd for each use would cost more than the use.
+    are all parameters, by layer: a node of autograd for each module would cost more than it computes.
 
     Args:
         last, first: the modules after the layers, and those before them.
