@@ -41,7 +41,7 @@ class ProductSite:
         units, unit: inner features: number of units that are sharded whole, and columns of each.
         stored: the layout in which the weight is stored; None for that of the roles.
         leaves_terms: whether the caller gathers the weight, and reduces the partial sums of its gradient, for
-            many weights together.
+            many weights together; but along axes whose role says that products do (`AxisRole.hides_weights`).
     """
 
     is_first: bool
@@ -70,12 +70,12 @@ class ProductSite:
         """Return the layout in which the weight is stored and its gradient is to end."""
         used = roles.weight(self.is_first)
         stored = self.stored or roles.stored(used, self.weight_sides)
-        return self._with_2d(used, stored, roles) if self.leaves_terms else stored
+        return self._moved_here(used, stored, roles) if self.leaves_terms else stored
 
-    @staticmethod
-    def _with_2d(dims: AxisDims, of_2d: AxisDims, roles: Roles) -> AxisDims:
-        """Return dims; along the two axes of a product that moves its own operands those of it."""
-        return (*dims[:-2], *of_2d[-2:]) if roles.is_flat else dims
+    def _moved_here(self, left: AxisDims, moved: AxisDims, roles: Roles) -> AxisDims:
+        """Return `moved` along the axes along which this product moves its weight, else `left`."""
+        here = roles.hidden_axes(self.is_first)
+        return tuple(own if is_here else dim for dim, own, is_here in zip(left, moved, here, strict=True))
 
     def is_local(self, roles: Roles) -> bool:
         """Return whether a rank multiplies its own tokens by a whole weight, with no communication."""
@@ -92,7 +92,7 @@ class ProductSite:
         """
         arriving = gradient_dims(roles.product(self.is_first))
         lies = product(roles.operand(self.is_first), arriving, TOKENS)
-        return self._with_2d(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides), roles)
+        return self._moved_here(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides), roles)
 
 
 @lru_cache(maxsize=256)

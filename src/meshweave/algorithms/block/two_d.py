@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, AxisRole, Roles
+from meshweave.algorithms.block.roles import BATCH, COLUMNS, ROWS, AxisRole, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.describe.machine.cluster import Cluster
 
@@ -26,7 +26,7 @@ class Collective2d(BlockAlgorithm):
     name = "collective_block"
     title = "Collective block"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
-    roles = (FULLY_SHARDED, COLUMNS)
+    roles = (ROWS, COLUMNS)
 
 
 class IncludedProducts(BlockAlgorithm):
@@ -38,7 +38,7 @@ class IncludedProducts(BlockAlgorithm):
         packets: the packet counts to choose among.
     """
 
-    roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
+    roles: ClassVar[tuple[AxisRole, ...]] = (ROWS, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
     max_equal_slices: ClassVar[int | None] = None
@@ -107,7 +107,7 @@ class TwoHalfDBlock(IncludedProducts):
     name = "25d_block"
     title = "2.5D block (2.5D tensor parallelism)"
     source = "Wang et al., Tesseract, ICPP '22, section 3; Solomonik and Demmel, Euro-Par 2011"
-    roles = (BATCH, FULLY_SHARDED, COLUMNS)
+    roles = (BATCH, ROWS, COLUMNS)
     product_2d = "summa"
     slices = (1, 4)
     packets = (4,)
