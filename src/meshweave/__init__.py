@@ -174,7 +174,7 @@ _MOVED = {
         "ReduceScatter Release Repeat Same Send Statement Submesh Sum Tensor TensorPart Var View When "
         "Zero maximum minimum rewrite select to_text view"
     ),
-    "meshweave.lower": "lower_chains lower_one_sided lower_rings read_in_place write_out_tiles",
+    "meshweave.lower": "lower_chains lower_one_sided lower_rings lower_small_sums read_in_place write_out_tiles",
     "meshweave.describe": (
         "block_2d block_cyclic column_block cyclic FcLayer Placement ProcessGrid row_block StridedShard Tile"
     ),

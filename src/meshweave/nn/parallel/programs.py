@@ -18,7 +18,7 @@ from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import COMPUTE_KINDS
-from meshweave.lower import lower_rings
+from meshweave.lower import lower_rings, lower_small_sums
 from meshweave.nn.parallel.strategy import LayerStrategy, chunked
 from meshweave.nn.products import DTYPES
 
@@ -63,8 +63,8 @@ def bound_program(
 
 
 def on_device(program: Program, device: torch.device) -> Program:
-    """Return a program as it runs on a device: collectives as rings on a CPU, the backend's own on CUDA."""
-    return lower_rings(program) if device.type == "cpu" else program
+    """Return a program as it runs on a device: collectives as messages on a CPU, the backend's own on CUDA."""
+    return lower_small_sums(lower_rings(program)) if device.type == "cpu" else program
 
 
 @dataclass(frozen=True, eq=False)
