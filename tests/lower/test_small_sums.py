@@ -20,7 +20,7 @@ from meshweave.ir.program.ops import Add, AllReduce, Copy, Permute
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_small_sums
-from meshweave.lower.small_sums import SMALL_SUM_BYTES
+from meshweave.lower.small_sums import EXCHANGED_BYTES, SMALL_SUM_BYTES
 
 
 def sum_program(count: int, size: int, op: str = "sum") -> Program:
@@ -71,6 +71,8 @@ def test_what_is_large_or_no_sum_stays() -> None:
     most = SMALL_SUM_BYTES // 4 // 3
     kinds = [type(op) for op in lower_small_sums(sum_program(4, most)).ops()]
     assert kinds == [Copy, Copy, Permute, Permute, Copy, Add, Add, Add]
-    for program in (sum_program(4, most + 1), sum_program(4, 1, op="max")):
+    two = EXCHANGED_BYTES // 4
+    assert [type(op) for op in lower_small_sums(sum_program(2, two)).ops()] == [Copy, Permute, Add]
+    for program in (sum_program(4, most + 1), sum_program(2, two + 1), sum_program(4, 1, op="max")):
         assert lower_small_sums(program) == program
     assert lower_small_sums(sum_program(4, 8), most_bytes=95) == sum_program(4, 8)
