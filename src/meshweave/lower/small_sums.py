@@ -45,12 +45,12 @@ def lower_small_sums(
         most_exchanged: the same of two members, which exchange their terms.
     """
     program = program.with_parts(lambda part: lower_small_sums(part, most_bytes, most_exchanged))
-    lowering = _Lowering(program, most_bytes, most_exchanged)
+    lowering = _SmallSumLowering(program, most_bytes, most_exchanged)
     body = rewrite(program.body, lowering.replacement)
     return replace(program, body=body, buffers=(*program.buffers, *lowering.new_buffers.values()))
 
 
-class _Lowering:
+class _SmallSumLowering:
     """The buffers that small sums of one program add, and the ops that replace them."""
 
     def __init__(self, program: Program, most_bytes: int, most_exchanged: int) -> None:
