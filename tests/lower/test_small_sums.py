@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -15,7 +16,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
-from meshweave.ir.program import Program
+from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.ops import Add, AllReduce, Copy, Permute
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
@@ -40,7 +41,8 @@ def test_members_have_the_same_bits_and_those_of_the_terms_in_their_order(
     assert sum(isinstance(op, Permute) for op in lowered.ops()) == math.ceil(math.log2(count))
     assert validate(lowered).skipped == ()
     assert parse(to_text(lowered)) == lowered
-    value = np.random.default_rng(seed).standard_normal(size, np.float32)
+    # Of so much more than the other terms, 1, 2, ..., in which it is divided, that their order shows.
+    value = 1e8 * np.random.default_rng(seed).standard_normal(size, np.float32)
     memory = run_numpy(lowered, {"X": value}).memory
     rows = [[memory[row * count + at, "x", 0] for at in range(count)] for row in range(2)]
     for row, terms in enumerate(rows):
@@ -61,6 +63,8 @@ def test_layers_compute_what_they_did(name: str, shape: tuple[int, int], layers:
     mesh = (shape[0] * shape[1], 1) if name == "megatron" else shape
     problem = BlockProblem(4, 3, 10, 10, 10, 2, 10, mesh, layers=layers, exact=True)
     lowered = lower_small_sums(strategy.program(problem, BlockConfig(slices=1 if "slice" in name else 0)))
+    assert any(op.name and op.name.endswith("_step0") for op in lowered.ops() if isinstance(op, Permute))
+    assert validate(lowered).skipped == ()
     inputs = strategy.random_inputs(problem)
     outputs = run_numpy(lowered, inputs, calls=strategy.functions(problem)).outputs
     for tensor, value in strategy.reference(problem, inputs).items():
@@ -76,3 +80,11 @@ def test_what_is_large_or_no_sum_stays() -> None:
     for program in (sum_program(4, most + 1), sum_program(2, two + 1), sum_program(4, 1, op="max")):
         assert lower_small_sums(program) == program
     assert lower_small_sums(sum_program(4, 8), most_bytes=95) == sum_program(4, 8)
+
+
+def test_a_buffer_has_a_name_that_is_not_taken() -> None:
+    program = sum_program(3, 2)
+    (inbox,) = {buffer.name for buffer in lower_small_sums(program).buffers} - {"x", "y"}
+    taken = Buffer(inbox, "scratch", program.buffers[0].mesh, "float32", shape=(1,))
+    lowered = lower_small_sums(replace(program, buffers=(*program.buffers, taken)))
+    assert validate(lowered).skipped == () and len(lowered.buffers) == 4

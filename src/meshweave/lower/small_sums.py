@@ -9,6 +9,7 @@ All members add the terms in one order, that of members, so that their sums have
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 
 from meshweave.base.units import dtype_bytes
@@ -16,6 +17,7 @@ from meshweave.ir.program import Buffer, Program, Statement
 from meshweave.ir.program.expressions import Index, Var
 from meshweave.ir.program.ops import Add, AllReduce, Copy, Op, Permute
 from meshweave.ir.program.release import CollectiveStep
+from meshweave.ir.program.renaming import fresh_name
 from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import Range, View
 from meshweave.lower.boxes import view_extent
@@ -55,7 +57,7 @@ class _SmallSumLowering:
 
     def __init__(self, program: Program, most_bytes: int, most_exchanged: int) -> None:
         self.program, self.most_bytes, self.most_exchanged = program, most_bytes, most_exchanged
-        self.new_buffers: dict[str, Buffer] = {}
+        self.new_buffers: dict[Hashable, Buffer] = {}
 
     def replacement(self, op: Op) -> list[Statement]:
         """Return the ops that replace `op`."""
@@ -120,13 +122,13 @@ class _SmallSumLowering:
         return Permute(over=op.over, out=out, src=src, shift=shift, step=step, lane=op.lane, name=name)
 
     def _buffer(self, op: AllReduce, count: int, shape: tuple[int, ...]) -> str:
-        """Return the name of a buffer for all terms; sums of one shape out of one buffer share it."""
-        of = self.program.buffer_of[op.src.buffer]
-        name = "_".join((f"{of.name}{TERMS}", *map(str, (count, *shape))))
-        self.new_buffers[name] = Buffer(
-            name, "scratch", of.mesh, of.dtype, shape=(count * shape[0], *shape[1:])
-        )
-        return name
+        """Return the name of a buffer for `count` terms; sums of one lane and shape out of one buffer share it."""
+        of, key = self.program.buffer_of[op.src.buffer], (op.lane, op.src.buffer, count, *shape)
+        if key not in self.new_buffers:
+            taken = {*self.program.buffer_of, *(buffer.name for buffer in self.new_buffers.values())}
+            name, own = fresh_name(f"{of.name}{TERMS}", taken), (count * shape[0], *shape[1:])
+            self.new_buffers[key] = Buffer(name, "scratch", of.mesh, of.dtype, shape=own)
+        return self.new_buffers[key].name
 
 
 def _name(op: AllReduce) -> str:

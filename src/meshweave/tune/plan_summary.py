@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from meshweave.algorithms.step.executed import uneven_sequence
+from meshweave.algorithms.step.executed import divided_twice, uneven_sequence
 from meshweave.algorithms.step.problem import Parallelism
 from meshweave.algorithms.step.stacks import IDEAL, fitted_as, is_executed_here
 from meshweave.base.units import format_bytes, format_s
@@ -94,10 +94,10 @@ def step_lines(plan: Planned, steps: StepsRecord, price: float | None) -> Iterat
     yield f"\nbest       {choice_text(steps.best.degrees)}"
     yield f"           {_speed(steps, bool(plan.unmeasured))}"
     yield f"           {_numbers(steps.best, steps, price)}"
-    if is_executed_here(steps.stack) and (
-        refusal := uneven_sequence(Parallelism(**dict(steps.best.degrees)), plan.sequence)
-    ):
-        yield f"           {refusal}"
+    if is_executed_here(steps.stack):
+        best = Parallelism(**dict(steps.best.degrees))
+        for refusal in filter(None, (uneven_sequence(best, plan.sequence), divided_twice(best))):
+            yield f"           {refusal}"
     if reason := steps.reason_above(steps.best.mfu) or _above_published(plan, steps):
         yield f"           {reason}"
     if steps.runner_up is None:

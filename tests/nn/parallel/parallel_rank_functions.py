@@ -48,7 +48,10 @@ def _compare(case: Mapping[str, Any], count: WireCount) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", tuple(case["mesh"]), mesh_dim_names=NAMES[len(case["mesh"])])
     if dist.get_rank() >= math.prod(case["mesh"]):
         return {}
-    degrees = case.get("degrees")
+    degrees = {
+        key: tuple(given) if isinstance(given, list) else given
+        for key, given in case.get("degrees", {}).items()
+    }
     plan = Parallelism(strategy=case["strategy"], **degrees) if degrees else case["strategy"]
     check = case.get("check", False)
     made = parallelize(model, plan, mesh, config=BlockConfig(**case.get("config", {})), check=check)

@@ -64,7 +64,7 @@ def test_estimates_are_what_was_measured(
         link = problem.cluster.network.axis(0)
         taken = {ranks: 2 * link.launch_s + (2 * ranks - 2) * link.link_latency_s for ranks in (2, num_ranks)}
         assert taken[num_ranks] == pytest.approx(ring_s) and link.link_latency_s > 0
-        moved = 2 * (num_ranks - 1) * LARGE / num_ranks
+        moved = 2 * (num_ranks - 1) * (LARGE - SMALL) / num_ranks
         assert moved / link.link_bytes_per_s == pytest.approx(2.5 * ring_s)
         if link.launch_s:
             assert taken[2] == pytest.approx(few * ring_s)

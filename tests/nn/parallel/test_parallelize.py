@@ -162,3 +162,12 @@ def test_degrees_of_several_kinds() -> None:
         for degrees, mesh in zip(DEGREES, ([2, 2, 1], [2, 2], [2, 2]), strict=True)
     )
     _check(4, cases, timeout_s=300)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_parallelism_around_rows_and_columns(zero: int) -> None:
+    degrees = {"data": 2, "tensor": (2, 2), "zero": zero}
+    case = {"model": "plain llama", "strategy": "collective_block", "mesh": [2, 2, 2], "degrees": degrees}
+    _check(8, (case,), timeout_s=300)

@@ -62,7 +62,7 @@ class AxisRole:
         shards_weights: whether weights are given in parts along this axis, and gathered for each use.
         keeps_weights: whether gathered weights are kept for the backward part. Else they are gathered again.
         scatters_gradients: whether gradients of weights end in parts along this axis.
-        hides_weights: whether each product gathers its weight along this axis, and scatters its gradient, beside
+        products_gather: whether each product gathers its weight along this axis, and scatters its gradient, beside
             what it moves along other axes. Else many weights may be gathered together, as those of ZeRO are.
         reduces_last: whether gradients of weights are reduced after all backward parts. Else each is as soon as
             it is complete.
@@ -81,7 +81,7 @@ class AxisRole:
     shards_weights: bool = False
     keeps_weights: bool = False
     scatters_gradients: bool = False
-    hides_weights: bool = False
+    products_gather: bool = False
     reduces_last: bool = False
     keeps_gathered: bool = False
 
@@ -126,8 +126,8 @@ BATCH = AxisRole(
 FULLY_SHARDED = replace(BATCH, name="fully sharded", shards_weights=True, scatters_gradients=True)
 """Data parallelism with weights in parts, which are gathered for each use (ZeRO-3)."""
 
-ROWS = replace(FULLY_SHARDED, name="rows", hides_weights=True)
-"""The row axis of 2D products: each product moves its weight along it, and its operand along columns."""
+ROWS = replace(FULLY_SHARDED, name="rows", products_gather=True)
+"""The row axis of 2D products: FULLY_SHARDED, but each product gathers its weight beside its operand."""
 
 GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
 """FULLY_SHARDED with weights that are gathered once a step (ZeRO-2)."""
@@ -270,14 +270,6 @@ class Roles:
         """Return the layout of the result of a layer's first or second product before any communication."""
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
-
-    def hidden_axes(self, is_first: bool) -> tuple[bool, ...]:
-        """Return for each axis whether a layer's first product, or its second, moves its weight itself.
-
-        It does beside what it moves along another axis: where there is none, weights are gathered together.
-        """
-        moves_more = self.is_flat or any(self.weight(is_first))
-        return tuple(moves_more and role.hides_weights for role in self.axes)
 
     @property
     def scatters_core(self) -> bool:

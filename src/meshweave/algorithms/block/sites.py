@@ -40,8 +40,9 @@ class ProductSite:
         hidden: the features of the residual.
         units, unit: inner features: number of units that are sharded whole, and columns of each.
         stored: the layout in which the weight is stored; None for that of the roles.
-        leaves_terms: whether the caller gathers the weight, and reduces the partial sums of its gradient, for
-            many weights together; but along axes whose role says that products do (`AxisRole.hides_weights`).
+        gathers: for each axis whether the product gathers the weight along it, and scatters its gradient. Along
+            others the caller gathers, and reduces the partial sums, of many weights together. None for a product
+            that gathers along all axes.
     """
 
     is_first: bool
@@ -50,7 +51,7 @@ class ProductSite:
     units: int
     unit: int = 1
     stored: AxisDims | None = None
-    leaves_terms: bool = field(default=False, repr=False)
+    gathers: tuple[bool, ...] | None = field(default=None, repr=False)
 
     @property
     def layer(self) -> LayerGraph:
@@ -70,29 +71,54 @@ class ProductSite:
         """Return the layout in which the weight is stored and its gradient is to end."""
         used = roles.weight(self.is_first)
         stored = self.stored or roles.stored(used, self.weight_sides)
-        return self._moved_here(used, stored, roles) if self.leaves_terms else stored
+        return self._gathered_here(used, stored)
 
-    def _moved_here(self, left: AxisDims, moved: AxisDims, roles: Roles) -> AxisDims:
-        """Return `moved` along the axes along which this product moves its weight, else `left`."""
-        here = roles.hidden_axes(self.is_first)
-        return tuple(own if is_here else dim for dim, own, is_here in zip(left, moved, here, strict=True))
+    def _gathered_here(self, left: AxisDims, here: AxisDims) -> AxisDims:
+        """Return `here` along the axes along which the product gathers its weight, `left` along the others."""
+        if self.gathers is None:
+            return here
+        return tuple(h if is_here else dim for dim, h, is_here in zip(left, here, self.gathers, strict=True))
+
+    def beside_buckets(self, roles: Roles, shape: tuple[int, ...]) -> ProductSite:
+        """Return the site for a caller that gathers weights together where the product has nothing to gain.
+
+        A product gathers its weight along axes whose role says so, beside what it moves along others. Included 2D
+        products always do. Others do not where another axis around divides the same dim into parts, as ZeRO
+        does, or where units would be divided.
+
+        Args:
+            shape: the sizes of the axes.
+        """
+        used = roles.weight(self.is_first)
+        stored, counts = roles.stored(used, self.weight_sides), {s.dim: s.count for s in self.weight_sides}
+
+        def gathers(axis: int) -> bool:
+            dim = stored[axis]
+            if not roles.axes[axis].products_gather or roles.is_flat:
+                return roles.axes[axis].products_gather
+            is_alone = stored.count(dim) == 1
+            return any(used) and is_alone and counts[dim] % shape[axis] == 0
+
+        return replace(self, gathers=tuple(map(gathers, range(len(stored)))))
 
     def is_local(self, roles: Roles) -> bool:
         """Return whether a rank multiplies its own tokens by a whole weight, with no communication."""
         edges = roles.residual, roles.core(self.is_attention)
-        if not self.leaves_terms or roles.is_flat or any(roles.weight(self.is_first)):
+        if self.gathers is None or roles.is_flat or any(roles.weight(self.is_first)):
             return False
         return edges[0] == edges[1] == roles.operand(self.is_first)
 
     def gradient_terms(self, roles: Roles) -> AxisDims:
-        """Return the layout of the weight's gradient as computed, "partial" along axes that divide the tokens.
+        """Return the layout of the weight's gradient as the product leaves it.
+
+        It is "partial" along axes that divide the tokens and along which the product scatters none.
 
         Raises:
             LayoutError: the roles fit no product.
         """
         arriving = gradient_dims(roles.product(self.is_first))
         lies = product(roles.operand(self.is_first), arriving, TOKENS)
-        return self._moved_here(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides), roles)
+        return self._gathered_here(lies, roles.gradient(roles.weight(self.is_first), self.weight_sides))
 
 
 @lru_cache(maxsize=256)
@@ -148,7 +174,7 @@ class ProductPiece(LayersPiece):
         operand = OPERAND, self.sides(at.node.takes[0]), before
         kept, sides = site.stored_dims(roles), site.weight_sides
         of_weight = kept if site.stored else roles.gradient(self._used_dims, sides)
-        if site.leaves_terms:
+        if site.gathers is not None:
             of_weight = site.gradient_terms(roles)
         inputs: tuple[WeightSpec, ...] = (operand, (WEIGHT, sides, kept), (f"D{RESULT}", *result[1:]))
         outputs: tuple[WeightSpec, ...] = (

@@ -20,10 +20,13 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
-        UnsupportedError: the stack does not run them, or the strategy splits rows that a router reads.
+        UnsupportedError: the stack does not run them, or the strategy splits rows that a router reads, or has
+            weights in parts that ZeRO cannot divide.
     """
     check_parallelism(problem.stack, parallelism)
     check_laid_out(problem, parallelism)
+    if refusal := divided_twice(parallelism):
+        raise UnsupportedError(refusal)
     if problem.model.is_routed and splits_rows(*layer_roles(parallelism)):
         raise UnsupportedError(
             f"a router of {problem.model.name} reads whole rows of the residual, which {parallelism.strategy} "
@@ -34,6 +37,20 @@ def check_executed(problem: StepProblem, parallelism: Parallelism) -> None:
 def splits_rows(roles: Roles, mesh: tuple[int, ...]) -> bool:
     """Return whether ranks have parts of a token's features, of which a router reads all."""
     return roles.is_flat or num_parts(roles.residual, mesh, ("hidden",)) > 1
+
+
+def divided_twice(parallelism: Parallelism) -> str:
+    """Return in one line why weights cannot be in parts along data; "" where they can, or are not to be.
+
+    Included 2D products take weights in parts along rows, of which gathered parts of parts are not made.
+    """
+    p = parallelism
+    if not p.zero or p.data == 1 or p.tensor_mesh[0] == 1 or not layer_roles(p)[0].is_flat:
+        return ""
+    return (
+        f"products of {p.strategy} have weights in parts along rows, which cannot be in parts along data as well: "
+        "give zero=0, or collective_block"
+    )
 
 
 def uneven_sequence(parallelism: Parallelism, sequence: int) -> str:

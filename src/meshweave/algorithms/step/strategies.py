@@ -45,7 +45,7 @@ class StrategyAround(BlockAlgorithm):
     source = "Liu et al., Ring Attention with Blockwise Transformers, 2023"
 
     def __init__(self, inner: BlockAlgorithm, around: tuple[AxisRole, ...]) -> None:
-        self.name = f"{inner.name} with context"  # type: ignore[misc]
+        self.name = f"{inner.name} with {' and '.join(role.name for role in around)}"  # type: ignore[misc]
         self.title = f"{inner.title} with {' and '.join(role.name for role in around)}"  # type: ignore[misc]
         self.roles: tuple[AxisRole, ...] = (*around, *inner.roles)  # type: ignore[misc]
         self._product_2d = inner.product_2d if isinstance(inner, IncludedProducts) else ""

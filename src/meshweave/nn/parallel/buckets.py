@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
-from meshweave.base.errors import BindError
+from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import BoundProgram
 from meshweave.nn.parallel.lent import LentMemory
@@ -54,9 +54,22 @@ class KeptParameter:
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
-        """Return the axes along which it is gathered."""
-        pairs = enumerate(zip(self.layout.dims, self.used, strict=True))
-        return tuple(axis for axis, (kept, used) in pairs if kept and not used)
+        """Return the axes along which it is gathered.
+
+        Raises:
+            UnsupportedError: another axis, along which it is not, divides its parts once more: what is gathered
+                would be no part of it.
+        """
+        kept, used = self.layout.dims, self.used
+        axes = tuple(axis for axis, dim in enumerate(kept) if dim and not used[axis])
+        inside = [axis for axis, dim in enumerate(used) if dim and dim in (kept[a] for a in axes if a < axis)]
+        if inside:
+            outer, inner = self.strategy.mesh.axes[axes[0]], self.strategy.mesh.axes[inside[0]]
+            raise UnsupportedError(
+                f"{self.strategy.name}: its products have weights in parts along {inner}, which cannot be in "
+                f"parts along {outer} as well: give zero=0, or collective_block"
+            )
+        return axes
 
     @cached_property
     def summed(self) -> tuple[int, ...]:

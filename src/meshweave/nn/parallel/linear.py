@@ -85,9 +85,9 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             inner = sum(map(len, units.table))
         if inner % self.real_units:
             raise LayoutError(f"{name}: {inner} features do not fall into {self.real_units} units")
-        self.site = ProductSite(
-            place == "in", is_attention, hidden, count, inner // self.real_units, stored, stored is None
-        )
+        site = ProductSite(place == "in", is_attention, hidden, count, inner // self.real_units, stored)
+        is_given = stored is not None
+        self.site = site if is_given else site.beside_buckets(strategy.roles, strategy.mesh.shape)
         self.layer_strategy = strategy
         self._lay_parameters(linear, name)
         self.is_local = strategy.is_alone or self.site.is_local(strategy.roles)
@@ -101,7 +101,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
             strategy, sides, used, self.real_units, self.parts, self.table
         )
         layout = ParameterLayout(*self._stored(choice, used), self.parts)
-        of_gradient = own.gradient_terms(strategy.roles) if own.leaves_terms else used
+        of_gradient = used if own.gathers is None else own.gradient_terms(strategy.roles)
         self.weight = layout.distribute(name, linear.weight, strategy)
         self.layouts = {"weight": layout}
         self.kept = {"weight": KeptParameter(strategy, layout, choice.kept, choice.terms(of_gradient))}
@@ -124,7 +124,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
     def _stored(self, choice: UnitChoice, used: AxisDims) -> tuple[Sides, AxisDims]:
         """Return the sides of the weight as they are kept, and how: in parts along axes that shard weights."""
         own, roles = self.site, self.layer_strategy.roles
-        if not own.leaves_terms:
+        if own.gathers is None:
             return choice.sides, choice.kept
         stored = roles.stored(roles.weight(own.is_first), own.weight_sides)
         kept = tuple(k if u else s for k, u, s in zip(choice.kept, used, stored, strict=True))

@@ -7,6 +7,7 @@ share cores are not at the same place then, and one that waits has to get a core
 ring is two collectives of P - 1 messages (Thakur et al., Optimization of Collective Communication Operations in
 MPICH, 2005), each of launch + (P - 1) latency seconds (MeshSlice, ISCA '25, section 3.2.2): groups of two sizes
 tell both. They are taken of two narrow linear layers that ranks share, for what runs them adds to their sums.
+Their sums are too large for `lower_small_sums`, but of two ranks: those of most layers are exchanges, too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ STACK = replace(
 )
 """What the runtime does where ranks share the cores of a host: messages take a core as products do, and hide
 behind nothing. The rest is in what is measured."""
-SUMMED_BYTES = (1 << 12, 1 << 22)
-"""Bytes of the sums that are timed."""
+SUMMED_BYTES = (1 << 21, 1 << 23)
+"""Bytes of the two sums that tell the rate of messages: both are rings."""
+_AGREED_BYTES = 1 << 12
+"""Bytes of what ranks compare, and more."""
 OPTIMIZER_BYTES = 28
 """AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient: 7 words a parameter."""
 _ROUNDS, _HALVINGS = 4, 16
@@ -55,7 +58,7 @@ _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
-_NARROW = 64
+_NARROW, _NARROW_ROWS = 64, 128
 """Features of linear layers, and rows, that take much less than what runs them."""
 _LEAST_SHARED_S = 1e-6
 _SHARDS_WEIGHTS = 3
@@ -75,8 +78,8 @@ class MeasuredStep:
         shared_s: for ranks of a group, seconds that sharing two narrow linear layers adds to a step of them, for
             each of their two sums, between products, while all groups of so many ranks have theirs: groups of the
             fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
-        ring_s: for bytes, seconds that a sum over all ranks by a ring of messages adds between products: a small
-            and a large one. Empty for one rank.
+        ring_s: for bytes, seconds that a sum over all ranks by a ring adds between products: of two sizes. Empty
+            for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
             they give a call.
@@ -128,7 +131,7 @@ def measure_step(
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
         ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
         gradients_s = _gradients_s(among, every, torch.float32.itemsize * num_parameters)
-        agreed_s = max(_added_s(among, _sum(every, min(SUMMED_BYTES), is_whole=True)), 0.0)
+        agreed_s = max(_added_s(among, _sum(every, _AGREED_BYTES, is_whole=True)), 0.0)
         alone = _narrow_layers(_mesh(among, 1), context)
         for ranks in sorted({fewest, num_ranks}):
             added_s = _added_s(among, _narrow_layers(_mesh(among, ranks), context), alone)
@@ -154,7 +157,7 @@ def _narrow_layers(mesh: DeviceMesh, context: TorchContext | None) -> Callable[[
     with device:
         with keep_generators(mesh.device_type):
             first, second = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(2))
-        x = torch.ones(1, _NARROW, _NARROW, requires_grad=True)
+        x = torch.ones(1, _NARROW_ROWS, _NARROW, requires_grad=True)
     up, down = ParallelLinear(first, strategy, place="in"), ParallelLinear(second, strategy, place="out")
 
     def run() -> None:
@@ -168,7 +171,7 @@ def _sum(strategy: LayerStrategy, num_bytes: int, *, is_whole: bool = False) -> 
     """Return what sums so many bytes over the ranks of a strategy.
 
     Args:
-        is_whole: by one collective, and not by a ring of messages.
+        is_whole: before which ranks do not meet, as before sums in buckets.
     """
     device = torch.empty(0, device=strategy.device_mesh.device_type).device
     terms: AxisDims = tuple("partial" if size > 1 else "" for size in strategy.mesh.shape)
@@ -307,7 +310,8 @@ def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     if latency_s <= 0 or launch_s < 0:
         latency_s, launch_s = most_s / 2 / (most - 1), 0.0
     messages, large_s = 2 * (most - 1), measured.ring_s[large]
-    rate = messages * large / most / max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
+    grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
+    rate = messages * (large - small) / most / grown_s
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=max(rate, 1.0), link_latency_s=latency_s,
         launch_s=launch_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +35,7 @@ class TiedWeight:
         self._use = embedding.use
         self.site = ProductSite(True, False, embedding.features, embedding.words)
         kept, self.wanted = embedding.kept["weight"], self.site.stored_dims(strategy.roles)
-        shared = replace(self.site, leaves_terms=True)
+        shared = self.site.beside_buckets(strategy.roles, strategy.mesh.shape)
         self.is_shared = kept.used == shared.stored_dims(strategy.roles)
         self.is_shared &= kept.terms == shared.gradient_terms(strategy.roles)
         self.movers: list[Mover] = []
