@@ -226,7 +226,10 @@ def _seeded(seed: int, module: Any, tokens: Tensor, **options: Any) -> None:
 
 
 def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
-    """Return how far losses and adapters of a model are from one process' after steps, and its merged logits."""
+    """Return how far losses and adapters of a model are from one process' after steps, and its merged logits.
+
+    In the second and the third step its layers are computed again, by each kind of torch's checkpoints.
+    """
     import peft
 
     plain = small_models.make_model(kind)
@@ -247,7 +250,11 @@ def adapted(kind: str, strategy: str, folder: Path) -> dict[str, Any]:
     trained = [[p for p in model.parameters() if p.requires_grad] for model in (own, whole)]
     optimizers = [torch.optim.SGD(each, lr=0.3) for each in trained]
     losses = []
-    for _ in range(3):
+    for reentrant in (None, False, True):
+        if reentrant is not None and made.module.supports_gradient_checkpointing:
+            assert made.module.training
+            made.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            made.module.enable_input_require_grads()
         loss = made.loss(tokens, wanted)
         right = small_models.loss_of(whole, tokens, wanted)
         for optimizer, one in zip(optimizers, (loss, right), strict=True):

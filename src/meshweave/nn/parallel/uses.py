@@ -6,9 +6,9 @@ has opened takes what it needs itself.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from operator import attrgetter, contains, getitem
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class ParameterUse:
         except KeyError:  # somebody has opened others, or none
             return self._used([])
 
-    @contextmanager
+    @contextlib.contextmanager
     def open(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> Iterator[None]:
         """Open the parameters for what runs inside, but for those that are open already.
 
@@ -126,8 +126,13 @@ class ParameterUse:
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters as they are kept, as their modules have them now."""
-        return [getattr(module, name) for module, name in self.entries]
+        """Return the parameters as they are kept, as their modules have them now.
+
+        What computing them saves is no part of what a layer saves, which torch compares where it computes the layer
+        again: they may be open outside of a layer in the forward pass, and opened inside of it then.
+        """
+        with _saved_apart if self.is_computed else contextlib.nullcontext():
+            return [getattr(module, name) for module, name in self.entries]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
         parameters = self.parameters()
@@ -200,7 +205,7 @@ class ThroughoutUse(ParameterUse):
         self._sums: Sums = []
         self._has_gradients = True
 
-    @contextmanager
+    @contextlib.contextmanager
     def open_by_layer(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Open the parameters for a call that runs inside: those before the layers now, others in `reach`.
 
@@ -298,6 +303,9 @@ def used_throughout(
         for use in layers
     ]
     return ThroughoutUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
+
+
+_saved_apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
