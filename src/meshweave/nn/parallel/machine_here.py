@@ -3,11 +3,12 @@
 All ranks compute at once, as they will in training, each a micro-batch of two sizes by itself. What a layer takes
 for so many rows is seconds to launch its kernels, and those of products and memory: two sizes tell both. Messages
 go through a bound program, with what its lanes cost, and between products, as those of a layer do: ranks that
-share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks by a
-ring is two collectives of P - 1 messages (Thakur et al., Optimization of Collective Communication Operations in
-MPICH, 2005), each of launch + (P - 1) latency seconds (MeshSlice, ISCA '25, section 3.2.2): groups of two sizes
-tell both. They are taken of two narrow linear layers that ranks share, for what runs them adds to their sums.
-Their sums are too large for `lower_small_sums`, but of two ranks: those of most layers are exchanges, too.
+share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks takes
+launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al., Optimization of Collective Communication
+Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of two sizes tell both. They are taken of
+two narrow linear layers that ranks share, for what runs them adds to their sums. Their sums are too large for
+`lower_small_sums`, but of two ranks: those of most layers are exchanges, too. Gathers of weights in parts, and
+scatters of their gradients, are taken of two narrow layers as well.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshweave.algorithms.block.data_parallel import DataParallel
+from meshweave.algorithms.block.data_parallel import DataParallel, ZeroThree
 from meshweave.algorithms.block.megatron import Megatron
 from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sites import MoveSite
 from meshweave.algorithms.step import Parallelism, StepProblem, load_stack, step_of
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.links import CommConstants, NetworkAxis
 from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.execute.torch.context import TorchContext
@@ -80,6 +81,8 @@ class MeasuredStep:
             fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
         ring_s: for bytes, seconds that a sum over all ranks by a ring adds between products: of two sizes. Empty
             for one rank.
+        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or the
+            scatter of its gradient. 0 for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
             they give a call.
@@ -92,6 +95,7 @@ class MeasuredStep:
     optimizer_s: float
     shared_s: Mapping[int, float]
     ring_s: Mapping[int, float]
+    parts_s: float
     gradients_s: float
     agreed_s: float
     num_parameters: int
@@ -126,7 +130,7 @@ def measure_step(
     optimizer_s = among.median_s(optimize)
     num_ranks = len(among.ranks)
     fewest = next((count for count in range(2, num_ranks) if num_ranks % count == 0), num_ranks)
-    shared_s, ring_s, gradients_s, agreed_s = dict[int, float](), dict[int, float](), 0.0, 0.0
+    shared_s, ring_s, parts_s, gradients_s, agreed_s = dict[int, float](), dict[int, float](), 0.0, 0.0, 0.0
     if num_ranks > 1:
         every = LayerStrategy.of(DataParallel.name, _mesh(among, num_ranks), context=context)
         ring_s = {size: _added_s(among, _sum(every, size)) for size in SUMMED_BYTES}
@@ -136,9 +140,20 @@ def measure_step(
         for ranks in sorted({fewest, num_ranks}):
             added_s = _added_s(among, _narrow_layers(_mesh(among, ranks), context), alone)
             shared_s[ranks] = max(added_s / 2, _LEAST_SHARED_S)
+        in_parts = _narrow_layers(_mesh(among, num_ranks), context, ZeroThree.name)
+        parts_s = max(_added_s(among, in_parts, alone) / 4, _LEAST_SHARED_S)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
-        compute_s, optimizer_s, shared_s, ring_s, gradients_s, agreed_s, num_parameters, num_ranks, sharing
+        compute_s,
+        optimizer_s,
+        shared_s,
+        ring_s,
+        parts_s,
+        gradients_s,
+        agreed_s,
+        num_parameters,
+        num_ranks,
+        sharing,
     )
 
 
@@ -150,9 +165,15 @@ def _mesh(among: AllRanks, ranks: int) -> DeviceMesh:
     return init_device_mesh(device, (num_ranks // ranks, ranks), mesh_dim_names=("groups", "each"))["each"]
 
 
-def _narrow_layers(mesh: DeviceMesh, context: TorchContext | None) -> Callable[[], object]:
-    """Return what runs two narrow linear layers that the ranks of a mesh share, forward and backward."""
-    strategy = LayerStrategy.of(Megatron.name, mesh, context=context)
+def _narrow_layers(
+    mesh: DeviceMesh, context: TorchContext | None, name: str = Megatron.name
+) -> Callable[[], object]:
+    """Return what runs two narrow linear layers that the ranks of a mesh share, forward and backward.
+
+    Args:
+        name: of the strategy by which they do.
+    """
+    strategy = LayerStrategy.of(name, mesh, context=context)
     device = torch.empty(0, device=mesh.device_type).device
     with device:
         with keep_generators(mesh.device_type):
@@ -298,23 +319,25 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
 
 
 def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
-    """Return a link with rate and latency of messages, and seconds to launch a collective, by what was timed.
+    """Return a link with the rate of messages, and the constants of sums and gathers, by what was timed.
 
-    Where the smallest groups are all ranks, or sharing among more takes no longer, all of it is messages.
+    Where the smallest groups are all ranks, or sharing among more takes no longer, all of a sum is messages.
     """
     small, large = SUMMED_BYTES
     most, fewest = measured.num_ranks, min(measured.shared_s)
     most_s, fewest_s = measured.shared_s[most], measured.shared_s[fewest]
     latency_s = (most_s - fewest_s) / 2 / (most - fewest) if fewest < most else 0.0
-    launch_s = fewest_s / 2 - (fewest - 1) * latency_s
+    launch_s = fewest_s - 2 * (fewest - 1) * latency_s
     if latency_s <= 0 or launch_s < 0:
         latency_s, launch_s = most_s / 2 / (most - 1), 0.0
     messages, large_s = 2 * (most - 1), measured.ring_s[large]
     grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
-    rate = messages * (large - small) / most / grown_s
+    rate = max(messages * (large - small) / most / grown_s, 1.0)
+    sums = CommConstants(rate, latency_s, launch_s)
+    gathers = CommConstants(rate, measured.parts_s / (most - 1), 0.0)
     return replace(
-        link, name="messages", source="measured", link_bytes_per_s=max(rate, 1.0), link_latency_s=latency_s,
-        launch_s=launch_s,
+        link, name="messages", source="measured", link_bytes_per_s=rate, link_latency_s=latency_s,
+        launch_s=launch_s, constants=(("all_reduce", sums), ("all_gather", gathers)),
     )  # fmt: skip
 
 

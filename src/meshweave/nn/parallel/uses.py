@@ -128,8 +128,8 @@ class ParameterUse:
     def parameters(self) -> list[Tensor]:
         """Return the parameters as they are kept, as their modules have them now.
 
-        What computing them saves is no part of what a layer saves, which torch compares where it computes the layer
-        again: they may be open outside of a layer in the forward pass, and opened inside of it then.
+        What computing them saves is no part of what a layer saves, which torch compares where it computes the
+        layer again: they may be open outside of a layer in the forward pass, and opened inside of it then.
         """
         with _saved_apart if self.is_computed else contextlib.nullcontext():
             return [getattr(module, name) for module, name in self.entries]
