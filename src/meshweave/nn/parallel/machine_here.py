@@ -81,8 +81,8 @@ class MeasuredStep:
             fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
         ring_s: for bytes, seconds that a sum over all ranks by a ring adds between products: of two sizes. Empty
             for one rank.
-        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or the
-            scatter of its gradient. 0 for one rank.
+        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or
+            the scatter of its gradient. 0 for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
             they give a call.
