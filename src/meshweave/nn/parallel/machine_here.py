@@ -321,7 +321,8 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
 def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     """Return a link with the rate of messages, and the constants of sums and gathers, by what was timed.
 
-    Where the smallest groups are all ranks, or sharing among more takes no longer, all of a sum is messages.
+    Where the smallest groups are all ranks, or sharing among more takes no longer, all of a sum is messages. A
+    gather is timed of all ranks; among fewer it is taken to last as long, but for its bytes.
     """
     small, large = SUMMED_BYTES
     most, fewest = measured.num_ranks, min(measured.shared_s)
@@ -334,7 +335,7 @@ def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
     rate = max(messages * (large - small) / most / grown_s, 1.0)
     sums = CommConstants(rate, latency_s, launch_s)
-    gathers = CommConstants(rate, measured.parts_s / (most - 1), 0.0)
+    gathers = CommConstants(rate, 0.0, measured.parts_s)
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=rate, link_latency_s=latency_s,
         launch_s=launch_s, constants=(("all_reduce", sums), ("all_gather", gathers)),
