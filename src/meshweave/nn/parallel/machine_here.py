@@ -144,7 +144,8 @@ def measure_step(
         parts_s = max(_added_s(among, in_parts, alone) / 4, _LEAST_SHARED_S)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
-        compute_s, optimizer_s, shared_s, ring_s, parts_s, gradients_s, agreed_s, num_parameters, num_ranks, sharing
+        compute_s, optimizer_s, shared_s, ring_s, parts_s, gradients_s, agreed_s,
+        num_parameters, num_ranks, sharing,
     )  # fmt: skip
 
 
