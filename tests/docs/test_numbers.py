@@ -478,6 +478,18 @@ def test_steps_of_data_parallelism_beside_ddp() -> None:
         assert f"{before}, it makes {min(ratios):.2f} to {max(ratios):.2f} times as many" in page
 
 
+def test_steps_of_zero_and_tensor_parallelism_beside_torch() -> None:
+    for name, models, rival in (
+        ("rivals_zero3", ("gpt2", "llama", "gemma2"), "as FSDP2 then"),
+        ("rivals_tensor", ("llama", "gemma2"), "as `parallelize_module`"),
+    ):
+        rows = MEASURED["load"](name)["rows"]
+        cases = {(row["model"], row["size"], row["ranks"]) for row in rows}
+        assert cases == set(itertools.product(models, ("small", "large"), (2, 4)))
+        ratios = [row["ratio"] for row in rows]
+        assert f" {min(ratios):.2f} to {max(ratios):.2f} times as many {rival}" in guide("training")
+
+
 def test_choices_beside_what_else_a_user_would_take() -> None:
     rows = MEASURED["load"]("choices")["rows"]
     near = sum(row["slower"] <= 0.05 for row in rows)
