@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,15 @@ def test_layers_compute_what_they_did(name: str, shape: tuple[int, int], layers:
     outputs = run_numpy(lowered, inputs, calls=strategy.functions(problem)).outputs
     for tensor, value in strategy.reference(problem, inputs).items():
         np.testing.assert_array_equal(outputs[tensor], value)
+
+
+def test_ranks_on_cpus_run_them_so_and_cuda_the_backends_own() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: no device runs programs")
+    from meshweave.nn.parallel.programs import on_device
+
+    program = sum_program(4, 8)
+    assert on_device(program, torch.device("cpu")) == lower_small_sums(program) != program
+    assert on_device(program, torch.device("cuda")) == program
 
 
 def test_what_is_large_or_no_sum_stays() -> None:

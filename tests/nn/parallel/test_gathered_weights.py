@@ -21,6 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.roles import DATA_ROLES, RING
 from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.algorithms.step import Parallelism
+from meshweave.algorithms.step.executed import divided_twice
+from meshweave.algorithms.step.space import tensor_strategies
 from meshweave.algorithms.step.strategies import StrategyAround
 from meshweave.algorithms.table import STRATEGIES
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -86,6 +89,24 @@ def gathered(kept: KeptParameter, ranks: list[LayerStrategy], whole: torch.Tenso
     for value, arrived in kept.pairs(out, rows):
         value.copy_(arrived)
     return out
+
+
+@pytest.mark.parametrize("name", tensor_strategies())
+def test_what_plans_are_told_of_parts_of_parts_is_what_modules_refuse(name: str) -> None:
+    for zero, sizes in itertools.product(
+        range(len(DATA_ROLES)), ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1))
+    ):
+        data, *tensor = sizes
+        said = divided_twice(Parallelism(data=data, tensor=(tensor[0], tensor[1]), zero=zero, strategy=name))
+        refused = False
+        try:
+            ranks = strategies_of(around(STRATEGIES.named(name), zero, False), sizes)
+            _ = ParallelLinear(nn.Linear(HIDDEN, HIDDEN, False), ranks[0], place="in").kept["weight"].gathered
+        except LayoutError:  # of meshes or dims that do not fit
+            continue
+        except UnsupportedError:
+            refused = True
+        assert refused == bool(said), (zero, sizes)
 
 
 @pytest.mark.parametrize("name", sorted(each.name for each in STRATEGIES.values()))

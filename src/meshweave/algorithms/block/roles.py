@@ -68,6 +68,9 @@ class AxisRole:
             it is complete.
         keeps_gathered: whether operands that were gathered forward are kept for the gradients of weights. Else
             they are gathered again.
+
+    Raises:
+        LayoutError: products gather weights that are not in parts, or leave their gradients whole.
     """
 
     name: str
@@ -84,6 +87,13 @@ class AxisRole:
     products_gather: bool = False
     reduces_last: bool = False
     keeps_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.products_gather and not (self.shards_weights and self.scatters_gradients):
+            raise LayoutError(
+                f"role {self.name}: products_gather is for weights in parts; give shards_weights=True and "
+                "scatters_gradients=True with it"
+            )
 
 
 IDLE = AxisRole("idle")

@@ -54,7 +54,7 @@ class ParallelLinear(nn.Module):  # type: ignore[misc]
 
     Raises:
         LayoutError: the strategy or the sizes do not fit the mesh.
-        UnsupportedError: there is no such strategy.
+        UnsupportedError: there is no such strategy, or an axis around it keeps weights in parts of parts.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ go through a bound program, with what its lanes cost, and between products, as t
 share cores are not at the same place then, and one that waits has to get a core again. A sum over P ranks takes
 launch + 2 (P - 1) latency seconds beside its bytes (Thakur et al., Optimization of Collective Communication
 Operations in MPICH, 2005; MeshSlice, ISCA '25, section 3.2.2): groups of two sizes tell both. They are taken of
-two narrow linear layers that ranks share, for what runs them adds to their sums. Their sums are too large for
-`lower_small_sums`, but of two ranks: those of most layers are exchanges, too. Gathers of weights in parts, and
-scatters of their gradients, are taken of two narrow layers as well.
+two narrow linear layers that ranks share, for what runs them adds to their sums. These are exchanges of two ranks,
+and rings of more, as those of most layers are (`lower_small_sums`). Gathers of weights in parts, and scatters of
+their gradients, are taken of two narrow layers as well.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAST_SHARE = 0.1
 """Of a large sum at least so much is its bytes, however near to a small one it was measured."""
 _BETWEEN = 400
 """Rows and columns of the products that sums are timed between: some milliseconds on one core."""
-_NARROW, _NARROW_ROWS = 64, 128
+_NARROW, _NARROW_ROWS = 64, 192
 """Features of linear layers, and rows, that take much less than what runs them."""
 _LEAST_SHARED_S = 1e-6
 _SHARDS_WEIGHTS = 3
@@ -81,26 +81,26 @@ class MeasuredStep:
             fewest ranks, from two on, that divide all of them, and all. Empty for one rank.
         ring_s: for bytes, seconds that a sum over all ranks by a ring adds between products: of two sizes. Empty
             for one rank.
-        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or
-            the scatter of its gradient. 0 for one rank.
         gradients_s: of a sum of all gradients by one collective, as replicas sum them.
         agreed_s: that a small sum over all ranks by one collective adds between products, as ranks compare what
             they give a call.
         num_parameters: all of the model, each of which is trained.
         num_ranks: all that measured together.
         sharing: how many times as fast a rank computes while the others wait, for it gets their cores.
+        parts_s: seconds that a gather of a small weight of which all ranks have parts adds between products, or
+            the scatter of its gradient. 0 for one rank.
     """
 
     compute_s: Mapping[int, float]
     optimizer_s: float
     shared_s: Mapping[int, float]
     ring_s: Mapping[int, float]
-    parts_s: float
     gradients_s: float
     agreed_s: float
     num_parameters: int
     num_ranks: int
     sharing: float = 1.0
+    parts_s: float = 0.0
 
 
 def measure_step(
@@ -144,8 +144,8 @@ def measure_step(
         parts_s = max(_added_s(among, in_parts, alone) / 4, _LEAST_SHARED_S)
     sharing = max(compute_s[most] / one_s, 1.0)
     return MeasuredStep(
-        compute_s, optimizer_s, shared_s, ring_s, parts_s, gradients_s, agreed_s,
-        num_parameters, num_ranks, sharing,
+        compute_s, optimizer_s, shared_s, ring_s, gradients_s, agreed_s,
+        num_parameters, num_ranks, sharing, parts_s,
     )  # fmt: skip
 
 
@@ -311,10 +311,11 @@ def _cluster(measured: MeasuredStep, model: Transformer, sequence: int, memory_b
 
 
 def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
-    """Return a link with the rate of messages, and the constants of sums and gathers, by what was timed.
+    """Return a link with the rate of messages, and the constants of sums, gathers and messages, by what was timed.
 
     Where the smallest groups are all ranks, or sharing among more takes no longer, all of a sum is messages. A
-    gather is timed of all ranks; among fewer it is taken to last as long, but for its bytes.
+    gather is timed of all ranks; among fewer it is taken to last as long, but for its bytes. One of activations,
+    which is a program of its own, lasts no less than half a sum. A message lasts half a sum of the fewest ranks.
     """
     small, large = SUMMED_BYTES
     most, fewest = measured.num_ranks, min(measured.shared_s)
@@ -327,10 +328,11 @@ def _link_of_messages(measured: MeasuredStep, link: NetworkAxis) -> NetworkAxis:
     grown_s = max(large_s - measured.ring_s[small], _LEAST_SHARE * large_s, 1e-9)
     rate = max(messages * (large - small) / most / grown_s, 1.0)
     sums = CommConstants(rate, latency_s, launch_s)
-    gathers = CommConstants(rate, 0.0, measured.parts_s)
+    gathers = CommConstants(rate, 0.0, max(measured.parts_s, most_s / 2))
+    message = CommConstants(rate, fewest_s / 2, 0.0)
     return replace(
         link, name="messages", source="measured", link_bytes_per_s=rate, link_latency_s=latency_s,
-        launch_s=launch_s, constants=(("all_reduce", sums), ("all_gather", gathers)),
+        launch_s=launch_s, constants=(("all_reduce", sums), ("all_gather", gathers), ("send_recv", message)),
     )  # fmt: skip
 
 

@@ -126,16 +126,15 @@ class ParameterUse:
         return any(hasattr(type(module), name) for module, name in self.entries)
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters as they are kept, as their modules have them now.
-
-        What computing them saves is no part of what a layer saves, which torch compares where it computes the
-        layer again: they may be open outside of a layer in the forward pass, and opened inside of it then.
-        """
-        with _saved_apart if self.is_computed else contextlib.nullcontext():
-            return [getattr(module, name) for module, name in self.entries]
+        """Return the parameters as they are kept, as their modules have them now."""
+        return [getattr(module, name) for module, name in self.entries]
 
     def _used(self, gathered: list[tuple[GatheredBucket, Tensor]]) -> list[Tensor]:
-        parameters = self.parameters()
+        if torch.compiler.is_compiling() or not self.is_computed:
+            parameters = self.parameters()
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(_keep, _unchanged):
+                parameters = self.parameters()
         if torch.compiler.is_compiling() or not all(isinstance(each, DTensor) for each in parameters):
             kept = (module.kept[name] for module, name in self.entries)
             return [_alone(each, one) for each, one in zip(parameters, kept, strict=True)]
@@ -305,7 +304,24 @@ def used_throughout(
     return ThroughoutUse([entries_of(last), *of_layers, entries_of(first)], BUCKET_BYTES)
 
 
-_saved_apart = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+def _keep(saved: Tensor) -> tuple[Tensor, int]:
+    """Keep what computing a parameter saves apart from what its layer saves.
+
+    torch compares the latter where it computes a layer again, and the parameters of that one may have been open
+    outside of it in the forward pass.
+    """
+    return saved, saved._version
+
+
+def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+    """Return what was kept. Raises RuntimeError where it was changed in place since, as torch does."""
+    saved, version = kept
+    if saved._version != version:
+        raise RuntimeError(
+            "a tensor that a computed parameter needs for its gradient was modified by an inplace operation: run "
+            "the backward pass before the optimizer steps"
+        )
+    return saved
 
 
 def _alone(parameter: Tensor, kept: KeptParameter) -> Tensor:
