@@ -193,6 +193,25 @@ def test_what_does_not_fit_is_refused() -> None:
         UniversalProblem(4, 4, 4, Layout(SQUARE, (Partial("max"), Shard(0))), tiles, tiles)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"stationary": "z"}, "stationary is 'z'; it must be one of a, b, c"),
+        ({"split": "odd"}, "split is 'odd'"),
+        ({"schedule": "fast"}, "schedule is 'fast'"),
+        ({"num_slices": 0}, "num_slices is 0; it must be at least 1"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"redundant_axes": (5,)}, "redundant axes are"),
+        ({"summed_a": Layout(SQUARE, (Shard(0), Shard(1)))}, "A in .* cannot be summed to"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(settings: dict[str, object], told: str) -> None:
+    own = Layout(SQUARE, (Shard(0), Shard(1)))
+    problem = UniversalProblem(8, 8, 8, own, own, own)
+    with pytest.raises(LayoutError, match=told):
+        universal_program(problem, UniversalConfig(**settings))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("sizes", [(0, 3, 3), (3, 0, 3), (3, 3, 0)])
 def test_nothing_is_a_product_too(sizes: tuple[int, int, int]) -> None:
     tiles = Layout(SQUARE, (Shard(0), Shard(1)))

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from meshweave.algorithms.universal.owners import owners
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
 from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
+from meshweave.base.errors import LayoutError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -77,6 +78,31 @@ def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -
         coords = mesh.coords(rank)
         group_of[rank] = numbers.setdefault(tuple(coords[axis] for axis in redundant_axes), len(numbers))
     return group_of
+
+
+def check_config(problem: UniversalProblem, config: UniversalConfig) -> None:
+    """Raise LayoutError where a config names what there is not, or does not fit the problem."""
+    for name, kinds in (
+        ("stationary", OPERANDS),
+        ("split", get_args(SplitRule)),
+        ("schedule", SCHEDULE_KINDS),
+    ):
+        if (given := getattr(config, name)) not in kinds:
+            raise LayoutError(f"{name} is {given!r}; it must be one of {', '.join(kinds)}")
+    for name, least in (("num_slices", 1), ("prefetch", 0)):
+        if (number := getattr(config, name)) < least:
+            raise LayoutError(f"{name} is {number}; it must be at least {least}")
+    if config.redundant_axes not in _redundant_axes(problem):
+        raise LayoutError(
+            f"redundant axes are {config.redundant_axes}; they must be ascending axes of C's mesh, of more than "
+            f"one rank, along which C is replicated; C is {problem.c}"
+        )
+    for operand, summed in zip(OPERANDS, (config.summed_a, config.summed_b), strict=False):
+        if summed not in summed_layouts(problem, config, operand):
+            raise LayoutError(
+                f"{operand.upper()} in {problem.layout(operand)} cannot be summed to {summed} before it is "
+                f"multiplied, with {config.stationary.upper()} stationary"
+            )
 
 
 def base_configs(

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Literal
 
-from meshweave.algorithms.universal.config import UniversalConfig
+from meshweave.algorithms.universal.config import UniversalConfig, check_config
 from meshweave.algorithms.universal.issue_order import (
     IssueStep,
     issue_orders,
@@ -47,6 +47,7 @@ def universal_program(
         LayoutError: the config does not fit the problem.
         UnsupportedError: the schedule goes by costs, and the config has no rates.
     """
+    check_config(problem, config)
     return _UniversalProgramBuilder(problem, config, Slicing(problem, config), orders).build()
 
 
