@@ -113,7 +113,7 @@ class ChipMemory:
         return self.state_bytes + self.activation_bytes[recompute]
 
     def least_recompute(self, memory_bytes: int) -> Recompute | None:
-        """Return the least recomputation for which states and activations fit `memory_bytes`; None for none."""
+        """Return the least recomputation with which states and activations fit; None if they fit with none."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
@@ -139,6 +139,8 @@ class ChipMemory:
 
 def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipMemory:
     """Return the share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all.
+
+    Activations are those of the first layer, times the number of layers.
 
     Raises:
         DescriptionError: there is less than one chip, or models are not trained in the dtype.
