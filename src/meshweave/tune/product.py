@@ -77,7 +77,7 @@ class TunedProduct:
 
     @property
     def margin_text(self) -> str:
-        """Return the runner-up and how much slower it is in words, as in "S=6 is 0.8 % slower"."""
+        """Return the runner-up and how much slower it is, as in "S=6 is 0.8 % slower"; "" without a runner-up."""
         if self.runner_up is None:
             return ""
         other = str(self.runner_up)

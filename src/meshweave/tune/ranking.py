@@ -3,7 +3,7 @@
 The contract of algorithms is enough for this search. It prices every candidate; where an algorithm divides its
 candidates into parts with lower bounds, as a training step does, it goes best first and prices few (`best_first`).
 `simulate_best` then simulates the first few with contention. The planner of the products of a model (`search`)
-gets the same ranking faster, and `blocks` ranks a block over all meshes.
+gets the same ranking faster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rank(
         algorithms: names to choose among; None takes all that solve the problem.
         max_configs: the most configs to price of each algorithm whose candidates are priced one by one.
         num_exact: see above.
-        progress: called with the number of configs priced so far.
+        progress: called with the number of configs so far, after each that is priced one by one.
 
     Raises:
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.

@@ -278,7 +278,7 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of a ranking with the links of each level at twice and at half their rate."""
+    """Return the times of the ranked configurations with each of `link_levels` at twice and at half its rate."""
     problem = ranking.space.problem
     records = []
     for name, with_rate in link_levels(problem.cluster):
