@@ -87,7 +87,11 @@ class TunedProduct:
 
 
 class ConfigSearch:
-    """A branch-and-bound search over the configs of one product on one machine."""
+    """A branch-and-bound search over the configs of one product on one machine; its work is added to `counts`.
+
+    Raises:
+        UnsupportedError: the algorithm offers no config for the product.
+    """
 
     def __init__(
         self, entry: Matmul2d, problem: Matmul2dProblem, prices: OpPrices, counts: SearchCounts

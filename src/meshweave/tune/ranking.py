@@ -94,9 +94,12 @@ def simulate_best(
 ) -> list[RankedConfig]:
     """Return the configs with the first `count` of them simulated and sorted by that; the others follow.
 
+    Args:
+        progress: called with the number of configs simulated so far.
+
     Raises:
-        UnsupportedError: the machine cannot place a group, or one of the programs has more ops than are
-            simulated here, each within about a minute; then none is.
+        UnsupportedError: one of the programs has more ops than `base.limits.SIMULATED_OPS`, so that none is
+            simulated; or a machine has no meshes.
     """
     for config in ranked[:count]:
         if (ops := num_ops(config.program)) > SIMULATED_OPS.most:

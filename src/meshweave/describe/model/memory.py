@@ -46,7 +46,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
         attention     input (s b h), Q (s b a d), K and V (s b g d), input of `out` (s b a d), mask (s b h);
                       scores after softmax and after dropout (a s s b each) and their mask
         FFN           input (s b h), input and output of the activation (s b f each), mask (s b h); a gated
-                      FFN keeps the gate, the other half and their product besides (s b f each, one more)
+                      FFN keeps the other half of its input, and the product of both halves (s b f each)
         layer norms   two inputs (s b h each)
 
     For e = 2, a d = g d = h and f = 4 h, that is `s b h (34 + 5 a s / h)`, equation 1 of Korthikanti et al.

@@ -17,7 +17,7 @@ from meshweave.describe.model.architecture import Norm, Positions
 
 @dataclass(frozen=True)
 class KnownModelType:
-    """A family that is known: the number of parameters of its default config is that of transformers.
+    """A family whose parameters, in its default config, are counted to within 0.5 % of transformers.
 
     Attributes:
         is_gated: whether its FFN is gated.

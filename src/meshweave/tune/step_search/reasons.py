@@ -146,7 +146,7 @@ _OF_EXPERTS = (("ep", "expert"), ("etp", "expert_tensor"))
 
 
 def choice_text(choice: object) -> str:
-    """Return a configuration in words: its degrees, then the settings that are not the defaults."""
+    """Return a `Parallelism` or `DegreesRecord` in words: its degrees, then settings that are not the defaults."""
     record = choice if isinstance(choice, DegreesRecord) else None
     fields = dict(record) if record is not None else vars(choice)
     tensor = fields["tensor"]
