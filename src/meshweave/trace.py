@@ -125,7 +125,7 @@ class Trace(Shown):
         return to_s(num_indices(communicate)) - self.overlap_s(rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON, which `from_json` reads back."""
+        """Return the trace as JSON values, counters left out; `from_json` reads them back."""
         return {
             "program": self.program,
             "source": self.source,
@@ -134,12 +134,12 @@ class Trace(Shown):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """Return the trace that `to_json` wrote."""
+        """Return the trace that `to_json` wrote, without counters."""
         return cls(data["program"], data["source"], tuple(Span(**span) for span in data["spans"]))
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """Return one trace of the traces that each rank made of the same run."""
+    """Return one trace with the spans of all ranks, from the traces that each rank made of one run."""
     spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 

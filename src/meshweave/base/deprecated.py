@@ -1,4 +1,4 @@
-"""Old names of keywords, which one version takes besides the new ones, with a warning that says these."""
+"""Former names of keywords and fields, accepted for one version with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def renamed_keyword(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator: the function also takes its keyword `new` by the former name `old`, with a warning.
 
-    `of` names the function in the warning. `others` are further former names, each with its new one.
+    Where both are given, the value of `old` counts. `of` names the function in the warning. `others` are
+    further former names, each with its new one.
     """
     names = {old: new, **others}
 
@@ -34,9 +35,10 @@ def renamed_keyword(
 
 
 def renamed_field(old: str, new: str, **others: str) -> Callable[[type[Result]], type[Result]]:
-    """Return a decorator: the dataclass also takes and gives its field `new` by the former name `old`.
+    """Return a decorator: a dataclass also has its field `new` by the former name `old`, with a warning.
 
-    The warning names the class. `others` are further former names, each with its new one.
+    `old` is a keyword of the constructor and a read-only property. The warning names the class. `others` are
+    further former names, each with its new one.
     """
 
     def decorator(cls: type[Result]) -> type[Result]:

@@ -27,7 +27,7 @@ class CommandOutputs:
 
     Attributes:
         claimed: the option of each path, links resolved.
-        read: device and number of each file that was read.
+        read: (device, inode) of each regular file that was read.
         written: the files that were written, as they were named.
         notes: sentences beside the result, for people; an error stands alone, without them.
         is_command: whether this is a command, of which a record is kept.
@@ -40,7 +40,7 @@ class CommandOutputs:
     notes: list[str] = field(default_factory=list)
 
     def claim(self, path: Path, option: str) -> None:
-        """Record that `option` of this command writes the file `path`.
+        """Record that `option` of this command writes the file `path`; devices and pipes are not recorded.
 
         Raises:
             DescriptionError: no file can be written there, the command has read it, or another option or
@@ -130,7 +130,7 @@ def _over_input(path: str | Path, option: str) -> DescriptionError:
 
 
 def check_writable(path: Path) -> None:
-    """Raise DescriptionError where a file cannot be written to `path`."""
+    """Raise DescriptionError where no file can be written to `path`; tries it with an empty file beside it."""
     reason = _unwritable(path)
     if reason:
         raise DescriptionError(f"{printable(path)}: cannot write: {reason}")
@@ -160,7 +160,8 @@ def _unwritable(path: Path) -> str:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8: beside it first, then in its place, so that a failure leaves the old one whole.
 
-    A link keeps its place, and what it leads to is replaced. Raises DescriptionError where writing fails.
+    A link keeps its place, and what it leads to is replaced. Devices, and files that are mounts, are written in
+    place. Raises DescriptionError where writing fails, or this command has read the file.
     """
     data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     try:

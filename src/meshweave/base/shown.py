@@ -6,10 +6,10 @@ from importlib import import_module
 
 
 class Shown:
-    """Base of what a notebook shows by HTML. `meshweave.notebook` writes it, above all folders.
+    """Base of objects that a notebook shows as HTML.
 
-    It is found by its name when a notebook asks: a notebook asks the object itself, and an object knows no
-    pictures.
+    `meshweave.notebook` writes the HTML. It is imported when a notebook calls `_repr_html_`, so that this module
+    depends on no other.
     """
 
     def _repr_html_(self) -> str:

@@ -77,10 +77,11 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
     """Run one rank of several programs, one after another in the same process.
 
     Each program is bound, run once to warm up and `repeat` times traced, in turns with those beside it. Every run
-    must write every element of the outputs anew: they are filled with NaN before it. Measured runs begin at an
-    instant that all ranks share.
+    must write every element of the outputs anew: they are filled with NaN (integers with -1) before it. Measured
+    runs begin at an instant that all ranks share.
 
     Args:
+        context: the `RankContext` of this rank.
         payload: "runs", a list of the fields of a `ProgramRun` each, all with the deadline of the first. It may
             hold "log", a folder in which every rank appends a line to `log_path` per program: {"number",
             "error"} when it has ended, or {"number", "failed"} before it raises. So the caller knows which

@@ -171,7 +171,7 @@ def prepare(
     max_dim: int,
     num_ring_directions: NumRingDirections,
 ) -> tuple[list[PreparedProduct], tuple[str, ...]]:
-    """Return the products to run, and, where `algorithms` is "all", those without a mesh of `num_ranks` ranks.
+    """Return the products to run, and the names of the algorithms that "all" leaves out for want of a mesh.
 
     Arguments as for `run`.
 
@@ -234,11 +234,12 @@ def measure(
     """Run all products in one set of processes, and simulate each beside its measurement.
 
     Args:
-        cluster: the machine that is simulated; None for one with constants measured in turns with the runs.
+        cluster: the machine that is simulated; None for the catalog's `local-cpu`, with constants measured in
+            turns with the runs where a part of the product can run.
         repeat: measured runs of each program, after one to warm up.
         timeout_s: seconds after which everything is stopped.
 
-    Raises as `run_on_processes`.
+    Raises as `run_on_processes`, and ProgramError where a run broke the order that its program demands.
     """
     deadline_s = max(timeout_s - 10, timeout_s / 2)  # so that ranks can find out, and say, what is wrong
     requests, beside = [], []

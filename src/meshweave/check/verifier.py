@@ -140,7 +140,7 @@ def verify(
 
     Args:
         subject: a plan, whose products are checked at reduced size, or programs, checked as they are.
-        num_ranks: local processes. Default: 4 for a plan, for programs the ranks of the largest.
+        num_ranks: local processes. Default: 4 for a plan; for programs, at least the ranks of the largest.
         layers: of a plan, which to check; None for all.
         algorithms: of a plan, which to check; None for all.
         max_dim: sizes of a plan are reduced in proportion until no dim is larger.
@@ -148,7 +148,7 @@ def verify(
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         on_processes: whether to run on processes at all.
-        progress: called after each program, in process and then on processes.
+        progress: called with (checks done, checks in all); a program has one in process, and one on processes.
 
     Raises:
         DescriptionError: the plan has no such layer or algorithm.

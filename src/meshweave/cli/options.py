@@ -42,10 +42,10 @@ JSON_HELP = "Print JSON instead of text."
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return the plan of a file; print on stderr how it differs from the catalog, and what a step's plan does
-    not price.
+    """Return the plan of a file.
 
-    Raises DescriptionError where it is no plan.
+    Notes of the command (`base.outputs.note`) say how it differs from the catalog, and what the plan of a step
+    does not price. Raises DescriptionError where it is no plan.
     """
     plan = load_plan(Path(path))
     for sentence in catalog_differences(plan):
@@ -56,7 +56,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def read_mesh(text: str) -> tuple[int, ...]:
-    """Return the mesh shape of "2x4" or "2x4x2". Raises LayoutError for other text."""
+    """Return the mesh shape of "2x4" or "2x4x2". Raises LayoutError for other text or over `MAX_RANKS` ranks."""
     parts = text.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part[:10]) for part in parts):
         raise LayoutError(
@@ -88,9 +88,10 @@ def read_slices(text: str) -> tuple[int, ...]:
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list of 2D products' algorithms, or all of them for "all".
+    """Return the names in a comma-separated list of 2D products' algorithms, or all of the table for "all".
 
-    Raises UnsupportedError where one is unknown or the list is empty.
+    To a list the names are added that follow from it, as `tune.unrolled.planned_names` has them. Raises
+    UnsupportedError where one is unknown or the list is empty.
     """
     if text == "all":
         return tuple(PRODUCTS_2D)
@@ -108,7 +109,8 @@ def is_plan_text(text: str) -> bool:
 def read_program(source: str) -> Program:
     """Return the program in a text file, or on stdin for "-".
 
-    Raises DescriptionError where it cannot be read, ProgramError where it is no program, which a plan is told by.
+    Raises DescriptionError where it cannot be read, ProgramError where it is no program; of a plan the error says
+    that it is one.
     """
     text = read_stdin(PROGRAM_BYTES) if source == "-" else read_text(source, PROGRAM_BYTES)
     if is_plan_text(text):
@@ -231,7 +233,7 @@ PLAIN_LINES_EVERY_S = 10.0
 
 @contextmanager
 def progress_bar(title: str, *, plain_lines: bool = False) -> Iterator[Progress]:
-    """Show progress on stderr: on a terminal as a bar that appears when the work takes over a second.
+    """Yield a callback that shows progress on stderr: on a terminal as a bar, once the work takes over a second.
 
     Elsewhere nothing is shown, or with `plain_lines` a line at most every `PLAIN_LINES_EVERY_S` seconds, where
     something changed.

@@ -16,7 +16,7 @@ _EXPOSED = ("tensor", "context", "transfers", "data")
 
 
 def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -> None:
-    """Print the plan of a step; with `table` its ranking and its time against memory as well.
+    """Print the plan of a step; with `table` or a price its ranking and its time against memory as well.
 
     Args:
         left_out: what the plan leaves out, in words; "" for nothing.

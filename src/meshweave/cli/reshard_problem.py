@@ -48,7 +48,10 @@ class MeshSide:
 
 @dataclass(frozen=True)
 class MeshPositions:
-    """First ranks of both meshes; with `row_per_host` each row of a mesh is in a host of its own."""
+    """First ranks of both meshes; with `row_per_host` each row of a mesh is in a host of its own.
+
+    `dst_first` None puts the destination behind the source.
+    """
 
     src_first: int
     dst_first: int | None
@@ -224,7 +227,7 @@ def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host
 
 
 def fitting_cluster(cluster: Cluster, named: str, needed: int) -> Cluster:
-    """Return a cluster with `needed` chips or more: itself, or at the size needed where `named` gives no
+    """Return a cluster with `needed` chips or more: itself, or at the size needed where its name `named` gives no
     number of chips.
 
     Raises LayoutError where it is too small, with the number of chips that would do.

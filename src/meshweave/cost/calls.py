@@ -33,10 +33,15 @@ _PER_ELEMENT = {"norm": 7, "softmax": 5, "loss": 5, "elementwise": 1, "reduction
 
 
 def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
-    """Return the FLOPs of a call that declares none; 0 without work or shape. `shape` may hold expressions.
+    """Return the FLOPs of a call that declares none; 0 without work or shape.
+
+    Args:
+        work: the kind of work, a key of `CALL_DIMS`.
+        part: "input_grad" or "weight_grad" for a gradient, else the forward part.
+        shape: the sizes that `CALL_DIMS` names for the work; they may be expressions.
 
     Raises:
-        UnsupportedError: the kind of work or the number of sizes is none of `CALL_DIMS`.
+        UnsupportedError: `CALL_DIMS` has no such kind of work, or another number of sizes for it.
     """
     if not work or not shape:
         return 0

@@ -68,7 +68,7 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
 
 
 def shape_s(work: Compute, chip: Chip) -> float | None:
-    """Return the seconds of work by its shape; None where the chip has no constants for it.
+    """Return the seconds of work by its shape; None where the chip has no constants for it, or it has no FLOPs.
 
     The launch is included, except of a product that is fused into the kernel before it.
 
@@ -149,7 +149,10 @@ def engine_amount(work: Compute, chip: Chip) -> int:
 
 
 def call_s(work: Compute, chip: Chip) -> float:
-    """Return the seconds of a call on an idle chip, without its launch: FLOPs or bytes, whichever takes longer."""
+    """Return the seconds of a call on an idle chip: FLOPs or bytes, whichever takes longer.
+
+    `Chip.launch_s` is left out; the launch in the constants of a kernel is not.
+    """
     work = with_counts(work)
     if not work.flops:
         return work.bytes / chip.memory_bytes_per_s

@@ -119,7 +119,10 @@ def _missing(among: int, own: int, chosen: int) -> float:
 
 @dataclass(frozen=True)
 class ExchangeBytes:
-    """Bytes of one rank: of its own tokens, received inside its host (its own included), and through its NIC."""
+    """Bytes of one rank: of its own tokens, received inside its host, and through its NIC.
+
+    Of libraries that send to ranks or hosts, `arriving` includes the copies that the rank keeps.
+    """
 
     own: float
     arriving: float

@@ -124,7 +124,7 @@ def _table() -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def grouped_constants(kernels: str, dtype: str) -> GroupedConstants | None:
-    """Return the constants of a chip's `kernels` in a dtype, or those of a chip like it; None without any."""
+    """Return the constants in a dtype of the chip kernels of this name, or of a like chip's; None without any."""
     table = _table()
     names = kernels, table.get("like", {}).get(kernels, "")
     entry = next((of for name in names if (of := table["chips"].get(name, {}).get(dtype))), None)

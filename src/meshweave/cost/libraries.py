@@ -58,7 +58,7 @@ class SizedPrice:
     """The price of a collective of one size: launch and step in picoseconds, and bytes per second into a chip.
 
     `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`,
-    `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.machine`.
+    `TREE_OF_2_ROUTE`, `TREE_OF_3_ROUTE` of `cost.placed`.
     """
 
     algorithm: str

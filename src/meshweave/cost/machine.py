@@ -153,7 +153,10 @@ class Machine(PlacedMeshes):
         return self._constants_and_rate(axis, kind, shared)[1]
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
-        """Return the slowest links on the path from rank `src` to rank `dst`."""
+        """Return the slowest links on the path from rank `src` to rank `dst`.
+
+        On a torus, a ring or a switch they are the slowest of all mesh axes, whatever the ranks.
+        """
         network = self.cluster.network
         if self.placement is not None:
             src, dst = self.placement[src], self.placement[dst]

@@ -46,7 +46,7 @@ def message_price(
         shares_links: as in `price`.
 
     Raises:
-        UnsupportedError: the machine cannot place the group.
+        UnsupportedError, LayoutError: as `price` does.
     """
     cost = price(work_of(program, send), machine, shares_links=shares_links, endpoints=ends)
     if send.step is not None or not machine.cluster.chip.pack_bytes_per_s:

@@ -182,9 +182,10 @@ class PlacedMeshes:
                 at[axis] = (at[axis] + direction) % size
 
     def link_rate(self, link: Link) -> int:
-        """Return the bytes per second of one direction of a link, in units of `link_weight`.
+        """Return the bytes per second of one direction of a link, each byte counted `link_weight` times.
 
-        In a tree it is that of all parallel links of a child.
+        For all NICs of a host together that is four times their rate. In a tree it is the rate of all parallel
+        links of a child.
         """
         network = self.cluster.network
         link_kind, _, axis, _ = link
@@ -209,10 +210,10 @@ class PlacedMeshes:
 
     @staticmethod
     def link_weight(link: Link, route: int = 0) -> int:
-        """Return the bytes of a link's rate that each byte of a message with this route takes.
+        """Return how often `link_rate` counts each byte of a message with this route.
 
-        All NICs of a host are counted four times, since a tree between two hosts sends about half of what a
-        ring sends, and one between three hosts three quarters.
+        On all NICs of a host 4 times; on the routes of trees 2 and 3 times, since a tree between two hosts sends
+        about half of what a ring sends, and one between three hosts three quarters. Elsewhere once.
         """
         return _NICS_WEIGHT.get(route, 4) if link[0].startswith("nics") else 1
 

@@ -75,7 +75,9 @@ def price(
             the message alone, and the rate a share of 1 / h; groups of an axis then have their links whole.
 
     Raises:
-        UnsupportedError: the machine cannot place the group.
+        UnsupportedError: the machine has no meshes, no count is known for a call, or a product is outside a table
+            that allows no other.
+        LayoutError: a mesh does not fit the network, or no mesh has the axis.
     """
     if isinstance(work, Compute):
         chip = machine.cluster.chip

@@ -94,10 +94,12 @@ def interpolation(table: ProductTable, constants: ProductModel | None, dtype: st
 def table_s(
     table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
-    """Return the seconds of a product by a table; None outside its ranges where `outside` is "model".
+    """Return the seconds of a product by a table.
+
+    None outside its ranges, where `outside` is "model" and there are constants for that.
 
     Raises:
-        UnsupportedError: the product is outside the ranges and `outside` is "error".
+        UnsupportedError: the product is outside the ranges, and `outside` is "error" or `constants` is None.
     """
     known = interpolation(table, constants, dtype)
     if not known.covers(m, n, k):

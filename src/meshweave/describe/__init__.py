@@ -1,7 +1,7 @@
-"""What there is: clusters, chips, models, meshes and layouts, and the catalog of both.
+"""What there is: clusters, chips, models, meshes and layouts, and the catalog of clusters and models.
 
 `meshweave` itself has the classes that most need: clusters, models, meshes, layouts. Here are rates of hosts,
-strided placements and by tiles, and the process grids of ScaLAPACK.
+strided and tiled placements, and the process grids of ScaLAPACK.
 """
 
 from __future__ import annotations

@@ -78,7 +78,10 @@ def fail(file: str | Path, key: str, message: str) -> NoReturn:
 
 
 def fail_with_all(file: str | Path, problems: Sequence[Problem]) -> NoReturn:
-    """Raise one DescriptionError with every problem of a file: one line, or a headline and a line each."""
+    """Raise one DescriptionError with the problems of a file: one line, or a headline and a line each.
+
+    At most `MAX_PROBLEMS` are listed; the headline has the number of all.
+    """
     if len(problems) == 1:
         fail(file, *problems[0])
     count = f"{'at least ' if len(problems) >= MAX_JUDGED else ''}{len(problems)}"
@@ -242,7 +245,7 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
     """Return `data` as an instance of `model`. `at` is the key path of `data` in the file.
 
     Raises:
-        DescriptionError: `data` does not fit the model; the error lists every problem.
+        DescriptionError: `data` does not fit the model; the error lists the problems, as `fail_with_all` does.
     """
     checked, problems = validate_table(model, data, at)
     if checked is None:
@@ -253,10 +256,10 @@ def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | in
 def validate_table(
     model: type[_M], data: Any, at: tuple[str | int, ...] = ()
 ) -> tuple[_M | None, list[Problem]]:
-    """Return `data` as an instance of `model` and no problems, or None and all errors in it.
+    """Return `data` as an instance of `model` and no problems, or None and the problems in it.
 
-    A misspelt key is both unknown and missing: it counts once, as the unknown key. `at` is the key path of
-    `data` in its file.
+    Of these, at most `MAX_JUDGED` are looked at. A misspelt key is both unknown and missing: it counts once, as
+    the unknown key. `at` is the key path of `data` in its file.
     """
     try:
         return model.model_validate(data), []

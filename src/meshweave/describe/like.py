@@ -18,9 +18,10 @@ def table_like(kind: str, data: dict[str, Any], file: str | Path) -> dict[str, A
 
     Args:
         kind: of the catalog, such as "clusters".
+        file: what errors name.
 
     Raises:
-        DescriptionError: the catalog has no such entry.
+        DescriptionError: the catalog has no such entry, or `like` is no string.
     """
     if "like" not in data:
         return data

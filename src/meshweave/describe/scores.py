@@ -95,11 +95,12 @@ def error_of_runs_like(
 ) -> str:
     """Return in words how far predictions were off for published runs on a chip, of models not fitted on.
 
-    Runs of `stack` count alone where there are such, else those of all stacks, each predicted with its own,
-    which are named; with products below 16 bits (`is_low`), or above; of models with experts (`is_routed`), or
-    of dense ones.
+    Runs of `stack` alone count where there are some; else those of all stacks, each predicted with its own.
 
     Args:
+        stack: the stack whose runs count; "" for all.
+        is_low: whether runs with products below 16 bits count, or those in 16.
+        is_routed: whether runs of models with experts count, or those of dense ones.
         asked: what was priced, where that is not `stack`: another stack that has its constants, or no software.
     """
     own = runs_on(chip, stack, is_low, is_routed=is_routed)

@@ -42,7 +42,7 @@ def line_chart(
     y_text: Callable[[float], str] = lambda value: f"{value:g}",
     height: int = 360,
 ) -> str:
-    """Return an SVG line chart, `height` pixels high.
+    """Return an SVG line chart, `height` pixels high; "" without points.
 
     Args:
         x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.

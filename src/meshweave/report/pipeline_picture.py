@@ -36,7 +36,7 @@ _MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class ActionBox:
-    """A stretch of time of one rank that is drawn as one box."""
+    """A stretch of time of one rank, in ticks, that is drawn as one box; `shade` makes it paler, from 0 to 1."""
 
     kind: str
     begin: int

@@ -13,7 +13,7 @@ PACKAGES = ("meshweave", "numpy", "torch", "pydantic")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return date (UTC), processor, cores, system, and versions of the measured packages."""
+    """Return date (UTC), processor, cores, system, and versions of Python and of `PACKAGES`."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

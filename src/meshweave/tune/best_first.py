@@ -59,8 +59,8 @@ class BestFirst:
         problem: its problem.
         machine: what configs are priced on.
         num_exact: rows of the ranking that must be exact; the others are the best that were priced.
-        progress: called with the numbers of parts done, of those that the search begins with, and of these.
-        margin: the share of the best time by which preferred configs may take longer and are looked for still.
+        progress: called with (parts done, parts in all) of the parts that the search begins with.
+        margin: preferred configs are searched for up to 1 + margin times the best time.
 
     Attributes:
         rows: the best config of each row that was priced.
@@ -68,7 +68,7 @@ class BestFirst:
         early: what was priced before the search, the answer of one that ends before it prices anything.
         num_first: the parts that the search has begun with.
         num_priced: how often a config was priced.
-        refused: parts and configs that the entry refuses, with the reason of the first.
+        refused, reason: how many parts and configs the entry refuses, and why the first; "" for none.
         is_complete: whether the search has run to its end.
     """
 
@@ -120,9 +120,9 @@ class BestFirst:
         return sorted(self.rows.values(), key=self._key)
 
     def answer_early(self, parts: Iterable[Any]) -> None:
-        """Price one config from other parts, for an answer if `run` is interrupted before it prices any.
+        """Price one config of `parts`, for an answer if `run` is interrupted before it prices any; sets `early`.
 
-        Of the first few branches of each part the one with the least bound is looked at first.
+        The parts are tried in order. Of the first branches of a part, the one with the least bound is tried first.
         """
         for part in parts:
             children = islice(self._entry.branches(self._problem, part, math.inf) or (), _FIRST)

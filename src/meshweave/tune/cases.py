@@ -49,7 +49,7 @@ class SimulationCase:
         title: heading of the run by itself.
         name, note: what tells the run apart from others of the same subject, as in "MeshSlice" and "S=8".
         subject: what is computed where.
-        closed_form_s: computes the time without contention, in seconds.
+        closed_form_s: a function that computes the time without contention, in seconds.
     """
 
     title: str

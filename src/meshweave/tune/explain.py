@@ -78,7 +78,7 @@ def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> P
     about as long as planning did.
 
     Raises:
-        UnsupportedError: an algorithm or collective has no constants on the cluster.
+        UnsupportedError: a product has no price, such as one outside a table of measured products.
     """
     best, others = plan.best, plan.candidates[1:]
     num_shapes = sum(len(mesh_shapes(candidate, cluster)) for candidate in plan.candidates)
@@ -143,7 +143,7 @@ def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]
 
 
 def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
-    """Return by algorithm the time of one block on each mesh shape of the cluster."""
+    """Return by algorithm the time of one block on each mesh shape of the cluster on which it can be tuned."""
     shapes = {c.algorithm: mesh_shapes(c, cluster) for c in plan.candidates}
     total, done = sum(map(len, shapes.values())), 0
     out: dict[str, MeshCurve] = {}
@@ -164,7 +164,7 @@ def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -
 
 
 def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str, dict[str, SliceCurve]]:
-    """Return by layer and pass the time for each slice count, on the mesh of a candidate."""
+    """Return by layer and pass the least time for each slice count, on the mesh of a candidate."""
     entry, shape = PRODUCTS_2D[candidate.entry_name], candidate.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
     out: dict[str, dict[str, SliceCurve]] = {}

@@ -79,7 +79,7 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
         by_tiles: whether to choose only among products that communicate tile by tile.
 
     Raises:
-        LayoutError: no fused product takes the layouts.
+        LayoutError: no fused product takes the layouts, or the cluster has too few chips.
     """
     choices = [one for one in fused_choices(problem, cluster) if one.tiles is not None or not by_tiles]
     if not choices:
@@ -88,9 +88,9 @@ def tune_fused(problem: UniversalProblem, cluster: Cluster, *, by_tiles: bool = 
 
 
 def faster_than(problem: UniversalProblem, program: Program, cluster: Cluster) -> FusedChoice | None:
-    """Return the fastest fused product in simulation; None if `program` is as fast or none fits.
+    """Return the fastest fused product in simulation; None if `program` is as fast or no fused product fits.
 
-    Rings of more than `MAX_RING` ranks are not tried.
+    None as well where the cluster has too few chips, or a ring has more than `MAX_RING` ranks.
 
     Args:
         program: the same product, with one-sided ops; it is simulated in messages, too.

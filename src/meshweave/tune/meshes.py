@@ -126,7 +126,7 @@ def best_meshes(
     counts: SearchCounts,
     advance: Callable[[], None],
 ) -> list[tuple[int, BlockOnMesh]]:
-    """Return (picoseconds, mesh) of the two fastest of `shapes`, or of the only one. Of equals the first counts.
+    """Return (picoseconds, mesh) of the two fastest of `shapes`, or of the only one; of equals the first.
 
     Args:
         problems: lists the products on a mesh shape.

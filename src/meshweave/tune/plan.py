@@ -114,7 +114,7 @@ class Plan(Shown, Record):
         note: what the estimated times leave out.
         not_priced: what of the model the estimated times do not know, a few words each.
         description: the model and the cluster, whole; None in files of older formats.
-        unmeasured: at which rate products are priced that nobody measured; "" where somebody did.
+        unmeasured: in words, the rate of products where no kernel of the chip was measured; "" where one was.
     """
 
     format: Literal["meshweave-plan-1", "meshweave-plan-2", "meshweave-plan-3"] = "meshweave-plan-3"

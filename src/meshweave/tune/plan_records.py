@@ -128,11 +128,11 @@ class StepsRecord(Record):
         front: configurations of which none is both faster and smaller, the fastest first.
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
-        overlap: what communication of a layer was priced to run beside: the attribute of `StepProblem`;
-            files without it have that of whole layers.
+        overlap: what communication of a layer was priced to overlap with, as `StepProblem.overlap`; "layers" in
+            files that lack it.
         is_complete: whether the search ran to its end.
-        num_exact: the first rows that no configuration of the space is faster than, after the one of `margin`;
-            the others are the best of those that were priced.
+        num_exact: how many of the first rows no other configuration of the space is faster than, not counting a
+            first row that `margin` puts before faster ones; the others are the best of those that were priced.
         margin: by which share of its time the first row may be slower than the second: it has a strategy that
             published runs have, and the faster ones have none; 0 where the first row is the fastest.
         pairs: the pairs of tokens that `mfu` and `hfu` count; files of before it was written have all.
@@ -142,8 +142,8 @@ class StepsRecord(Record):
         above_ceiling: why utilizations in the ranking are above that; "" where none is.
         stack: the software stack whose overheads are added, and that executes what was searched.
         precision: the recipe of the products of layers below 16 bits; "" where they run in the plan's dtype.
-        priced_as: by what that is priced where it was not measured on the chip.
-        attention_as: at which rate attention is priced where nobody fitted it on the chip; "" where somebody did.
+        priced_as: in words, the dtype that prices `precision` where it was not measured on the chip; "" else.
+        attention_as: in words, the rate of attention where it was not fitted on the chip; "" where it was.
         ideal: the best configuration by kernels and communication alone; None with the stack "ideal", and in files
             of before.
     """

@@ -77,7 +77,7 @@ class TunedProduct:
 
     @property
     def margin_text(self) -> str:
-        """Return the runner-up and how much slower it is in words, as in "S=6 is 0.8 % slower"."""
+        """Return the runner-up and how much slower it is, as in "S=6 is 0.8 % slower"; "" without a runner-up."""
         if self.runner_up is None:
             return ""
         other = str(self.runner_up)
@@ -87,7 +87,11 @@ class TunedProduct:
 
 
 class ConfigSearch:
-    """A branch-and-bound search over the configs of one product on one machine."""
+    """A branch-and-bound search over the configs of one product on one machine; its work is added to `counts`.
+
+    Raises:
+        UnsupportedError: the algorithm offers no config for the product.
+    """
 
     def __init__(
         self, entry: Matmul2d, problem: Matmul2dProblem, prices: OpPrices, counts: SearchCounts

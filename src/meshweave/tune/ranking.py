@@ -3,7 +3,7 @@
 The contract of algorithms is enough for this search. It prices every candidate; where an algorithm divides its
 candidates into parts with lower bounds, as a training step does, it goes best first and prices few (`best_first`).
 `simulate_best` then simulates the first few with contention. The planner of the products of a model (`search`)
-gets the same ranking faster, and `blocks` ranks a block over all meshes.
+gets the same ranking faster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rank(
         algorithms: names to choose among; None takes all that solve the problem.
         max_configs: the most configs to price of each algorithm whose candidates are priced one by one.
         num_exact: see above.
-        progress: called with the number of configs priced so far.
+        progress: called with the number of configs so far, after each that is priced one by one.
 
     Raises:
         UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.
@@ -94,9 +94,12 @@ def simulate_best(
 ) -> list[RankedConfig]:
     """Return the configs with the first `count` of them simulated and sorted by that; the others follow.
 
+    Args:
+        progress: called with the number of configs simulated so far.
+
     Raises:
-        UnsupportedError: the machine cannot place a group, or one of the programs has more ops than are
-            simulated here, each within about a minute; then none is.
+        UnsupportedError: one of the programs has more ops than `base.limits.SIMULATED_OPS`, so that none is
+            simulated; or a machine has no meshes.
     """
     for config in ranked[:count]:
         if (ops := num_ops(config.program)) > SIMULATED_OPS.most:

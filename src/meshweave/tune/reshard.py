@@ -65,7 +65,10 @@ class ReshardCandidate:
         return rank, local, scratch
 
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Return for the busiest hosts the rank that moves the most bytes between hosts, ascending."""
+        """Return the rank of each host that moves the most bytes between hosts, ascending.
+
+        Of more than `MAX_SHOWN` hosts the busiest; the first ranks where nothing moves between hosts.
+        """
         moved: dict[int, int] = {}
         for scheduled in self.plan.multicasts:
             for hop in self.plan.strategy.host_hops(scheduled.multicast):
@@ -107,7 +110,7 @@ def compare_reshards(
         orders: names in `algorithms.reshard.order.ORDERS`.
         simulate_all: whether every candidate is simulated, message by message, unless its program is too
             large.
-        on_planned, on_simulated: called after each candidate.
+        on_planned, on_simulated: called with (candidates done, candidates in all).
 
     Raises:
         LayoutError: the cluster has fewer chips than there are ranks.
@@ -171,7 +174,10 @@ def fastest(candidates: Sequence[ReshardCandidate]) -> ReshardCandidate:
 
 
 def check_size(problem: ReshardProblem) -> None:
-    """Raise UnsupportedError if planning a problem would take very long."""
+    """Raise UnsupportedError if a problem has too many pairs of a source and a destination shard to plan.
+
+    The limits are `MAX_PAIRS` for one tensor and `MAX_ALL_PAIRS` for all; replicas do not count.
+    """
     pairs = []
     for move in problem.moves:
         num_shards = [

@@ -51,7 +51,7 @@ class Support(BaseModel):
     Attributes:
         prediction: kernels, links, recipes of precision, what of the model has no price.
         stacks: whether each software stack runs the model, and on which runs it was tried.
-        strategies: which tensor degrees each strategy takes in the runtime of this library, and why plans lack it.
+        strategies: which tensor degrees each strategy takes in the runtime of this library, or why no plan has it.
         schedules: the pipeline schedules that this runtime takes.
         runs: how far published runs on this chip were predicted.
     """

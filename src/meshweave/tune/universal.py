@@ -66,6 +66,7 @@ def tune_universal(
     neither can do better. Slices are tried for the best few.
 
     Args:
+        rates: of every rank, for estimates.
         objective: "time" at these rates, or "bytes": what all ranks together receive. With C stationary, whatever
             DTensor could do for the same placements is among the candidates, so the result never moves more bytes.
         stationary: the matrix that has to stay put; None for any.
@@ -113,7 +114,10 @@ class _EstimatedVariant:
         return cls(slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing))
 
     def key(self, objective: Objective) -> tuple[float, float]:
-        """Return the sort key, bytes then seconds or the reverse; infinite where replicas of C may differ."""
+        """Return the sort key: (bytes, seconds) for the objective "bytes", (seconds, bytes) for "time".
+
+        Both are infinite where replicas of C may differ in bits.
+        """
         if not self.is_certain:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)

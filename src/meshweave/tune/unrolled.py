@@ -50,7 +50,7 @@ def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
     """Return the algorithm called `name` in `UNROLLED`, with the slice counts of `counts`.
 
     It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both
-    cut the same dim of the same product.
+    cut the same dim of the same product. Its candidates raise KeyError for a product that `counts` lacks.
     """
     base = PRODUCTS_2D[UNROLLED[name]]
 

@@ -30,7 +30,7 @@ class ProcessGrid:
     tile (ScaLAPACK's RSRC, CSRC).
 
     Raises:
-        LayoutError: a size is below 1, or `source` or `first_rank` is out of range.
+        LayoutError: a size is below 1, `major` is unknown, or `source` or `first_rank` is out of range.
     """
 
     rows: int
@@ -92,7 +92,7 @@ class ProcessGrid:
     def mesh(self) -> Mesh:
         """Return the mesh of axes (replica, row, col).
 
-        Its ranks are rotated if the first tile is not on process (0, 0), so that (0, 0) holds it.
+        Within each replica, mesh coordinates (0, 0) are process `source`, which holds the first tile.
         """
         ranks = []
         for replica, i, j in itertools.product(*map(range, (self.replicas, self.rows, self.cols))):

@@ -156,15 +156,17 @@ class Layout:
         """Return the global index ranges that `rank` holds, per dim of a tensor of global `shape`, in local order.
 
         Raises:
-            LayoutError: a placement names a dim that the tensor does not have.
+            LayoutError: a placement names a dim that the tensor does not have or cuts one into more ranges than
+                `base.limits.PIECES` allows, or `shape` is not that of the folds.
+            KeyError: the rank is not in the mesh.
         """
         return _intervals(self, tuple(shape), rank)
 
     @property
     def shard_keys(self) -> list[tuple[int, ...]]:
-        """Return for each rank of the mesh its coordinates along the axes that shard the tensor.
+        """Return for each rank, in the order of the mesh, its coordinates along the axes that shard the tensor.
 
-        Ranks with equal coordinates there hold the same elements.
+        Coordinates along the other axes are 0, so that ranks with equal keys hold the same elements.
         """
         sizes = [
             range(size) if isinstance(placement, (Shard, Tile, StridedShard)) else (0,) * size

@@ -48,11 +48,12 @@ class Chip:
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
         runtime: the software that drives it, a name of `describe.machine.runtime`.
-        fitted_as: how the names of chips with the same compute units begin, on which constants of software were
-            fitted; they stand in where none were fitted on this one. Empty where there is no such chip.
+        fitted_as: how the names of other chips with the same compute units begin. Constants of software that were
+            fitted on those hold for this one where none were fitted on it. Empty where there is no such chip.
 
-    Raises:
-        DescriptionError: a value is out of range.
+        Raises:
+            DescriptionError: a value is out of range, the runtime is unknown, or `gemm_tile` is given beside
+                `kernels`.
     """
 
     name: str

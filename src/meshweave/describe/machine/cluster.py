@@ -65,10 +65,12 @@ class Cluster:
 
 
 def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
-    """Return the cluster that the table `data` describes; `file` is what errors name.
+    """Return the cluster that the table `data` describes.
+
+    Files that the table names are found from the folder of `file`, which is also what errors name.
 
     Raises:
-        DescriptionError: the description is wrong; the error lists every problem.
+        DescriptionError: the description is wrong; the error lists the problems.
     """
     top, network_file = read_cluster_file(table_like("clusters", data, file), file)
     try:
@@ -92,8 +94,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     `64 x H100, 8 a host, 8 x 400Gb` (`describe.machine.cluster_phrase`).
 
     Raises:
-        DescriptionError: there is no such entry or file, or the description is wrong; the error lists every
-            problem of a file.
+        DescriptionError: there is no such entry or file, the cluster does not come with so many chips, or the
+            description is wrong; the error lists the problems of a file.
     """
     name = str(name_or_path)
     as_is = isinstance(name_or_path, Path) or os.path.exists(name)  # noqa: PTH110  (unlike Path's, never raises)

@@ -285,7 +285,7 @@ def read_cluster_file(data: dict[str, Any], file: str | Path) -> tuple[ClusterFi
     """Return a cluster file, and its table `network`, both checked.
 
     Raises:
-        DescriptionError: the error lists every problem of the file.
+        DescriptionError: the file is wrong; the error lists the problems.
     """
     top, problems = validate_table(ClusterFile, data)
     problems += _unknown_names(data)

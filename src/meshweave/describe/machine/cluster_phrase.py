@@ -43,7 +43,8 @@ def phrase_table(phrase: str) -> tuple[dict[str, Any], int]:
     """Return the table of a cluster file that a phrase means, and the number of chips in the phrase.
 
     Raises:
-        DescriptionError: the phrase has no such form, or no entry of the catalog is usual for the chip.
+        DescriptionError: the phrase has no such form, its numbers do not fit, or the catalog has no usual host of
+            the chip.
     """
     first, *others = (part.strip() for part in phrase.split(","))
     stated, of_hosts = _CHIPS.fullmatch(first), _OF_HOSTS.fullmatch(first)

@@ -1,4 +1,4 @@
-"""A cluster as the table of a file, which the reader of cluster files reads as this very cluster."""
+"""A cluster as the table of a cluster file, which `cluster_from` reads as an equal cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def cluster_table(cluster: Cluster, *, whole: bool = True) -> dict[str, Any]:
     """Return the table of a cluster file that describes the cluster.
 
     Args:
-        whole: whether constants of kernels and GPUs of files stand in the table; else it names them.
+        whole: whether the table holds the constants of kernels, and a GPU that is not in the catalog; else it has
+            the catalog name or file of each, where there is one.
     """
     return _without_nothing(
         {

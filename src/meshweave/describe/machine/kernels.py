@@ -297,8 +297,10 @@ class ChipKernels:
         reference: the catalog's name of it, or its file; "" where it was made otherwise.
         sustained_share: the rate of products in steady training over the one of `products`, which short runs have:
             power limits the clock of a chip that multiplies for minutes. Steps of a software stack use it.
-        grouped_share: the same of grouped products, where steps use it.
-        outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
+        grouped_share: the factor of the rates of grouped products (`cost.grouped`); where a step is priced it is
+            set from `sustained_share`, and no file has it.
+        tables: measured products by dtype, which take the place of `products` within their ranges.
+        outside: how a product outside the ranges of a table is priced: "model" (by `products`) or "error" (not).
     """
 
     name: str

@@ -204,7 +204,9 @@ class KernelsFile(FileModel):
 
 
 def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
-    """Return the kernels of a catalog name or of a TOML or JSON file, found from `folder`.
+    """Return the kernels of a catalog name or of a TOML or JSON file.
+
+    A file is found from `folder`; None is the working directory.
 
     Raises:
         DescriptionError: there is no such entry or file, or the description is wrong.
@@ -223,10 +225,10 @@ def _from_catalog(name: str) -> ChipKernels:
 
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels that a table describes; files that it names are found from `folder`.
+    """Return the kernels that a table describes; `file` and `folder` are as for `kernels_of`.
 
     Raises:
-        DescriptionError: the description is wrong; the error names `file` and lists every problem.
+        DescriptionError: the description is wrong; the error names `file` and lists the problems.
     """
     top, problems = validate_table(KernelsFile, table_like("kernels", data, file))
     if top is None or problems:
@@ -235,10 +237,15 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
 
 
 def kernels_of(top: KernelsFile, file: str | Path, folder: Path | None) -> ChipKernels:
-    """Return the kernels of a checked table, whose files are found from `folder`.
+    """Return the kernels of a checked table.
+
+    Args:
+        file: what errors name.
+        folder: where files of measured products are found from; None for those of the catalog.
 
     Raises:
-        DescriptionError: a file that it names does not exist or is wrong.
+        DescriptionError: a dtype is unknown, a value is out of range, or a file that the table names does not
+            exist or is wrong.
     """
     for kind in ("products", "systolic", "cpu_products", "attention", "tables"):
         for at, entry in enumerate(getattr(top, kind)):

@@ -9,7 +9,7 @@ from meshweave.describe.machine.network import with_axes
 
 
 def best_product_rate(chip: Chip, dtype: str) -> float | None:
-    """Return the highest FLOP/s of measured products in a dtype; None where none were measured."""
+    """Return the highest FLOP/s of product constants and measured products in a dtype; None without either."""
     if chip.kernels is None:
         return None
     constants, table = chip.kernels.product(dtype), chip.kernels.table(dtype)
@@ -31,9 +31,9 @@ def unmeasured_kernels(chip: Chip, dtype: str) -> str:
 
 
 def costs_left_out(cluster: Cluster) -> str:
-    """Return one sentence that names the links whose launches cost nothing in a description; "" where none are.
+    """Return one sentence that names the links on which no communication has a launch or synchronisation cost.
 
-    Links without launch and synchronisation let a tuner cut products as finely as it likes.
+    "" where there are none. Such links let a tuner cut products as finely as it likes.
     """
     free: list[str] = []
 

@@ -41,7 +41,8 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 def with_outer_links(network: Network, factor: float) -> Network:
     """Return a network whose outermost links are `factor` times as fast.
 
-    Those are the NICs of hosts, the links between packages, the top of a tree, and all links of other networks.
+    Those are the NICs between hosts, the links between packages, the top of a tree, and all links of a single
+    host, of a single package and of other networks.
     """
 
     def faster(axis: NetworkAxis) -> NetworkAxis:
@@ -61,10 +62,10 @@ def with_outer_links(network: Network, factor: float) -> Network:
 
 
 def link_levels(cluster: Cluster) -> tuple[tuple[str, Callable[[float], Cluster]], ...]:
-    """Return for each level of links, outermost first, its name and a function that scales its rate.
+    """Return (name, function that scales the rate) of the levels of links of a cluster, outermost first.
 
-    The function takes a factor and returns the changed cluster. Collectives inside a host have constants of
-    their own where they were measured; their rates change too.
+    The function takes a factor and returns the changed cluster. Hosts have two levels, NICs and links inside;
+    of other networks only the outermost is returned. Measured collectives inside a host change their rates too.
     """
     network = cluster.network
 

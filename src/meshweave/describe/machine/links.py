@@ -33,7 +33,7 @@ _ONE_DIRECTION = ("broadcast", "reduce", "send_recv", "accumulate")
 
 
 def require_at_least(owner: str, low: float, **values: float) -> None:
-    """Raise DescriptionError unless every value is finite and at least `low`."""
+    """Raise DescriptionError, which begins with `owner`, unless every value is finite and at least `low`."""
     for key, value in values.items():
         if not (math.isfinite(value) and value >= low):
             raise DescriptionError(f"{owner}: {key} is {value}; give a finite number of at least {low:g}")
@@ -146,7 +146,7 @@ def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
 
 
 def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
-    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i` and `shape` uses all chips."""
+    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i`, and `shape` (if any) uses all chips."""
     check_dims(num_dims)
     if not 0 <= i < num_dims:
         raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")

@@ -1,4 +1,4 @@
-"""Files of measured kernels: comma-separated rows of products, attentions or collectives, one of a device each.
+"""Files of measured kernels: comma-separated rows, each one product, attention or collective on one device.
 
     device,dtype,m,n,k,latency_ms            (and out_dtype, where C has another one)
     device,batch_size,sequence,num_heads,num_key_value_heads,head_dim,latency_ms
@@ -44,8 +44,8 @@ _OPS = {
 LOW_PRECISIONS = ("fp8", "fp8_tensor", "fp8_block", "nvfp4")
 """Precisions of products below 16 bits, by how operands are scaled.
 
-fp8: a scale a row of A and a column of B; fp8_tensor: one a tensor; fp8_block: one a 1 x 128 part of A and a
-128 x 128 block of B; nvfp4: 4 bits, one a 16 elements. A is cast within the measured time, B before.
+fp8: one scale per row of A and column of B; fp8_tensor: one per tensor; fp8_block: one per 1 x 128 part of A and
+128 x 128 block of B; nvfp4: 4 bits, one per 16 elements. A is cast within the measured time, B before.
 """
 _DTYPES = ("bfloat16", "float16", "float32", *LOW_PRECISIONS)
 _MOST = 2**48
@@ -97,7 +97,8 @@ def read_measured(path: str | Path) -> MeasuredKernels:
     """Return the kernels of a file.
 
     Raises:
-        DescriptionError: a row is wrong; the error names file, line and column of the first one.
+        DescriptionError: the file cannot be read, or is wrong; the error names file, line and column of the first
+            wrong row.
     """
     return parse_measured(read_text(path), path)
 

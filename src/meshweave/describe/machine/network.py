@@ -104,7 +104,9 @@ class TorusNetwork:
     def axis(
         self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
     ) -> NetworkAxis:
-        """Return the links that mesh axis `i` of `num_dims` runs over; `shape` None is the torus as it is.
+        """Return the links that mesh axis `i` of `num_dims` runs over.
+
+        `shape` None takes the first mesh of so many axes that the torus carries.
 
         Raises:
             LayoutError: the torus cannot carry that mesh.
@@ -128,7 +130,7 @@ class TorusNetwork:
         sizes are sold.
 
         Raises:
-            DescriptionError: the shape is fixed, or several tori have no such number.
+            DescriptionError: the shape is fixed, or neither one torus nor several equal ones have so many chips.
         """
         if self.slices is not None and chips > self.max_chips:
             self.check_sold(chips)
@@ -143,7 +145,10 @@ class TorusNetwork:
         return replace(self, chips=chips)
 
     def check_sold(self, chips: int) -> None:
-        """Raise DescriptionError, with the nearest sizes, if neither one torus nor several have `chips` chips."""
+        """Raise DescriptionError, with the nearest sizes, if `chips` chips are not sold, as one torus or several.
+
+        Numbers below `min_chips`, or above `max_chips` where `slices` is None, pass: `with_chips` refuses them.
+        """
         is_beyond = chips < self.min_chips or (chips > self.max_chips and self.slices is None)
         if is_beyond or self._slice_of(chips):
             return
@@ -262,10 +267,11 @@ class HostsNetwork(AnyShapeNetwork):
     def with_chips(self, chips: int) -> HostsNetwork:
         """Return the network of `chips` chips on the fewest hosts that they fill evenly.
 
-        Where a part of each host is used (64 of 72), its NICs are used in the same share.
+        Where a part of each of several hosts is used (64 of 72), their NICs are used in the same share. One host
+        keeps all of its NICs.
 
         Raises:
-            DescriptionError: chips would leave more than half of each host idle.
+            DescriptionError: there is less than one chip, or over half of each of several hosts would be idle.
         """
         most = self.chips_per_host
         if chips <= most:

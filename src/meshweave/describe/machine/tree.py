@@ -108,7 +108,7 @@ class TreeNetwork(AnyShapeNetwork):
         return slowest_axis(crossed)
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
-        """Return the slowest links between chips `src` and `dst`; those of the chip if they are one."""
+        """Return the slowest links from chip `src` to chip `dst`; from a chip to itself, its own link."""
         crossed: list[NetworkAxis] = []
         for level, below in zip(self.levels, self.chips_below, strict=True):
             meet = src // (below * level.fanout) == dst // (below * level.fanout)

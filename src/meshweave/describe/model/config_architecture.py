@@ -35,7 +35,10 @@ _READ = {*_BIAS_KEYS, "no_bias", "qk_layernorm", "use_qk_norm", "alibi", "learne
 
 
 def read_architecture(data: Mapping[str, Any], known: KnownModelType | None, head_dim: int) -> Architecture:
-    """Return the architecture in a config besides sizes, with the defaults of its family for keys left out."""
+    """Return the architecture in a config besides sizes, with the defaults of its family for keys left out.
+
+    `known` is None for a family that is not known; `head_dim` is the size of a head.
+    """
     base, share, scaling = _rotary(data, head_dim)
     positions = _positions(data, known, base)
     is_rotary = positions == "rotary"

@@ -22,7 +22,7 @@ from meshweave.describe.model.nodes import (
 Modules = tuple[tuple[str, int], ...]
 
 WHOLE = 1.0
-"""Of `rotary`: all of a head turns."""
+"""The value of `rotary` with which rotary positions turn all of a head."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,12 @@ def dense_layer(
 ) -> LayerGraph:
     """Return a layer of attention and a feed-forward part, each after a norm and added to the residual.
 
-    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Of W_qkv the columns of a
-    group of heads, each of `width`, follow those of another; a gated W_1 has a gate and an input column by
-    turns.
+    Tensors are called as in `algorithms.block.BlockProblem`, modules as in Llama. Columns of W_qkv are ordered
+    by groups of heads, within a group queries, keys, values; gate and input columns of a gated W_1 alternate.
+
+    Args:
+        width: features of a head.
+        ffn: inner features of the feed-forward part.
     """
     gated, norm, biases = form.gated, form.norm, form.biases
     residual, per_group = Features("hidden", hidden), heads // kv_heads

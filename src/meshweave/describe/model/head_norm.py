@@ -9,7 +9,7 @@ from meshweave.describe.model.nodes import Attention, Features, LayerNode, NodeW
 
 @dataclass(frozen=True)
 class HeadNorm(LayerNode):
-    """Root-mean-square norms of each head of queries and of keys, as in Qwen3 and Gemma 3; values pass.
+    """Root-mean-square norms of each head of queries and of keys, as in Qwen3 and Gemma 3; values pass unchanged.
 
     The gains are (2, width).
     """

@@ -1,7 +1,7 @@
 """Transformers from a Hugging Face `config.json`, whose families name the same sizes differently.
 
-The names are those of the `configuration_*.py` of each family in Hugging Face's transformers. A key that says
-nothing about sizes is ignored.
+The names are those of the `configuration_*.py` of each family in Hugging Face's transformers. What the other keys
+mean is in `config_features`; `Transformer.not_priced` lists those that no prediction knows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
     """Return the model of a Hugging Face config.
 
     Raises:
-        DescriptionError: sizes are missing or wrong; the error lists all of them.
+        DescriptionError: sizes are missing or wrong; the error lists them.
         UnsupportedError: the model is not a decoder-only transformer of a supported kind.
     """
     own = model_type_of(data)
@@ -82,7 +82,10 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
 
 
 def model_name(file: str | Path) -> str:
-    """Return the name of a model from its file: that of the folder of a `config.json`, else the file's own."""
+    """Return the name of a model from its file.
+
+    Of a `config.json` it is that of its folder, or in Hugging Face's cache of its repository; else the file's own.
+    """
     path = Path(file).absolute()
     if path.name.lower() != "config.json":
         return printable(path.stem)[:200]
@@ -93,7 +96,10 @@ def model_name(file: str | Path) -> str:
 def head_problems(
     hidden: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, kv_key: str
 ) -> Iterator[Problem]:
-    """Yield the errors in the head sizes of a model: each group and each head needs a whole size."""
+    """Yield the errors in the head sizes of a model, whose groups and heads need whole sizes.
+
+    `kv_key` is the key of `num_kv_heads` in the file. None: as many as `num_heads`, or `hidden` / `num_heads`.
+    """
     if num_heads % (num_kv_heads or num_heads):
         yield Problem(kv_key, f"{num_kv_heads} does not divide the {num_heads} heads; give a divisor")
     if head_dim is None and hidden % num_heads:
@@ -111,7 +117,10 @@ class _ConfigReader:
         self.problems: list[Problem] = []
 
     def optional(self, *keys: str) -> int | None:
-        """Return the value of the first of `keys` that the config has and that is not null."""
+        """Return the value of the first of `keys` that the config has and that is not null; None without one.
+
+        A value that is no size is noted in `problems`, and 1 returned in its place.
+        """
         for key in keys:
             value = self.data.get(key)
             if value is None:
@@ -125,7 +134,10 @@ class _ConfigReader:
         return None
 
     def required(self, keys: tuple[str, ...], what: str) -> int:
-        """Return the value of the first of `keys` that the config has, or note that `what` is missing."""
+        """Return the value of the first of `keys` that the config has.
+
+        Without one it notes that `what` is missing and returns 1.
+        """
         size = self.optional(*keys)
         if size is None:
             self.problems.append(Problem(keys[0], f"missing; give {what} as {' or '.join(keys)}"))
@@ -147,7 +159,11 @@ class _ConfigReader:
         return 1 if is_multi_query and not self.data.get("new_decoder_architecture") else kv_heads
 
     def ffn_hidden(self, hidden: int) -> int:
-        """Return the inner size of the FFN; plain families default to four times the hidden size."""
+        """Return the inner size of the FFN.
+
+        Where the config does not say, it is `expansion_ratio` (else 4) times the hidden size; for families without
+        that default, what is missing is noted too.
+        """
         ffn = self.optional(*FFN)
         if ffn is not None:
             return ffn

@@ -1,8 +1,7 @@
 """A layer of a transformer as data: nodes in the order of the forward part, on edges with named dims.
 
-What a layer costs are folds over its nodes that know no node: parameters, FLOPs, and what the forward part keeps
-here; equations, functions, kernels and programs in `algorithms.block.nodes`, which has a record for each type of
-node.
+Parameters, FLOPs and what the forward part keeps for the backward part are sums over the nodes, here. Equations,
+functions, kernels and programs are in `algorithms.block.nodes`, which has a record for each type of node.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class LayerGraph(Shown):
     The first edge that is read is the layer's input, the last that is made its output.
 
     Raises:
-        DescriptionError: an edge is made twice, read before it is made or never read, or the features that
-            its maker and a reader give it differ.
+        DescriptionError: there is no node; an edge is made twice, read before it is made or never read; the
+            features that its maker and a reader give it differ; or two weights have one name.
     """
 
     nodes: tuple[LayerNode, ...]
@@ -97,10 +96,10 @@ class LayerGraph(Shown):
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """Return for each edge that is written to the buffer of a sum the name of that sum.
+        """Return the sums that share the buffer of one of their terms: the name of the sum by that edge.
 
-        Such an edge is the first term that a node makes for the sum alone, and whose own gradient does not
-        read it.
+        A term qualifies if the sum alone reads it, and the gradient of its maker does not. Of those the first
+        that may be partial sums (`LayerNode.makes_terms`) is taken, else the first.
         """
         made = {node.out: node for node in self.nodes}
         homes: dict[str, str] = {}
@@ -114,7 +113,7 @@ class LayerGraph(Shown):
 
     @cached_property
     def jointly_reduced(self) -> frozenset[str]:
-        """Return the edges with partial sums that each rank adds to others before one reduction of the total."""
+        """Return the edges of partial sums that a rank adds up before one reduction of their total."""
         open_edges = {
             node.out for node in self.nodes if node.makes_terms and len(self.readers(node.out)) == 1
         }
@@ -218,7 +217,11 @@ class LayerGraph(Shown):
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Return for every edge its layout: the residual's, that of operands made of it, or its group's."""
+        """Return the place of every edge.
+
+        Edges of the residual, of latents and of choices are "operand" if a product reads them, else "residual".
+        Copies of tokens are "experts". Any other edge has the group of its maker.
+        """
         groups: dict[str, Place] = {node.out: node.group for node in self.nodes}
         for edge, features in self.features.items():
             if features.dim == "copies":
@@ -229,7 +232,7 @@ class LayerGraph(Shown):
         return groups
 
     def kept(self, kinds: Collection[KeptKind]) -> Iterator[Kept]:
-        """Yield what is kept for the backward part besides edges, of the given kinds."""
+        """Yield the `Kept` rows of all nodes that are of the given kinds; edges are in `kept_edges`."""
         return (row for node in self.nodes for row in node.kept if row.kind in kinds)
 
     def kept_bytes(self, item_bytes: int, keys: int, kinds: Collection[KeptKind]) -> int:

@@ -51,7 +51,7 @@ def layers_from(runs: list[LayersFile]) -> Runs:
     """Return the runs of equal layers that tables describe.
 
     Raises:
-        DescriptionError: a table is wrong; the error names the run and the node.
+        DescriptionError: a table is wrong (the error names run and node), or the nodes of a run make no layer.
     """
     known = node_types() if runs else {}
     return tuple(

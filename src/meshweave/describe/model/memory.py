@@ -46,7 +46,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
         attention     input (s b h), Q (s b a d), K and V (s b g d), input of `out` (s b a d), mask (s b h);
                       scores after softmax and after dropout (a s s b each) and their mask
         FFN           input (s b h), input and output of the activation (s b f each), mask (s b h); a gated
-                      FFN keeps the gate, the other half and their product besides (s b f each, one more)
+                      FFN keeps the other half of its input, and the product of both halves (s b f each)
         layer norms   two inputs (s b h each)
 
     For e = 2, a d = g d = h and f = 4 h, that is `s b h (34 + 5 a s / h)`, equation 1 of Korthikanti et al.
@@ -113,7 +113,7 @@ class ChipMemory:
         return self.state_bytes + self.activation_bytes[recompute]
 
     def least_recompute(self, memory_bytes: int) -> Recompute | None:
-        """Return the least recomputation for which states and activations fit `memory_bytes`; None for none."""
+        """Return the least recomputation with which states and activations fit; None if they fit with none."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
@@ -139,6 +139,8 @@ class ChipMemory:
 
 def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipMemory:
     """Return the share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all.
+
+    Activations are those of the first layer, times the number of layers.
 
     Raises:
         DescriptionError: there is less than one chip, or models are not trained in the dtype.

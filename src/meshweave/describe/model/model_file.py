@@ -151,7 +151,8 @@ def transformer_from(data: dict[str, Any], file: str | Path) -> Transformer:
     """Return the model that a TOML table describes; `file` is what errors name.
 
     Raises:
-        DescriptionError: the description is wrong; the error lists every problem.
+        DescriptionError: the description is wrong; the error lists the problems.
+        UnsupportedError: the table has a `config` of another model than a decoder-only transformer.
     """
     if "config" in data:
         return _from_config(data, file)
@@ -261,9 +262,9 @@ def load_model(source: ModelSource) -> Transformer:
             Hugging Face's cache on this machine has; or a model of transformers or its config.
 
     Raises:
-        DescriptionError: there is no such entry or file, or the description is wrong; the error lists every
-            problem of a file.
-        UnsupportedError: the model is not a decoder-only transformer.
+        DescriptionError: there is no such entry or file, or the description is wrong; the error lists the problems
+            of a file.
+        UnsupportedError: the model is not a decoder-only transformer of a supported kind.
     """
     if not isinstance(source, str | Path):
         return _of_config(source)

@@ -47,8 +47,8 @@ class NodeWeight:
 
     Attributes:
         kind: "whole" is a matrix that no role divides, "experts" one for each of `experts`.
-        modules: of a matrix, the modules that transformers has in its place, with the features of each that the
-            other side is multiplied to; of the parameters of a norm the one module.
+        modules: (name, output features) of each linear module that transformers has in place of a matrix; of the
+            parameters of a norm, its module.
         experts, chosen: how many of it there are, and how many a token is multiplied by.
     """
 
@@ -75,16 +75,15 @@ KeptKind = Literal[
 ]
 """Why the forward part keeps something besides edges.
 
-What experts keep inside; sums of softmax; scores after softmax and after dropout, and the mask of that; a mask of
-dropout of the residual; the gate of an activation; the copy of a norm's input in float32; keys and values that are
-one tensor with queries.
-"""
+"sums" are of softmax; "scores" are after softmax, "dropped scores" after dropout, "score mask" is its mask; "mask"
+is of dropout of the residual; "gate" is of an activation; "copy" is a norm's input in float32; "joint" are keys
+and values that are one tensor with queries; "experts" is what experts keep inside."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a node keeps for its gradient besides edges: so many elements a token, or with `by_keys` a pair of
-    tokens, each of so many bytes; 0 for those of an activation. `edge` is that beside which it lies."""
+    """What a node keeps for its gradient besides edges: `elements` for each token, or with `by_keys` for each pair
+    of tokens, of `item_bytes` each (0: those of an activation). It is sharded as the edge `edge` is."""
 
     kind: KeptKind
     edge: str
@@ -314,7 +313,7 @@ class Attention(LayerNode):
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        """Return what is kept besides edges: softmax sums; or scores, dropped scores and their mask."""
+        """Return what may be kept besides edges, for callers to choose by kind."""
         kinds: tuple[KeptKind, KeptKind] = ("scores", "dropped scores")
         scores = (Kept(kind, self.out, self.heads, by_keys=True) for kind in kinds)
         mask = Kept("score mask", self.out, self.heads, 1, by_keys=True)
@@ -344,7 +343,7 @@ class Attention(LayerNode):
 
 @dataclass(frozen=True)
 class Activation(LayerNode):
-    """An activation of inner features: of one column each, or gated of a gate and an input by turns."""
+    """An activation of inner features. If gated, it reads two columns for each: a gate, then an input."""
 
     inner: int
     gated: bool

@@ -47,7 +47,12 @@ class GroupedHeads:
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Latent attention: the ranks of the latents (0 for queries without one), and the widths of a head."""
+    """Latent attention.
+
+    Attributes:
+        query_rank, rank: features of the latent of queries (0: they have none), and of keys and values.
+        own, shared, value: as in `latent.LatentAttention`.
+    """
 
     heads: int
     query_rank: int

@@ -26,11 +26,12 @@ class TokenRouting:
     """How a router chooses experts of a token and weighs them.
 
     Attributes:
-        scores: what makes scores of all experts of the products of the router.
+        scores: the function that turns the logits of the router into scores.
         normalised: whether the scores of chosen experts are divided by their sum.
         scale: the factor of their weights after that.
         has_bias: whether a bias of each expert, which no gradient moves, is added for the choice alone.
-        best_of_group: the scores whose sum is that of a group, where tokens are limited to groups; 0 for no limit.
+        best_of_group: how many of the highest scores of a group add up to the score of the group, where a token is
+            limited to some groups; 0 for no limit.
         loss: the coefficient of the auxiliary loss that balances experts; None where the config has none.
         loss_each_sequence: whether that loss is one of each sequence.
         others: what else of the router the config says, as "key = value".
@@ -109,7 +110,7 @@ def routing_of(data: Mapping[str, Any]) -> TokenRouting | None:
     """Return how the model of a config routes tokens; None for a family of which that is not known.
 
     Raises:
-        DescriptionError: a number of it is none.
+        DescriptionError: a key that holds a number has another value.
     """
     family = model_type_of(data)
     rule = RULES.get(family)

@@ -55,7 +55,9 @@ class RoutedFamily:
     Attributes:
         inner: the key of the inner features of an expert.
         dense: the key of the inner features of layers without experts.
-        biases, norm, qk_norm, sinks: as in `routed.GroupedHeads`; `attention_bias` of a config sets the first.
+        biases, qk_norm, sinks: as in `routed.GroupedHeads`. The keys `attention_bias`, `qkv_bias` and
+            `use_qk_norm` of a config go before the first two.
+        norm: the kind of the norms.
         expert_biases, router_parameters: as in `routed.RoutedExperts`.
         tied: whether embeddings are tied where a config does not say.
         head_dim: the size of a head where a config does not say; 0 for hidden over heads.
@@ -104,7 +106,7 @@ FAMILIES: Mapping[str, RoutedFamily] = {
 
 
 def is_routed(data: Mapping[str, Any]) -> bool:
-    """Return whether a config is of a known family of models with experts."""
+    """Return whether a config is of a family in `FAMILIES`, and has experts."""
     return model_type_of(data) in FAMILIES and any(not is_off(data.get(key)) for key in _COUNT)
 
 
@@ -112,8 +114,9 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
     """Return the model of a config with experts.
 
     Raises:
-        DescriptionError: sizes are missing or wrong; the error lists all of them.
+        DescriptionError: sizes are missing or wrong; the error lists them.
         UnsupportedError: some layers are not attention.
+        KeyError: the family is not in `FAMILIES`; see `is_routed`.
     """
     if (reason := other_layers(data)) is not None:
         raise UnsupportedError(f"{file}: {reason}")
@@ -154,7 +157,10 @@ class _RoutedReader:
         self.problems: list[Problem] = []
 
     def size(self, *keys: str, default: int | None = None) -> int:
-        """Return the value of the first of some keys that the config has, or note that there is none."""
+        """Return the value of the first of some keys that the config has, else `default`.
+
+        What is missing without a default, or is no size, is noted in `problems`, and 1 returned in its place.
+        """
         for key in keys:
             value = self.data.get(key)
             if value is None:
@@ -171,7 +177,7 @@ class _RoutedReader:
         return default
 
     def layer(self, number: int) -> LayerGraph:
-        """Return the layer with a number, from 0."""
+        """Return the layer with a number, from 0; once there are problems, a layer of size 1."""
         hidden = self.size("hidden_size")
         part = self._experts() if self.has_experts(number) else FeedForward(self.size(self.family.dense))
         heads = self._heads(number, hidden)

@@ -41,7 +41,7 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
     """Return the parameters of a Llama of these sizes, in the order of its modules; without a head if it is tied.
 
     Raises:
-        UnsupportedError: the FFN is not gated.
+        UnsupportedError: the FFN is not gated, or the module of a weight is not known.
         DescriptionError: the vocabulary is unknown, or there are more than `base.limits.MODEL_TENSORS` tensors.
     """
     if not model.gated_ffn:
@@ -81,7 +81,7 @@ def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     """Return the layout of a parameter under FSDP and tensor parallelism, on a mesh (fsdp, tp).
 
     Raises:
-        LayoutError: the mesh has other axes.
+        LayoutError: the mesh has not two axes. Their names are not checked.
     """
     _check(mesh, "trainer", TRAINER_AXES)
     placements: dict[ParameterSharding, tuple[Placement, Placement]] = {
@@ -96,7 +96,7 @@ def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     """Return the layout of a parameter in replicas of a tensor-parallel server, on a mesh (replica, tp).
 
     Raises:
-        LayoutError: the mesh has other axes.
+        LayoutError: the mesh has not two axes. Their names are not checked.
     """
     _check(mesh, "server", SERVER_AXES)
     placements: dict[ParameterSharding, Placement] = {

@@ -102,7 +102,10 @@ class Transformer:
 
     @cached_property
     def layer(self) -> LayerGraph:
-        """Return the graph of a layer; of several kinds the first. Biases of products are left out."""
+        """Return the graph of a layer; of several kinds the first.
+
+        Without `layers`, biases of products are left out.
+        """
         if self.layers:
             return self.layers[0][1]
         own = self.architecture

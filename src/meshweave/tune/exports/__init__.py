@@ -1,4 +1,4 @@
-"""A plan of a step in the words of other software, and what these words cannot say.
+"""A plan of a step as settings of other software, and what these settings cannot say.
 
 Each export is refused where the other software does not have the strategy of the plan: nothing is turned into
 another strategy in silence. Smaller differences are listed in `Export.left_out`.

@@ -34,7 +34,7 @@ def to_hugging_face(row: PlannedRow) -> Export:
     """Return the `tp_plan` for `from_pretrained` of a model whose layers have the modules of Llama's.
 
     Raises:
-        UnsupportedError: transformers has no such strategy.
+        UnsupportedError: transformers has no such strategy, or no `tp_plan` is known for the layers of the model.
     """
     row.require_megatron("transformers")
     row.require_dense("transformers")

@@ -30,7 +30,14 @@ _BESIDE = ("multi-token-prediction", "priced in the dtype")
 
 
 def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], target: str) -> set[str]:
-    """Add how experts lie on ranks and how copies travel; return the priced settings that this tells.
+    """Add the arguments of expert parallelism and of the dispatcher; return the priced settings that they hold.
+
+    Nothing is added for a model without experts.
+
+    Args:
+        settings: options with values, which are added to.
+        flags: options without values, which are added to.
+        target: the name of the software, for errors.
 
     Raises:
         UnsupportedError: Megatron Core does not run routed layers so.
@@ -57,7 +64,12 @@ def add_dispatch(row: PlannedRow, settings: dict[str, Any], flags: list[str], ta
 def add_routed_model(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str]
 ) -> set[str]:
-    """Add the arguments of routed layers, of those without experts and of latent attention; return what they tell.
+    """Add the arguments of layers with experts, of those without and of latent attention.
+
+    `settings`, `flags` and `left_out` are added to, as by `megatron_lm.add_degrees`.
+
+    Returns:
+        The fields of the model that the arguments hold.
 
     Raises:
         UnsupportedError: Megatron-LM has no argument for what the model computes; the error names all of it.

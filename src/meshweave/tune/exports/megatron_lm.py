@@ -19,7 +19,11 @@ _DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 
 
 def to_megatron_lm(row: PlannedRow) -> Export:
-    """Return the arguments for `pretrain_gpt.py`. Raises UnsupportedError if Megatron-LM has no such strategy."""
+    """Return the arguments for `pretrain_gpt.py`.
+
+    Raises:
+        UnsupportedError: Megatron-LM has no such strategy, or no argument for what the model computes.
+    """
     left_out: list[str] = []
     flags: list[str] = []
     settings: dict[str, Any] = {}
@@ -33,9 +37,10 @@ def to_megatron_lm(row: PlannedRow) -> Export:
 
 
 def environment_of(row: PlannedRow) -> dict[str, str]:
-    """Return the environment variables that Megatron-LM demands for the arguments on Hopper and older chips.
+    """Return the environment variables that Megatron-LM demands for a row on Hopper and older chips.
 
-    One hardware queue lets the host order products and communication; Megatron-FSDP wants several.
+    With tensor or context parallelism, one hardware queue lets the host order products and communication;
+    Megatron-FSDP (ZeRO 2 and 3) wants several.
     """
     shares = row.tensor > 1 or row.degrees.context > 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if shares and row.degrees.zero < 2 else {}
@@ -44,7 +49,13 @@ def environment_of(row: PlannedRow) -> dict[str, str]:
 def add_degrees(
     row: PlannedRow, settings: dict[str, Any], flags: list[str], left_out: list[str], target: str
 ) -> set[str]:
-    """Add Megatron Core's arguments for a row to the collections; return the priced settings that they hold.
+    """Add Megatron Core's arguments for a row; return the priced settings that they hold.
+
+    Args:
+        settings: options with values, which are added to.
+        flags: options without values, which are added to.
+        left_out: sentences on what the arguments do not say, which are added to.
+        target: the name of the software, for sentences and errors.
 
     Raises:
         UnsupportedError: Megatron Core has no such strategy or schedule.

@@ -1,4 +1,4 @@
-"""What an export does not say of a model and of a step: a field is told by a setting, or stands in a sentence."""
+"""Sentences on what the settings of an export do not hold of a model and of a step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def defining(model: Transformer) -> dict[str, Any]:
 
 
 def model_left_out(model: Transformer, told: Collection[str], target: str) -> list[str]:
-    """Return a sentence for each field that defines a model and that an export does not hold.
+    """Return a sentence on the fields that define a model and that an export does not hold, and one on those that
+    the model does not state; neither where there are none.
 
-    `told` are the fields that it holds, `target` is the other software.
+    `told` are the fields that the export holds, `target` is the other software.
     """
     values = defining(model)
     untold = [
@@ -61,7 +62,11 @@ def model_left_out(model: Transformer, told: Collection[str], target: str) -> li
 
 
 def step_left_out(row: PlannedRow, told: Collection[str], target: str) -> list[str]:
-    """Return a sentence for each setting of the priced step, its stack apart, that an export does not hold."""
+    """Return a sentence for each setting of the priced step that an export does not hold, but for its stack.
+
+    Where ranks share a layer there is one more, on what its communication was priced to overlap with. `told` are
+    the settings that the export holds, `target` is the other software.
+    """
     sentences = [
         f"The step is priced with {name} = {printable(value)}, which {target} is not told here."
         for name, value in row.settings.items()

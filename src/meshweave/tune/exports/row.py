@@ -24,7 +24,7 @@ class Export:
     Attributes:
         target: whose they are.
         settings: as its configuration has them, for JSON.
-        text: as one writes them: arguments of a command line, or Python.
+        text: as one writes them: arguments of a command line, JSON, or Python.
         left_out: what of the plan they do not say, a sentence each.
         environment: variables that each process is to have; launch files set them.
         priced: for whom the configuration was priced where that is not the target, and what it comes to there.

@@ -35,7 +35,7 @@ _ON_TPUS = ("maxtext",)
 
 
 def stack_of(target: str) -> str:
-    """Return the software stack that a target is, whose times and memory a plan for it has; "" for none."""
+    """Return the name of the software stack whose times and memory predict a target; "" if there is none."""
     name = SAME_STACK.get(target, target)
     return name if name in stack_names() else ""
 
@@ -49,7 +49,7 @@ def export(plan: Plan, target: str, row: int = 1) -> Export:
 
     Raises:
         UnsupportedError: there is no such target, it does not run on the chips of the plan, or it does not have
-            the strategy; then the error names the first row of the plan that it has.
+            the strategy; then the error names the first row of the plan that it has, if any.
         LayoutError: the plan has no such row.
         DescriptionError: it is a plan of products, or of an older format and its model is not in the catalog.
     """

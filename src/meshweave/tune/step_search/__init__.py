@@ -1,10 +1,13 @@
 """The planner of a whole training step: which degrees of parallelism, within the memory of a chip.
 
-space     what there is to choose: degrees, strategies, micro-batches, ZeRO, recomputation, orders
-bounds    times that no step with some choices can go under
-search    best first, within memory, anytime
-planner   the plan of a model on a cluster: the ranking as a `Plan`
-reasons   why the winner wins, and what would make fit what does not
+    search      best first, within memory, anytime
+    planner     the plan of a model on a cluster: the ranking as a `Plan`
+    published   which strategies published runs have, and whether they are preferred
+    curves      configurations with other chips, batches and links
+    reasons     why the winner wins
+    remedies    what would make a step fit that does not
+
+What there is to choose, and bounds of times, are in `algorithms.step.space` and `algorithms.step.bounds`.
 """
 
 from meshweave.algorithms.step.space import SpaceOptions, StepLayout, StepSpace

@@ -81,7 +81,7 @@ def plan(
         sequence: tokens of a sequence.
         memory_bytes: the memory of a chip, of which `reserve` stays free; None for what its description says.
         num_exact: rows of the ranking that no other configuration is faster than.
-        sensitivity: whether to price the ranking with faster links too.
+        sensitivity: whether to price the ranking with links at twice and at half their rate, too.
         margin: the share of its time by which a strategy that no published run has must be faster than all that
             published runs have, to be chosen; 0 for what is the fastest by prediction.
         progress: called with the numbers of layouts looked at so far, and of all.
@@ -278,7 +278,7 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return the times of a ranking with the links of each level at twice and at half their rate."""
+    """Return the times of the ranked configurations with each of `link_levels` at twice and at half its rate."""
     problem = ranking.space.problem
     records = []
     for name, with_rate in link_levels(problem.cluster):

@@ -15,8 +15,8 @@ from meshweave.algorithms.step.stacks import IDEAL, published_strategies
 def prefers_published(space: StepSpace) -> bool:
     """Return whether a search of a space prefers strategies that published runs have.
 
-    It does not where the options leave none to choose, for a stack of others, which executes no other strategies,
-    and for kernels alone.
+    It does not where the options leave no such strategy to choose, where the stack executes some strategies only
+    (those of other software), and for the stack "ideal".
     """
     stack, published = space.problem.stack, published_strategies()
     is_own = stack.runs.strategies is None and stack.name != IDEAL
@@ -24,5 +24,8 @@ def prefers_published(space: StepSpace) -> bool:
 
 
 def is_published(choice: Parallelism | StepLayout) -> bool:
-    """Return whether some stack with published runs executes what tensor ranks do in a configuration."""
+    """Return whether a stack with published runs executes the strategy of a configuration.
+
+    True as well for one tensor rank, which has no strategy.
+    """
     return ranks_of(choice.tensor) == 1 or choice.strategy in published_strategies()

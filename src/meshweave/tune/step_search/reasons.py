@@ -146,7 +146,7 @@ _OF_EXPERTS = (("ep", "expert"), ("etp", "expert_tensor"))
 
 
 def choice_text(choice: object) -> str:
-    """Return a configuration in words: its degrees, then the settings that are not the defaults."""
+    """Return a `Parallelism` or `DegreesRecord` in words: its degrees, then settings that are not the defaults."""
     record = choice if isinstance(choice, DegreesRecord) else None
     fields = dict(record) if record is not None else vars(choice)
     tensor = fields["tensor"]
@@ -180,7 +180,11 @@ def order_text(fields: dict[str, object]) -> str:
 
 
 def part_name(part: str, *degrees: DegreesRecord) -> str:
-    """Return what a part of a step is called: "tensor" has the exchange of tokens with experts, or is that."""
+    """Return what a part of a step is called, for configurations with these degrees.
+
+    The part "tensor" includes the exchange of tokens with experts, and is named after it where some `degrees`
+    have it; with one tensor rank in all of them it is that exchange alone.
+    """
     if part != "tensor" or all(each.expert * each.expert_tensor == 1 for each in degrees):
         return PART_NAMES.get(part, part)
     if all(each.tensor_ranks == 1 for each in degrees):
@@ -219,7 +223,10 @@ def preference_text(steps: StepsRecord) -> str:
 
 
 def defaults_text(steps: StepsRecord) -> str:
-    """Return in words what `mw.step` gives with its defaults, and which differ from the best; "" if none do."""
+    """Return in words what `mw.step` gives by its defaults, and which of them differ from the best; "" if none do.
+
+    Where the defaults cannot be laid out it is the reason, or "" if that is not known.
+    """
     if steps.defaults is None:
         reason = steps.defaults_refused
         return f"mw.step by its defaults cannot be laid out: {reason}" if reason else ""
