@@ -17,7 +17,7 @@ from meshweave.describe.machine.gpu import GpuFile, load_gpu
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
+from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, layers_activation_bytes, step_flops
 from meshweave.describe.model.workload import Workload
 from meshweave.report.tables import text_table
 
@@ -128,8 +128,7 @@ def _model_figures(model: Transformer) -> dict[str, Any]:
         "adam_bytes": ADAM_BYTES[2] * count,
         "one sequence of 2048 tokens": {
             **{
-                f"activation_bytes{_RECOMPUTED[kind]}": model.num_layers
-                * activation_bytes(model, ONE_SEQUENCE, kind)
+                f"activation_bytes{_RECOMPUTED[kind]}": layers_activation_bytes(model, ONE_SEQUENCE, kind)
                 for kind in RECOMPUTES
             },
             "step_flops": step_flops(model, ONE_SEQUENCE),

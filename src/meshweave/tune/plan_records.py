@@ -14,6 +14,7 @@ from meshweave.describe.model.memory import Pairs
 # Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
 Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
 Width = Annotated[int, Field(gt=0, le=2**31)]
+Taken = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a finite number above 0")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite number of seconds")]
 Bytes = Annotated[int, Field(ge=0, le=2**128, description="a whole number of bytes")]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite fraction of at least 0")]
@@ -88,11 +89,11 @@ class StepRecord(Record):
     """
 
     degrees: DegreesRecord
-    step_s: Seconds
+    step_s: Taken
     parts_s: dict[str, Seconds]
     memory_bytes: Bytes
     memory_parts: dict[str, Bytes]
-    tokens_per_s_per_chip: Share
+    tokens_per_s_per_chip: Taken
     mfu: Share
     hfu: Share
     mfu_all_pairs: Share | None = None

@@ -69,7 +69,12 @@ def rank(
         parts = entry.branches(problem)
         if parts is not None:
             bare = Machine(cluster, (), logical=True)  # such an entry says itself where ranks lie
-            search = BestFirst(entry, problem, bare, num_exact)
+            priced_before = len(ranked)
+
+            def advance(done: int, of: int) -> None:
+                progress(priced_before + search.num_priced)  # noqa: B023
+
+            search = BestFirst(entry, problem, bare, num_exact, advance)
             search.run(parts)
             ranked += search.ranked()
             continue

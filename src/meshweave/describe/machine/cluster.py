@@ -74,9 +74,13 @@ def cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
     """
     top, network_file = read_cluster_file(table_like("clusters", data, file), file)
     try:
+        chip = top.chip.chip(top.source, Path(file).parent)
+    except DescriptionError as error:
+        fail(file, "chip", str(error))
+    try:
         return Cluster(
             top.name,
-            top.chip.chip(top.source, Path(file).parent),
+            chip,
             network_file.network(),
             top.source,
             top.host.rates() if top.host else None,

@@ -54,9 +54,15 @@ def layers_from(runs: list[LayersFile]) -> Runs:
         DescriptionError: a table is wrong (the error names run and node), or the nodes of a run make no layer.
     """
     known = node_types() if runs else {}
-    return tuple(
-        (run.count, LayerGraph(tuple(_nodes(number, run, known)))) for number, run in enumerate(runs)
-    )
+    return tuple((run.count, _layer(number, run, known)) for number, run in enumerate(runs))
+
+
+def _layer(number: int, run: LayersFile, known: NodeTypes) -> LayerGraph:
+    nodes = tuple(_nodes(number, run, known))
+    try:
+        return LayerGraph(nodes)
+    except DescriptionError as error:
+        raise DescriptionError(f"runs.{number}: {error}") from None
 
 
 def _nodes(number: int, run: LayersFile, known: NodeTypes) -> Iterator[LayerNode]:

@@ -62,6 +62,11 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
     return workload.tokens * layer.kept_bytes(e, workload.sequence, kinds)
 
 
+def layers_activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
+    """Return the sum of `activation_bytes` over the layers of all kinds."""
+    return sum(count * activation_bytes(kind, workload, recompute) for count, kind in model.kinds)
+
+
 def step_flops(
     model: Transformer, workload: Workload, pairs: Pairs = "causal", recompute: Recompute = "none"
 ) -> int:
@@ -140,8 +145,6 @@ class ChipMemory:
 def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipMemory:
     """Return the share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all.
 
-    Activations are those of the first layer, times the number of layers.
-
     Raises:
         DescriptionError: there is less than one chip, or models are not trained in the dtype.
     """
@@ -161,6 +164,6 @@ def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipM
         share(element * count),
         share(element * count),
         share(ADAM_BYTES[element] * count),
-        {kind: share(model.num_layers * activation_bytes(model, workload, kind)) for kind in RECOMPUTES},
+        {kind: share(layers_activation_bytes(model, workload, kind)) for kind in RECOMPUTES},
         share(step_flops(model, workload)),
     )

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.limits import STEP_LAYERS
 from meshweave.describe.files import Problem, fail_with_all, format_value
 from meshweave.describe.model.architecture import Norm as NormKind
 from meshweave.describe.model.architecture import NotPriced
@@ -123,7 +124,9 @@ def routed_transformer(data: dict[str, Any], name: str, file: str) -> Transforme
     family = FAMILIES[model_type_of(data)]
     config = _RoutedReader(data, family)
     count = config.size("num_hidden_layers")
-    graphs = [config.layer(number) for number in range(min(count, 10_000))]
+    if count > STEP_LAYERS.most:
+        config.problems.append(Problem("num_hidden_layers", STEP_LAYERS.refusal(count)))
+    graphs = [config.layer(number) for number in range(min(count, STEP_LAYERS.most))]
     vocabulary, heads = config.size("vocab_size"), config.size("num_attention_heads")
     hidden = config.size("hidden_size")
     if config.problems:
