@@ -119,7 +119,8 @@ class StreamWindow(Window):
     def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         """Return an action that combines `value` into `piece` by `op`, each element atomically.
 
-        Sums are queued on the stream. Arguments and UnsupportedError as for `Window.accumulate`.
+        Sums of up to two dims and a dtype with atomic additions are queued on the stream; `other_updates` makes
+        all others. Arguments and UnsupportedError as for `Window.accumulate`.
         """
         from meshweave.execute.cuda.kernels import accumulate, lacks_atomic_add
 

@@ -230,7 +230,8 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
 def agree_once(context: TorchContext, program: Program) -> None:
     """Run `agree` for a program unless one of the same text was agreed on in this context before.
 
-    Collective at the first; raises as `agree`.
+    Collective at the first; raises as `agree`. It does nothing for a program of one rank, or without a process
+    group.
     """
     if not context.is_distributed or len(program.ranks) == 1:
         return

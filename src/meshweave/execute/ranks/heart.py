@@ -48,6 +48,12 @@ class Store(Protocol):
 class Heart:
     """The beating thread of a rank and what it has heard. `round` guards all that changes.
 
+    Args:
+        others: the other ranks that beat in `store`.
+        stale_s: seconds without an answer of the store, or a new heartbeat of a rank, that are too long.
+        news: what this rank knows at the start.
+        is_wanted: asked before each beat; once it returns False, the beat is the last, with the state "done".
+
     Attributes:
         interval_s: seconds between beats.
         round: notified after each beat.
@@ -271,7 +277,7 @@ def innermost_store(store: Any) -> Any:
 
 
 def hosts_store(store: Any) -> bool:
-    """Return whether this process hosts a TCPStore, perhaps inside of PrefixStores; on Linux, else False."""
+    """Return whether this process hosts `store`, a TCPStore or PrefixStores around one; False off Linux."""
     port = getattr(innermost_store(store), "port", None)
     if port is None or not sys.platform.startswith("linux"):
         return False

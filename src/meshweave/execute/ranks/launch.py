@@ -192,7 +192,7 @@ class RankStarter(Protocol):
     def start(
         self, rank: int, folder: Path, environment: dict[str, str], place: RankPlace, *, is_ours: bool
     ) -> _Process:
-        """Return a started rank; `folder` is that of the job, `is_ours` whether it runs a function of ours."""
+        """Start a rank and return it; `folder` has the job, `is_ours` says that its target is of meshweave."""
 
 
 rank_starter: RankStarter | None = None

@@ -137,7 +137,8 @@ class Liveness:
     def missing(self) -> tuple[int, ...]:
         """Return the ranks that are lost or failed, after listening for up to about `stale_s` seconds.
 
-        A rank that has finished is not missing. Not collective. An empty result takes two beats of each rank.
+        Where there is none, the ranks that a signal stopped. A rank that has finished is not missing, unless it
+        hosted the store and that is gone. Not collective. An empty result takes two beats of each rank.
 
         Raises:
             RankLostError: the store is gone, and nobody knows which rank hosts it.
@@ -159,7 +160,9 @@ class Liveness:
         self._monitor.expect_within(deadline_s)
 
     def find_lost(self, store_hangs: bool = False) -> RankLostError | None:
-        """Look at all ranks and tell them which are lost; return an error that names those, None if none is.
+        """Find out which ranks are lost and tell the others; return an error that names those.
+
+        None if no rank is, or all that may be to blame said that they leave.
 
         Args:
             store_hangs: whether the store does not answer, so that listening for heartbeats is of no use.
@@ -221,7 +224,8 @@ class Liveness:
     def close(self, error: BaseException | None = None) -> None:
         """Tell the other ranks that this one leaves, for `error` if given, and stop the heartbeat.
 
-        Where this process hosts the store, it first waits for the others to leave, 1.5 `stale_s` at most.
+        Where this process hosts the store, it first waits for the others to leave: `stale_s / 2` at most after an
+        error, otherwise `stale_s` and the longer of `stale_s / 2` and five heartbeat intervals.
         """
         if self._closed:
             return
@@ -292,7 +296,8 @@ class Liveness:
     def signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
         """Return the line to report on a signal, and the lost ranks.
 
-        Tells the other ranks those, or that this rank was stopped unless the process ignores the signal.
+        The other ranks are told of the lost ranks. If there are none they are told that this rank was stopped,
+        unless `ignored`: the process ignores the signal.
         """
         waiting = self._while_waiting
         finding = self._look(patient=False, overdue=True, peers=None)
