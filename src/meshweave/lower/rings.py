@@ -52,7 +52,8 @@ def lower_rings(
         should_lower: selects the collectives to lower; the others stay.
 
     Raises:
-        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views.
+        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views; a view
+            has no such dim, or blocks along one; or the rings are over `base.limits.RING_NUMBERS`.
     """
     program = program.with_parts(lambda part: lower_rings(part, num_directions, should_lower))
     lowering = _RingLowering(program, num_directions, should_lower)

@@ -35,7 +35,7 @@ def as_messages(program: Program) -> Program:
     """Return the program with each released tile as a product of its own, and one-sided ops as sends and recvs.
 
     Raises:
-        ProgramError: an op that is no get, put or accumulate has a remote view.
+        ProgramError: a remote view has no form as messages, as `lower_one_sided` says.
     """
     program = program.expanded
     if any(isinstance(op, (Matmul, Put)) and op.release is not None for op in program.ops()):

@@ -135,7 +135,7 @@ class Window(ExposedSlots, ABC):
         """Return an action that waits until all ranks of group `group` run it and their accesses are done."""
 
     def arrive(self, group: int) -> Action:
-        """Return an action, the first half of a fence, which tells the group that this rank is there; or nothing."""
+        """Return an action, the first half of a fence: it tells the group that this rank is there; no wait."""
         return _nothing
 
     def await_arrivals(self, group: int, what: str) -> Action:
@@ -390,7 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes to add to a pool without `size` free: that at least, `pool_bytes`, later half of its own."""
+    """Return the bytes to add to a pool without `size` free: at least these, `pool_bytes`, later half the pool."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

@@ -345,7 +345,10 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
 
 
 def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
-    """Return the ranks whose local values sum to the value of which `rank` holds a term, by their coordinates."""
+    """Return the ranks whose local values add up to the value of which `rank` holds a term; [rank] if it has all.
+
+    They are in row-major order of their coordinates along the partial axes of the layout.
+    """
     holders = [rank]
     for axis in layout.partial_axes:
         holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]

@@ -26,7 +26,10 @@ def fresh_name(name: str, taken: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class RankMap:
-    """The rank that stands for each rank of a program, as expressions; the keys of `ranks` ascend."""
+    """Which rank of the including program stands for each rank of a sub-program.
+
+    `ranks` has that by rank of the sub-program, ascending; the methods map expressions.
+    """
 
     ranks: Mapping[int, int]
 
