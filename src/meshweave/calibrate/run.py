@@ -40,7 +40,7 @@ def run_calibration(
         on_plan: called with the sweep before it is run.
 
     Raises:
-        LayoutError, DescriptionError: the mesh does not fit the ranks or the network, or sizes are too small.
+        LayoutError, DescriptionError: the mesh does not fit the ranks or the network, or sizes are out of range.
         RankLostError, DeadlineError: ranks died, hung or took too long.
         UnsupportedError: torch is missing.
     """

@@ -72,8 +72,7 @@ def run_numpy(
 
     Args:
         inputs: global tensors by name, one for each tensor that an input buffer holds.
-        seed: None runs events in program order where lanes and edges leave a choice, a number in one of the
-            other legal orders.
+        seed: of a random order of events, where lanes and edges leave a choice; None for program order.
         calls: the functions that `call` ops name; see `execute.calls`.
         flow: the result of `ir.analysis.dataflow.analyse(program)`, where the caller has it already.
 

@@ -350,7 +350,7 @@ def bytes_moved(program: Program, op: ops.Op, rank: int) -> int:
 def traffic(program: Program, rank: int) -> dict[str, int]:
     """Return the logical bytes that `rank` moves, per mesh axis or mesh, as `bytes_moved` counts them.
 
-    "" is for point to point and one-sided ops, and for groups that are no mesh axis.
+    "" is for point to point and one-sided ops, and for groups that are neither.
     """
     out: dict[str, int] = {}
     program = program.expanded

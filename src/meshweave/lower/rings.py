@@ -45,7 +45,7 @@ def lower_rings(
 ) -> Program:
     """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
 
-    Included sub-programs are lowered, too.
+    A reduce-scatter is taken for a sum, whatever its `op`. Included sub-programs are lowered, too.
 
     Args:
         num_directions: 2 for bidirectional rings.

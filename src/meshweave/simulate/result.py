@@ -140,7 +140,10 @@ class Simulation(Shown):
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Return for every link that a message of the program can take the bytes that it carried."""
+        """Return the load of every link that a message of the program can take.
+
+        Links that only earlier simulations of this process on an equal machine used are listed too, with 0 bytes.
+        """
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]

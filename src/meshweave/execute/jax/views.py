@@ -26,7 +26,7 @@ WIDER = {"bfloat16": "float32", "float16": "float32"}
 
 @dataclass(frozen=True)
 class ViewUse:
-    """One view of an op as written, and what it is for each point.
+    """One view of an op as written, and what it is for each point: (number of a turn, rank).
 
     Attributes:
         turns: the turns in which the op runs.
@@ -55,7 +55,7 @@ class ViewUse:
     def overlaps(self, other: ViewUse) -> bool:
         """Return whether another view may share elements with this one in some turn on some rank.
 
-        True also where this one is used at a point, (number of a turn, rank), at which the other is not.
+        True also where this one is used at a point at which the other is not.
         """
         return any(at not in other.at or view.overlaps(other.at[at]) for at, view in self.at.items())
 
@@ -91,7 +91,7 @@ class HeldBuffer:
 
 @dataclass
 class Views:
-    """Writes the views of a program."""
+    """Writes reads and writes of a program's views as Python text; `held` has its buffers by name."""
 
     program: Program
     numbers: NumberTexts

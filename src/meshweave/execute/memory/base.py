@@ -84,8 +84,8 @@ class Exposure:
         groups: sets of ranks that meet in fences, the same list on every rank; the first is all `ranks`.
         what: what asks, in words.
         wanted: the slots to set aside.
-        given: tensors in own pool memory that are slots as they are.
-        num_flags: flags of this rank, each of which another rank sets.
+        given: tensors of this rank that lie in the pool already, by the slot that each is.
+        num_flags: how many flags this rank has, each of which another rank sets.
     """
 
     ranks: Sequence[int]
@@ -232,10 +232,10 @@ class RemoteMemory(ABC):
         return mine, {rank: answer["is"] for rank, answer in said.items()}
 
     def expose(self, exposure: Exposure) -> Window:
-        """Return a program's window: its slots set aside, other ranks' reached. Collective among its ranks.
+        """Set a program's slots aside, map other ranks' slots, and return its window. Collective among its ranks.
 
         Raises:
-            BindError: the memory is closed, some rank has none, or cannot reach another's.
+            BindError: the memory is closed, some rank has too little, or cannot reach another's.
             RankLostError, DeadlineError: another rank died, or did not come in time.
         """
         if self.is_closed:
@@ -390,7 +390,7 @@ class RemoteMemory(ABC):
 
 
 def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
-    """Return the bytes to add to a pool without `size` free: at least these, `pool_bytes`, later half the pool."""
+    """Return the bytes to add to a pool without `size` free: at least that, `pool_bytes`, later half the pool."""
     there = sum(segment.size for segment in known.values())
     return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
 

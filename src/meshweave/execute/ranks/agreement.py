@@ -170,8 +170,7 @@ def _check_broken(store: SignedStore, folder: str) -> None:
 def waiting(
     context: TorchContext, what: str, peers: Sequence[int], unheard: Callable[[], Sequence[int]] = tuple
 ) -> Iterator[Callable[[], None]]:
-    """Guard a wait by polling: yield a function to call at each look, which raises once a peer ended or time
-    is up.
+    """Guard a wait that polls: yield a function to call at each poll; it raises once a peer ended or time is up.
 
     Args:
         what: completes "waiting for ..." in errors.

@@ -57,7 +57,7 @@ class Heart:
     Attributes:
         interval_s: seconds between beats.
         round: notified after each beat.
-        news: ours and everybody's.
+        news: what this rank knows, merged with what it has read in the store.
         store_gone: whether the store has ended, or this heart has stopped without being told to.
         paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
         num_rounds: how often it has beaten.

@@ -61,11 +61,11 @@ class Liveness:
         interval_s: seconds between heartbeats.
         stale_s: seconds of silence after which a rank counts as lost. Longer than anything that may hold up a
             healthy process: a paused machine, C code that keeps the GIL.
-        deadline_s: seconds a guarded wait may take unless it says otherwise.
+        deadline_s: seconds that a guarded wait may take by default.
         store_rank: the rank whose process hosts the store, where it is one of the ranks. A rank whose own process
             does finds that out (on Linux), and the others learn it from that rank.
-        likely_store_rank: the one that hosts it unless it says otherwise; believed where it did not live to say.
-        is_wanted: asked with each heartbeat; once it says no, this rank leaves in peace.
+        likely_store_rank: the rank that is taken to host the store where no rank has said that it does.
+        is_wanted: asked with each heartbeat; once it returns False, this rank leaves as one that is done.
 
     Also a context manager: leaving it closes it, with the error if there is one.
     """
@@ -130,7 +130,7 @@ class Liveness:
 
         Raises (in place of a RuntimeError or OSError from inside):
             RankLostError: some ranks are lost, failed or left early; `missing` names all of them.
-            DeadlineError: the wait timed out although every rank still answers, or another rank gave up so.
+            DeadlineError: the wait timed out although every rank still answers, or another rank gave up first.
         """
         return Guard(self, what, self.deadline_s if deadline_s is None else deadline_s, peers)
 
@@ -153,7 +153,8 @@ class Liveness:
         `deadline_s` seconds.
 
         Args:
-            end_waits: closes the connections of this process. See `monitor` for when, and what comes then.
+            end_waits: closes the connections of this process; ignored after the first call. See `monitor` for
+                when, and what comes then.
         """
         if self._monitor is None:
             self._monitor = PeerMonitor(self, self._stale_s, end_waits, self.end_process)

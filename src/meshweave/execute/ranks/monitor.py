@@ -65,7 +65,7 @@ class PeerMonitor:
         listens_s: how long it takes to listen to all others where one is silent; a part of the time that
             `expect_within` gives.
         end_waits: closes the connections of this process, so that waits over them fail.
-        end_process: is given the error that names the lost ranks; does not return.
+        end_process: is given the error that names the lost ranks; does not return. None for `end_with_line`.
     """
 
     def __init__(

@@ -120,9 +120,9 @@ def check_include_uses(flow: Dataflow, summaries: Summaries) -> Dataflow:
     Returns the dataflow in which an include waits for the ops before it in its lanes, and those after it for it.
 
     Raises:
-        ProgramError: a view has another shape than what it stands for, or shares elements with an output; an
-            output of an include is overwritten unread; or ranks issue an include and what shares a channel with
-            it in different orders. The message names the include.
+        ProgramError: a view has another shape than what it stands for, or shares elements with that of an output;
+            an output of an include is overwritten unread; or ranks issue an include and what shares a channel
+            with it in different orders. The message names the include.
     """
     for rank, ops in flow.matched.ops.items():
         for bound in ops:

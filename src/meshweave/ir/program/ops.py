@@ -98,7 +98,7 @@ class Matmul(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOp(Op):
-    """Base of ops that read `src` and write `out`, of equal shape."""
+    """Base of ops that read `src` and write `out`."""
 
     out: View
     src: View
@@ -198,7 +198,7 @@ class Call(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCollective(MoveOp, Collective):
-    """Base of collectives that read `src` and write `out` on every member."""
+    """Base of collectives with a `src` to read and an `out` to write on every member."""
 
 
 @dataclass(frozen=True, kw_only=True)

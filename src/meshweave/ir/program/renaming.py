@@ -71,6 +71,8 @@ class Renaming:
         views: of buffers: the function from a view of the buffer to the one that stands for it.
         meshes: of meshes: the name, and those of the axes.
         ranks: None where ranks stay.
+        lanes: of lanes.
+        stash: returns the name that stands for that of a stash.
         prefix: what is put before the label of each op, "" for nothing.
     """
 
